@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`. Only python3 (>= 3.11) is needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SHELL_FILES := launch_multi_gpu.sh .ci/run
+EVERY_MARK := slow or quality or browser or netns or root or gpu or not slow
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all lint format clean
+
+help: ## what there is
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+quickstart: $(VENV)/.installed ## install, look for devices, train the digits with DDP on every GPU (or two CPU processes)
+	$(BIN)/python main_multi_gpu.py --multi-gpu ddp --resume never \
+		--nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
+
+test: lint ## what CI runs: lint, types, unit tests, several processes, recipes, README
+	$(BIN)/pytest
+
+test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores
+	$(BIN)/pytest -m '$(EVERY_MARK)'
+
+lint: $(VENV)/.installed-dev ## ruff, mypy, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck $(SHELL_FILES)
+
+format: $(VENV)/.installed-dev ## let ruff lay the code out
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# A stamp is newer than what it was made from, so a second call installs nothing.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	touch $@ $(VENV)/.installed
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
+
+clean: ## remove the environment and caches; checkpoints stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

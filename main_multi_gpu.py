@@ -1,0 +1,185 @@
+"""The front door: options → Config → training or a command; the only place where errors become exit codes.
+
+    torchrun --nproc_per_node=4 main_multi_gpu.py --multi-gpu ddp --epochs 20
+    python main_multi_gpu.py --config har
+    python main_multi_gpu.py recipes
+
+torch is imported only when training starts, so that --help and every usage error answer at once.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from multigpu_cli.commands import explained
+from multigpu_cli.commands.options import Command, Group, with_train_options, written
+from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
+from multigpu_cli.runtime import elastic
+
+Action = Callable[[], int]
+
+_INTERRUPTED = 130
+_GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
+_UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
+
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.callback(invoke_without_command=True)
+@with_train_options
+def _front_door(context: typer.Context, **values: Any) -> Action | None:
+    """Train a model on one, two or many GPUs; without a command, this trains."""
+    if context.invoked_subcommand is None:
+        return lambda: _train(values)
+    if flags := written(values):
+        raise RequestError(
+            f"{flags[0]} stands before the command {context.invoked_subcommand!r}",
+            remedy=f"options of a command come after it: {context.invoked_subcommand} {flags[0]} …",
+        )
+    return None
+
+
+@app.command(cls=Command)
+def recipes(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> Action:
+    """List the recipes that --config takes by name."""
+
+    def listing() -> int:
+        from multigpu_cli.commands.recipes import listed, show
+
+        show(listed(), as_json=as_json)
+        return 0
+
+    return listing
+
+
+def _train(values: Mapping[str, Any]) -> int:
+    if values["version"]:
+        _print(_version())
+        return 0
+    from multigpu_cli.commands.request import requested
+
+    screen = _screen(values)
+    config = requested(values, os.environ)
+    if values["print_config"]:
+        from multigpu_cli.config.sources import dump
+
+        _print(dump(config).rstrip())
+        return 0
+    from train_multi_gpu import train  # torch loads here
+
+    summary = train(config, screen=screen, dry_run=values["dry_run"])
+    return 0 if values["dry_run"] else {"completed": 0, "failed": FAILED, "stopped": STOPPED}[summary["status"]]
+
+
+def _print(text: str) -> None:
+    if _rank() == 0:
+        print(text)
+
+
+def _screen(values: Mapping[str, Any]) -> str:
+    if values["verbose"] and (values["quiet"] or values["json"]):
+        raise RequestError(
+            f"--verbose together with {'--quiet' if values['quiet'] else '--json'}", remedy="one of them"
+        )
+    return next((name for name in ("json", "quiet", "verbose") if values[name]), "normal")
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    def of(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    return f"multigpu {of('multigpu-cli')} (torch {of('torch')}, Python {sys.version.split()[0]})"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what the command line asks; the exit code."""
+    if verdict := elastic.earlier_verdict(os.environ):
+        elastic.write_error(os.environ, verdict.message)
+        return verdict.code
+    code, message = _outcome(argv)
+    if code in (WRONG_REQUEST, STOPPED):
+        elastic.remember(os.environ, elastic.Verdict(code, message))
+    return code
+
+
+def _outcome(argv: Sequence[str]) -> tuple[int, str]:
+    """The exit code, and what was said about it."""
+    try:
+        action = typer.main.get_command(app).main(args=list(argv), prog_name=_name(), standalone_mode=False)
+        code = action() if callable(action) else int(action or 0)
+    except _UsageError as error:
+        return _said(WRONG_REQUEST, explained.usage(error), error, argv)
+    except TrainingError as error:
+        return _said(error.exit_code, explained.foreseen(error), error, argv)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _said(_INTERRUPTED, "interrupted", error, argv)
+    except BrokenPipeError:
+        return FAILED, "the reader of our output has gone"
+    except Exception as error:  # the door is where every error ends, and none may end as our traceback
+        return _said(FAILED, explained.unexpected(error), error, argv)
+    if code == STOPPED:
+        elastic.write_error(os.environ, "stopped by a signal; run the same command again to go on")
+    return code, "stopped by a signal" if code == STOPPED else ""
+
+
+def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
+    """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
+    whole = "".join(traceback.format_exception(error))
+    foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
+    elastic.write_error(os.environ, message, message if foreseen else whole)
+    rank = _rank()
+    if not message or (rank and code == _INTERRUPTED):
+        return code, message
+    time.sleep(_GRACE * ((rank > 0) + ("RANK" in os.environ and explained.is_consequence(error))))
+    at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
+    if rank == 0 or not at_the_door or os.environ.get("LOCAL_RANK") == "0":
+        text = whole + message if "--debug" in argv else explained.shortened(message)
+        print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
+    return code, message
+
+
+def _rank() -> int:
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def _name() -> str:
+    program = Path(sys.argv[0]).name
+    return f"python {program}" if program.endswith(".py") else program
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: flushed, and past torch's exit, where gloo now and then aborts a run that is done."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
+def main() -> NoReturn:
+    """The console script `multigpu`."""
+    leave(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The run folder: which one a command means, who owns it, and its small files."""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.store import MANIFEST, Checkpoint, Store, damage_in, read_manifest
+from multigpu_cli.config.pinned import same_run
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: plain values, so that rank 0 can tell the others.
+
+    Attributes:
+        folder: the run folder; it may not exist yet.
+        checkpoint: the checkpoint folder to go on from, or None.
+        manifest: that checkpoint's.
+        summary: how the run in the folder ended last time, or None.
+        notes: what was passed over, and why.
+        because: the decision in words, for the plan.
+    """
+
+    folder: str
+    checkpoint: str | None
+    manifest: dict[str, Any] | None
+    summary: dict[str, Any] | None
+    notes: list[str]
+    because: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose_start(config: Config, *, attempt: int) -> Start:
+    """Settle the run folder and what to go on from; nothing is written.
+
+    Args:
+        attempt: how often the launcher restarted us; `--resume never` is for the first attempt only.
+
+    Raises:
+        RequestError: --resume names nothing to go on from, or forbids what is there.
+    """
+    save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
+    if resume == "never" and attempt > 0:
+        resume = "auto"
+    if resume not in ("auto", "never"):
+        return _from_path(Path(resume), save_dir)
+    if save_dir is not None:
+        folder = Path(save_dir)
+        _check_folder(folder)
+        if resume == "never" and holds_run(folder):
+            raise RequestError(
+                f"--resume never, but {folder} already holds a run",
+                remedy="another --save-dir, or --resume auto to go on with it",
+            )
+        return _in_folder(folder)
+    home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
+    if resume == "auto" and (unfinished := _newest_unfinished(home, config)):
+        return _in_folder(unfinished)
+    return Start(str(home / _run_id()), None, None, None, [], "a new run")
+
+
+def holds_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists()
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a run, or None where there is none that can be read."""
+    try:
+        found = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _in_folder(folder: Path) -> Start:
+    newest, notes = Store(folder / "checkpoints", 1).newest()
+    if newest is None:
+        because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no whole checkpoint"
+        return Start(str(folder), None, None, None, notes, because)
+    return _going_on(folder, newest, read_summary(folder), notes)
+
+
+def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> Start:
+    because = f"goes on from step {found.step} ({found.folder})"
+    return Start(str(folder), str(found.folder), found.manifest, summary, notes, because)
+
+
+def _from_path(path: Path, save_dir: str | None) -> Start:
+    if (path / MANIFEST).is_file():
+        if damage := damage_in(path):
+            raise RequestError(f"--resume {path}: {damage}", remedy="an older checkpoint beside it, or its run folder")
+        run = path.parent.parent
+        found = Checkpoint(path, read_manifest(path))
+        return _going_on(Path(save_dir) if save_dir else run, found, None, [])
+    newest, notes = Store(path / "checkpoints", 1).newest()
+    if newest is None:
+        raise RequestError(
+            f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
+            remedy="a run folder, or one of its checkpoints/step_… folders",
+        )
+    folder = Path(save_dir) if save_dir else path
+    return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)
+
+
+def _newest_unfinished(home: Path, config: Config) -> Path | None:
+    """The newest run of the same configuration that has a checkpoint, did not complete and is not at work now."""
+    runs = sorted((path for path in home.glob("*") if holds_run(path)), key=lambda path: path.stat().st_mtime)
+    for folder in reversed(runs):
+        newest, _ = Store(folder / "checkpoints", 1).newest()
+        completed = (read_summary(folder) or {}).get("status") == "completed"
+        if newest and not completed and same_run(config, newest.manifest["settings"]) and not is_locked(folder):
+            return folder
+    return None
+
+
+def _check_folder(folder: Path) -> None:
+    """A wrong --save-dir is found before anything is done."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise RequestError(f"--save-dir {folder}: {nearest} is a file", remedy="a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RequestError(f"--save-dir {folder}: no permission to write in {nearest}", remedy="another --save-dir")
+
+
+def _run_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another process owns the folder right now."""
+    try:
+        with open(folder / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Make the folder and own it for as long as the context lasts.
+
+    Raises:
+        RequestError: it can't be made, or another run is at work in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a")  # noqa: SIM115 - held open for as long as the run lasts
+    except OSError as error:
+        raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another --save-dir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RequestError(
+                f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir"
+            ) from error
+        yield
+
+
+def write_summary(folder: Path, text: str) -> None:
+    publish(folder / "summary.json", (text + "\n").encode())

@@ -1,0 +1,111 @@
+"""The checkpoints of one run: draft → manifest → rename; the newest few are kept, and only whole ones are used."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.checkpoint.files import flush_folder, packed, publish, unpacked
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk, listed and verified."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    def state(self) -> dict[str, Any]:
+        """What was saved; only tensors and plain values."""
+        file = self.folder / "state.pt"
+        return dict(unpacked(file.read_bytes(), file))
+
+
+class Store:
+    """Writes and finds checkpoints in a folder.
+
+    Args:
+        folder: RUN/checkpoints.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> int:
+        """Write one checkpoint and let the oldest go; returns its size in bytes.
+
+        Args:
+            facts: what goes into the manifest beside sizes and sums (pins, world size, versions).
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+        draft, final = self.folder / f".draft_step_{step:08d}", self.folder / f"step_{step:08d}"
+        draft.mkdir()
+        content = packed(state)
+        publish(draft / "state.pt", content)
+        listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
+        publish(draft / MANIFEST, json.dumps({"step": step, "files": listed} | facts, indent=1).encode())
+        if final.exists():  # the same step once more, after a resume from an older checkpoint
+            shutil.rmtree(final)
+        draft.rename(final)
+        flush_folder(self.folder)
+        for old in self._folders()[self.keep :]:
+            shutil.rmtree(old)
+        return len(content)
+
+    def sweep(self) -> None:
+        """Remove what a killed run left half-written."""
+        for draft in self.folder.glob(".draft_*"):
+            shutil.rmtree(draft)
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that verifies, and why newer ones were passed over (they stay where they are)."""
+        passed_over = []
+        for folder in self._folders():
+            if damage := damage_in(folder):
+                passed_over.append(f"passed over {folder}: {damage}")
+            else:
+                return Checkpoint(folder, read_manifest(folder)), passed_over
+        return None, passed_over
+
+    def _folders(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self.folder.glob("step_*"), reverse=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return dict(json.loads((folder / MANIFEST).read_text()))
+
+
+def damage_in(folder: Path) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole."""
+    return next(_damages(folder), None)
+
+
+def _damages(folder: Path) -> Iterator[str]:
+    try:
+        manifest = read_manifest(folder)
+        files = dict(manifest["files"])
+        int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield f"{MANIFEST} can't be read ({type(error).__name__})"
+        return
+    for name, listed in files.items():
+        file = folder / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != listed["size"]:
+            yield f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
+        elif sha256(file.read_bytes()).hexdigest() != listed["sha256"]:
+            yield f"{name} does not match its checksum"

@@ -1,0 +1,62 @@
+"""Errors in words: what a user reads on stderr."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.errors import TrainingError
+
+_LONGEST = 15  # lines
+
+
+def usage(error: Any) -> str:
+    """Typer's own complaint in our words."""
+    message = error.message.rstrip(".")
+    remedy = ", ".join(sorted(getattr(error, "possibilities", None) or ())) or "--help lists all options"
+    return f"error: {message[:1].lower()}{message[1:]}\n  try: {remedy}"
+
+
+def foreseen(error: TrainingError) -> str:
+    """An error that has a name: problem and remedy; several broken rules stand one after the other."""
+    message = str(error)
+    return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in message.splitlines())
+
+
+def unexpected(error: Exception) -> str:
+    """Type, message and the lines of code that matter: the user's own, or else ours."""
+    here = str(Path(__file__).resolve().parents[2])
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [
+        frame
+        for frame in frames
+        if frame.filename.startswith((f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu"))
+    ]
+    theirs = [frame for frame in frames if frame not in ours and not _installed(frame.filename)]
+    shown = theirs[-3:] or ours[-2:]
+    kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
+    said = str(error).strip().splitlines()[:5]
+    lines = [f"error: {kind}: {type(error).__name__}: {' '.join(said[:1])}"]
+    lines += [f"  {line}" for line in said[1:]]
+    lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
+    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
+    return "\n".join([*lines, "  try: --debug, which shows the whole traceback"])
+
+
+def _installed(file: str) -> bool:
+    return "site-packages" in file or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether a rank failed only because another one had gone: its message would hide the one that matters."""
+    lost = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"DistBackendError", "DistNetworkError"}) or any(word in str(error) for word in lost)
+
+
+def shortened(message: str) -> str:
+    """What fits on a screen."""
+    lines = message.splitlines()
+    if len(lines) < _LONGEST:
+        return message
+    return "\n".join([*lines[: _LONGEST - 2], f"  … and {len(lines) - _LONGEST + 2} more lines: --debug shows all"])

@@ -1,0 +1,81 @@
+"""What a launcher has set in the environment, and which settings that rules out."""
+
+from collections.abc import Iterator, Mapping
+
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OWN_RUN_ID = "multigpu-"
+"""How the run ids of self-launched processes begin."""
+
+
+def launched(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun (or another launcher that speaks its variables) started this process as one of several."""
+    return "RANK" in environ or "WORLD_SIZE" in environ
+
+
+def self_launched(environ: Mapping[str, str]) -> bool:
+    """Whether our own launcher did, which passes on settings that it has followed already."""
+    return environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
+
+
+def broken(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
+    """The settings that do not fit the launcher that started us."""
+    if not launched(environ) or self_launched(environ):
+        return
+    faults = list(_incomplete(environ))
+    yield from faults or _unfit(config, environ)
+
+
+def _incomplete(environ: Mapping[str, str]) -> Iterator[RequestError]:
+    """A half-set environment; MASTER_ADDR alone may lie about in a shell and means nothing."""
+    missing = [name for name in _NEEDED if not environ.get(name)]
+    if missing:
+        present = [name for name in _NEEDED if name not in missing]
+        yield RequestError(
+            f"the environment is half set for ddp: {', '.join(present)} without {', '.join(missing)}",
+            remedy=f"start with torchrun, which sets them all, or unset {' '.join(present)}",
+        )
+        return
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not environ.get(name, "0").isdecimal():
+            yield RequestError(f"{name}={environ[name]} in the environment is not a whole number", remedy="torchrun")
+            return
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    if rank >= size:
+        yield RequestError(
+            f"RANK={rank} with WORLD_SIZE={size} in the environment: ranks go from 0 to WORLD_SIZE - 1",
+            remedy="torchrun",
+        )
+
+
+def _unfit(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
+    device, size = config.device, int(environ["WORLD_SIZE"])
+    if device.multi_gpu == "dp":
+        yield RequestError(
+            f"--multi-gpu dp under torchrun: dp is one process that drives several GPUs, and torchrun started {size}",
+            remedy="torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu dp",
+        )
+    if device.multi_gpu == "none" and size > 1:
+        yield RequestError(
+            f"--multi-gpu none under torchrun: {size} processes would each train alone in one folder",
+            remedy="torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu none",
+        )
+    if device.gpu_ids is not None and device.multi_gpu in ("auto", "ddp"):
+        ids = ",".join(map(str, device.gpu_ids))
+        yield RequestError(
+            f"--gpu-ids {ids} under torchrun: every process takes the GPU of its local rank",
+            remedy=f"CUDA_VISIBLE_DEVICES={ids} torchrun --nproc-per-node={len(device.gpu_ids)} …",
+        )
+    here = environ.get("LOCAL_WORLD_SIZE")
+    if device.nproc_per_node is not None and here and device.nproc_per_node != int(here):
+        yield RequestError(
+            f"--nproc-per-node {device.nproc_per_node} disagrees with torchrun, which started {here} processes here",
+            remedy="leave it out after the script's name: torchrun's own --nproc-per-node counts",
+        )
+    if config.fault.max_restarts:
+        yield RequestError(
+            f"--max-restarts {config.fault.max_restarts} under torchrun: restarting is torchrun's work",
+            remedy=f"torchrun --max-restarts={config.fault.max_restarts} … before the script's name",
+        )

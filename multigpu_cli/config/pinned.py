@@ -1,0 +1,71 @@
+"""What a checkpoint pins, and how the words of a new command meet it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from multigpu_cli.config.schema import SETTINGS, Config, Setting
+from multigpu_cli.errors import RequestError, all_wrong
+
+_OF_THE_COMMAND = {"save_dir", "resume"}
+_LENGTH = {"epochs", "max_steps", "env_steps", "data_dir"}
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Every setting by key, as plain values that JSON keeps."""
+    return {key: _plain(config.get(key)) for key in SETTINGS if key not in _OF_THE_COMMAND}
+
+
+def same_run(config: Config, stored: Mapping[str, Any]) -> bool:
+    """Whether two commands mean the same run: all but where and how fast it runs, and what is logged and kept."""
+    compared = [key for key, entry in SETTINGS.items() if not entry.free or key in _LENGTH]
+    return all(_plain(config.get(key)) == stored.get(key) for key in compared if key not in _OF_THE_COMMAND)
+
+
+def merged(config: Config, stored: Mapping[str, Any], pins: Mapping[str, Any], where: str) -> Config:
+    """The new command on top of a stored run: what was not written down is taken over, what is free is taken as given.
+
+    Args:
+        stored: the first command's `settings`.
+        pins: what was resolved at the start, by key (batch_size, lr, …).
+        where: the run folder, for messages.
+
+    Raises:
+        RequestError: an explicit setting that differs; every one is named with both values.
+    """
+    differing, adopted = [], {}
+    for key, entry in SETTINGS.items():
+        if key in _OF_THE_COMMAND or key not in stored or _plain(config.get(key)) == stored[key]:
+            continue
+        if entry.free:
+            if key not in config.explicit:
+                adopted[key] = stored[key]
+        elif key in config.explicit and _plain(config.get(key)) != pins.get(key, stored[key]):
+            differing.append(_difference(entry, config.get(key), pins.get(key, stored[key]), where))
+        else:
+            adopted[key] = stored[key]
+    if differing:
+        raise all_wrong(differing)
+    return with_settings(config, adopted)
+
+
+def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy of the config with some settings changed; values are parsed as if they stood in YAML."""
+    for key, value in values.items():
+        entry = SETTINGS[key]
+        parsed = entry.default if value is None or value == _plain(entry.default) else entry.kind.parse(value)
+        section = replace(getattr(config, entry.section), **{entry.attribute: parsed})
+        config = replace(config, **{entry.section: section})
+    return config
+
+
+def _difference(entry: Setting, new: Any, old: Any, where: str) -> RequestError:
+    name = entry.flag or entry.key
+    return RequestError(
+        f"{name} {_plain(new)} differs from {_plain(old)}, with which {where} was started",
+        remedy=f"leave {name} out to go on, or start afresh with another --save-dir",
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

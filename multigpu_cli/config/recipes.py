@@ -1,0 +1,86 @@
+"""The recipes: small YAML files, found by path or by name."""
+
+import stat
+from pathlib import Path
+
+from multigpu_cli.errors import RequestError, did_you_mean
+
+_LARGEST = 2**20
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def folders() -> list[Path]:
+    """Where names are looked up: ./configs first, then the shipped recipes (in a wheel: inside the package)."""
+    packaged = _PACKAGE / "_configs"
+    shipped = packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
+    return [Path.cwd() / "configs", shipped]
+
+
+def available() -> dict[str, Path]:
+    """Every recipe by name; a file in ./configs hides a shipped one of its name."""
+    found: dict[str, Path] = {}
+    for folder in folders():
+        for file in sorted(folder.glob("*.yaml")):
+            found.setdefault(file.stem, file)
+    return found
+
+
+def find(recipe: str) -> Path:
+    """The file that `--config` means: a path, or the name of a recipe (fashion-mnist and fashion_mnist are one).
+
+    Raises:
+        RequestError: there is no such file or name.
+    """
+    path, known = Path(recipe).expanduser(), available()
+    if "/" not in recipe and path.suffix not in (".yaml", ".yml"):
+        for name in (recipe, recipe.replace("-", "_"), recipe.replace("_", "-")):
+            if name in known:
+                return known[name]
+    if path.exists():
+        return path
+    near = sorted({str(file.relative_to(Path.cwd())) for file in _beside(path)} or known)
+    remedy = did_you_mean(recipe, near) if near else f"a file, or a recipe in {folders()[0]}"
+    raise RequestError(f"--config {recipe}: no such file or recipe", remedy=remedy)
+
+
+def description(path: Path) -> str:
+    """The comment that a recipe begins with, as one line."""
+    comment = []
+    for line in read(path).splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# ").rstrip())
+    return " ".join(comment)
+
+
+def read(path: Path) -> str:
+    """The text of a recipe.
+
+    Raises:
+        RequestError: a directory, no regular file, too large, unreadable or not UTF-8.
+    """
+    where = f"--config {path}"
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise RequestError(f"{where}: is a directory", remedy="the YAML file itself, or a recipe's name")
+        if not stat.S_ISREG(status.st_mode):
+            raise RequestError(f"{where}: is not a regular file", remedy="save the settings to a file first")
+        if status.st_size > _LARGEST:
+            raise RequestError(f"{where}: {status.st_size:,} bytes is too large for settings (at most 1 MB)")
+        content = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{where}: cannot be read ({error.strerror})") from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise RequestError(f"{path}:{line}: not UTF-8 text", remedy="save it in UTF-8, or name another file") from error
+
+
+def _beside(path: Path) -> list[Path]:
+    """The YAML files of the folder where a path that is not there would lie, if that is below here."""
+    folder = path.parent.resolve()
+    if "/" not in str(path) or not folder.is_dir() or not folder.is_relative_to(Path.cwd()):
+        return []
+    return [file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern)]

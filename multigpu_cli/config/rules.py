@@ -1,0 +1,212 @@
+"""What settings must hold together, checked at the door, all at once and without torch.
+
+What needs the devices, the dataset or the number of workers is checked by planning and the engine.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from multigpu_cli.config import environment, places
+from multigpu_cli.config.kinds import shown
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, did_you_mean
+
+
+class Facts(NamedTuple):
+    """What the rules know besides the settings.
+
+    Attributes:
+        datasets, models, tasks: the built-in names.
+        environ: the process environment.
+    """
+
+    datasets: Collection[str]
+    models: Collection[str]
+    tasks: Collection[str]
+    environ: Mapping[str, str]
+
+
+class Rule(NamedTuple):
+    """A check and the settings it looks at; it says nothing where one of them is broken by itself."""
+
+    keys: str
+    check: Callable[[Config, Facts], Iterator[RequestError]]
+
+
+class Missing(NamedTuple):
+    """A setting whose effect is not built yet: refused when used, never ignored."""
+
+    used: Callable[[Config], bool]
+    problem: str
+
+
+NOT_YET: dict[str, Missing] = {
+    "batch_size": Missing(lambda c: c.batch.size == "auto", "--batch-size auto: measuring the batch is not there yet"),
+    "exact": Missing(lambda c: c.reproducibility.exact, "--exact: bit-exact training is not there yet"),
+    "grad_compression": Missing(
+        lambda c: c.communication.grad_compression != "none",
+        "--grad-compression: compressed gradients are not there yet",
+    ),
+    "on_oom": Missing(
+        lambda c: c.fault.on_oom == "shrink" and "on_oom" in c.explicit,
+        "--on-oom shrink: going on with a smaller micro-batch is not there yet",
+    ),
+}
+
+
+def broken(
+    config: Config,
+    *,
+    datasets: Collection[str],
+    models: Collection[str],
+    tasks: Collection[str],
+    environ: Mapping[str, str],
+    untold: Collection[str] = (),
+) -> list[RequestError]:
+    """Every rule that a request breaks.
+
+    Args:
+        config: the resolved settings.
+        datasets, models, tasks: the built-in names; a name with a colon is the user's own and not looked up.
+        environ: the process environment, for what torchrun has set.
+        untold: keys whose values are unfit and were reported already.
+    """
+    facts = Facts(datasets, models, tasks, environ)
+    rules = [rule for rule in RULES if not set(rule.keys.split()) & set(untold)]
+    return [fault for rule in rules for fault in rule.check(config, facts)]
+
+
+def _names(config: Config, facts: Facts) -> Iterator[RequestError]:
+    asked = (
+        ("--data", config.data.name, facts.datasets),
+        ("--model", config.model.name, facts.models),
+        ("--task", config.task.name, facts.tasks),
+    )
+    for flag, name, known in asked:
+        if name is None or name in known:
+            continue
+        if ":" not in name:
+            yield RequestError(
+                f"{flag} {name}: unknown name", remedy=f"{did_you_mean(name, known)} (or your own as module:factory)"
+            )
+        elif not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name):
+            yield RequestError(
+                f"{flag} {shown(name)}: must be module:factory",
+                remedy=f"{flag} my_file:build for build() in my_file.py",
+            )
+
+
+def _rates(config: Config, facts: Facts) -> Iterator[RequestError]:
+    rate, length = config.rate, config.length
+    if rate.lr is not None:
+        for key, plain in (("base_lr", (None,)), ("base_batch_size", (32,)), ("lr_scaling", ("auto", "none"))):
+            if key in config.explicit and config.get(key) not in plain:
+                flag = "--" + key.replace("_", "-")
+                yield RequestError(
+                    f"--lr together with {flag}: --lr is used exactly as given, so {flag} has nothing to scale",
+                    remedy=f"leave out {flag}, or give --base-lr {rate.lr:g} in place of --lr",
+                )
+    if rate.warmup_epochs is not None and config.task.env_steps is None and rate.warmup_epochs >= length.epochs:
+        yield RequestError(
+            f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up never ends within --epochs {length.epochs}",
+            remedy=f"--warmup-epochs below {length.epochs}, or more --epochs",
+        )
+
+
+def _batch(config: Config, facts: Facts) -> Iterator[RequestError]:
+    batch = config.batch
+    if batch.global_size is None or batch.grad_accum_steps is None or not isinstance(batch.size, int):
+        return
+    share = batch.size * batch.grad_accum_steps
+    if batch.global_size % share:
+        yield RequestError(
+            f"--grad-accum-steps {batch.grad_accum_steps} disagrees with --global-batch-size {batch.global_size}: "
+            f"{batch.grad_accum_steps} x --batch-size {batch.size} = {share} samples per device do not divide it",
+            remedy="leave out --grad-accum-steps: it is derived from --global-batch-size",
+        )
+
+
+def _exact(config: Config, facts: Facts) -> Iterator[RequestError]:
+    if not config.reproducibility.exact:
+        return
+    rivals = (
+        ("--multi-gpu dp", config.device.multi_gpu == "dp", "its replicas add up in another order"),
+        ("--sync-bn", config.model.sync_bn, "statistics over all workers depend on their number"),
+        (
+            "--grad-compression",
+            config.communication.grad_compression != "none",
+            "what it rounds depends on the workers",
+        ),
+    )
+    for flag, given, reason in rivals:
+        if given:
+            yield RequestError(f"--exact together with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
+
+
+def _devices(config: Config, facts: Facts) -> Iterator[RequestError]:
+    device = config.device
+    if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
+        yield RequestError(
+            f"--nproc-per-node together with --multi-gpu {device.multi_gpu}: that is one process",
+            remedy="--multi-gpu ddp, or leave out --nproc-per-node",
+        )
+    if device.gpu_ids is None:
+        return
+    ids = ",".join(map(str, device.gpu_ids))
+    if device.multi_gpu == "none" and len(device.gpu_ids) > 1:
+        yield RequestError(
+            f"--gpu-ids {ids} together with --multi-gpu none: that is one device", remedy="one id, or dp"
+        )
+    if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu in ("auto", "ddp"):
+        yield RequestError(
+            f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: one process per GPU",
+            remedy="leave out --nproc-per-node",
+        )
+
+
+def _data_parallel(config: Config, facts: Facts) -> Iterator[RequestError]:
+    if config.device.multi_gpu == "dp" and config.model.sync_bn:
+        yield RequestError("--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="--multi-gpu ddp")
+    if config.device.multi_gpu in ("dp", "none") and config.fault.max_restarts:
+        yield RequestError(
+            f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: nobody is there to restart it",
+            remedy="--multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
+        )
+
+
+def _reinforcement(config: Config, facts: Facts) -> Iterator[RequestError]:
+    task = config.task
+    if task.name == "ppo" or (task.name is not None and ":" in task.name):
+        return
+    for flag, value in (("--num-envs", task.num_envs), ("--env-steps", task.env_steps)):
+        if value is not None:
+            yield RequestError(f"{flag} is for reinforcement learning only", remedy="--task ppo, or leave it out")
+
+
+def _not_yet(config: Config, facts: Facts) -> Iterator[RequestError]:
+    for missing in NOT_YET.values():
+        if missing.used(config):
+            yield RequestError(missing.problem, remedy="leave it out")
+
+
+def _environment(config: Config, facts: Facts) -> Iterator[RequestError]:
+    yield from environment.broken(config, facts.environ)
+
+
+def _places(config: Config, facts: Facts) -> Iterator[RequestError]:
+    yield from places.broken(config)
+
+
+RULES = (
+    Rule("data model task", _names),
+    Rule("lr base_lr base_batch_size lr_scaling warmup_epochs epochs env_steps", _rates),
+    Rule("batch_size grad_accum_steps global_batch_size", _batch),
+    Rule("exact multi_gpu sync_bn grad_compression", _exact),
+    Rule("multi_gpu gpu_ids nproc_per_node", _devices),
+    Rule("multi_gpu sync_bn max_restarts", _data_parallel),
+    Rule("task num_envs env_steps", _reinforcement),
+    Rule("", _not_yet),
+    Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
+    Rule("data_dir init_from save_dir resume", _places),
+)

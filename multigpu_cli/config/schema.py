@@ -1,0 +1,300 @@
+"""Every setting of a run: one frozen section for each part of the house, one table for flags, YAML and help.
+
+A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Only the free-form
+arguments of plug-ins have no flag: data.args.*, model.args.*, task.args.*.
+"""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple
+
+from multigpu_cli.config import kinds
+from multigpu_cli.config.kinds import Kind, choice, integer, number
+
+
+class Setting(NamedTuple):
+    """One setting: where it lives, and how people see it.
+
+    Attributes:
+        key: its name in YAML and --set.
+        section, attribute: where the value is kept in Config.
+        kind: what values it may have.
+        default: the value where nobody says anything.
+        help: one line; the default is added by whoever shows it.
+        panel: the group of flags it is listed with.
+        free: may differ on resume.
+    """
+
+    key: str
+    section: str
+    attribute: str
+    kind: Kind
+    default: Any
+    help: str
+    panel: str
+    free: bool
+
+    @property
+    def flag(self) -> str | None:
+        return None if "." in self.key else "--" + self.key.replace("_", "-")
+
+
+def setting(key: str, default: Any, kind: Kind, help: str, *, free: bool = False) -> Any:
+    """Declare a field together with its flag."""
+    return field(default=default, metadata={"key": key, "kind": kind, "help": help, "free": free})
+
+
+def _arguments(key: str) -> Any:
+    metadata = {"key": key, "kind": kinds.args, "help": "arguments of the plug-in", "free": False}
+    return field(default_factory=dict, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where the work runs."""
+
+    PANEL = "Devices"
+    multi_gpu: str = setting(
+        "multi_gpu", "auto", choice("auto", "ddp", "dp", "none"), "how several GPUs share the work", free=True
+    )
+    gpu_ids: tuple[int, ...] | None = setting(
+        "gpu_ids", None, kinds.gpu_ids, "which GPUs, for dp and self-launched ddp", free=True
+    )
+    nproc_per_node: int | None = setting(
+        "nproc_per_node", None, integer(1, 1024), "processes of a self-launched ddp (default: one per GPU)", free=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    PANEL = "Data, model, task"
+    name: str = setting("data", "digits", kinds.text, "dataset: a name, or your own as module:factory")
+    args: dict[str, Any] = _arguments("data.args")
+    dir: str | None = setting("data_dir", None, kinds.path, "folder that holds the dataset", free=True)
+    mode: str = setting(
+        "mode", "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
+    )
+    num_workers: int | str = setting(
+        "num_workers", "auto", integer(0, 1024, word="auto"), "loader processes per worker", free=True
+    )
+    on_device: str = setting(
+        "data_on_device", "auto", choice("auto", "on", "off"), "keep the dataset in GPU memory", free=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is trained."""
+
+    PANEL = "Data, model, task"
+    name: str | None = setting("model", None, kinds.text, "network: a name, or module:factory (default: the dataset's)")
+    args: dict[str, Any] = _arguments("model.args")
+    sync_bn: bool = setting("sync_bn", False, kinds.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
+    grad_checkpointing: bool = setting(
+        "grad_checkpointing", False, kinds.switch, "recompute activations in backward: less memory, more time"
+    )
+    freeze: tuple[str, ...] = setting("freeze", (), kinds.patterns, "parameters kept as they are, e.g. 'features.*'")
+    init_from: str | None = setting("init_from", None, kinds.path, "start from these weights")
+    compile: str = setting("compile", "off", choice("off", "default", "reduce-overhead"), "torch.compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is learned, and by which loss."""
+
+    PANEL = "Data, model, task"
+    name: str | None = setting("task", None, kinds.text, "task: a name, or module:Class (default: the dataset's)")
+    args: dict[str, Any] = _arguments("task.args")
+    label_smoothing: float = setting("label_smoothing", 0.0, number(0, 1, below=True), "softens one-hot targets")
+    num_envs: int | None = setting("num_envs", None, integer(1), "PPO: environments in total")
+    env_steps: int | None = setting("env_steps", None, integer(1), "PPO: length in environment steps", free=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthConfig:
+    """How long the run is: whichever ends first."""
+
+    PANEL = "Length and batch"
+    epochs: int = setting("epochs", 20, integer(1, 10**9), "passes over the training data", free=True)
+    max_steps: int | None = setting("max_steps", None, integer(1), "optimizer steps at most", free=True)
+    patience: int | None = setting(
+        "early_stopping_patience", None, integer(1), "stop after N epochs without improvement"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How many samples make a step."""
+
+    PANEL = "Length and batch"
+    size: int | str = setting(
+        "batch_size", 32, integer(1, 2**31, word="auto"), "samples per device per micro-batch (per GPU)"
+    )
+    grad_accum_steps: int | None = setting(
+        "grad_accum_steps", None, integer(1, 2**31), "micro-batches per optimizer step on each device (default: 1)"
+    )
+    global_size: int | None = setting(
+        "global_batch_size", None, integer(1, 2**31), "fixes the global batch; accumulation is derived"
+    )
+    drop_last: bool = setting("drop_last", False, kinds.switch, "leave out an epoch's last short global batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateConfig:
+    """The learning rate over the run."""
+
+    PANEL = "Learning rate and optimizer"
+    lr: float | None = setting("lr", None, number(0, above=True), "the learning rate, used exactly as given")
+    base_lr: float | None = setting(
+        "base_lr", None, number(0, above=True), "rate that suits the base batch, scaled (default: 1e-3 adamw, 0.1 sgd)"
+    )
+    base_batch_size: int = setting("base_batch_size", 32, integer(1), "the batch that --base-lr was made for")
+    scaling: str = setting(
+        "lr_scaling", "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for adamw"
+    )
+    warmup_epochs: float | None = setting(
+        "warmup_epochs", None, number(0), "warm-up from near zero (default: 2 epochs or 10 % of the run)"
+    )
+    schedule: str = setting(
+        "schedule", "cosine", choice("cosine", "linear", "constant", "step"), "how the rate falls after warm-up"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients become weights."""
+
+    PANEL = "Learning rate and optimizer"
+    name: str = setting("optimizer", "adamw", choice("adamw", "sgd"), "optimizer (fused where the device has it)")
+    weight_decay: float = setting("weight_decay", 1e-4, number(0), "on matrices and kernels, not on biases and norms")
+    max_grad_norm: float | str = setting(
+        "max_grad_norm", 1.0, number(0, above=True, word="off"), "clip the global batch's gradient to this norm"
+    )
+    ema: float | str = setting(
+        "ema", "off", number(0, 1, above=True, below=True, word="off"), "evaluate averaged weights with this decay"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    PANEL = "Precision and reproducibility"
+    amp: str = setting(
+        "amp", "auto", choice("auto", "bf16", "fp16", "off"), "mixed precision; auto: bf16 or fp16 on CUDA, off on CPU"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproducibilityConfig:
+    """What makes two runs the same."""
+
+    PANEL = "Precision and reproducibility"
+    seed: int = setting("seed", 42, integer(0), "of the split, the order, the weights and all randomness")
+    exact: bool = setting("exact", False, kinds.switch, "the same bits on any number of workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """How gradients travel between workers."""
+
+    PANEL = "Communication"
+    find_unused_parameters: bool = setting(
+        "find_unused_parameters", False, kinds.switch, "for models that skip some parameters in a step"
+    )
+    bucket_cap_mb: int | str = setting(
+        "bucket_cap_mb", "auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets"
+    )
+    grad_compression: str = setting(
+        "grad_compression", "none", choice("none", "fp16", "bf16", "powersgd"), "compress gradients on the wire"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept, where, and how a run goes on."""
+
+    PANEL = "Saving and resuming"
+    save_dir: str | None = setting("save_dir", None, kinds.path, "run folder (default: checkpoints/NAME/RUN-ID)")
+    resume: str = setting("resume", "auto", kinds.path, "auto, never, or the run folder or checkpoint to go on from")
+    every: str | None = setting(
+        "checkpoint_every", None, kinds.every, "optimizer steps or minutes (default: each epoch)", free=True
+    )
+    keep: int = setting("keep", 3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written down."""
+
+    PANEL = "Logging"
+    interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
+    trace_samples: bool = setting(
+        "trace_samples", False, kinds.switch, "write each step's sample numbers to samples.jsonl", free=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """What happens when something goes wrong."""
+
+    PANEL = "Faults"
+    nonfinite: str = setting("nonfinite", "skip", choice("skip", "stop"), "a NaN or infinite gradient", free=True)
+    on_oom: str = setting("on_oom", "shrink", choice("shrink", "stop"), "out of memory", free=True)
+    hang_timeout: float = setting(
+        "hang_timeout", 600.0, number(0, above=True), "seconds without progress until a rank counts as stuck", free=True
+    )
+    max_restarts: int = setting(
+        "max_restarts", 0, integer(0, 10**6), "restarts after a crash when self-launched", free=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All that the user asked for, after defaults < YAML < --set < flags; nothing is derived here.
+
+    Attributes:
+        recipe: name of the recipe it came from, if any.
+        explicit: keys that somebody wrote down (YAML, --set or flag); the others are defaults.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    length: LengthConfig = field(default_factory=LengthConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    rate: RateConfig = field(default_factory=RateConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    reproducibility: ReproducibilityConfig = field(default_factory=ReproducibilityConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
+    recipe: str | None = None
+    explicit: frozenset[str] = frozenset()
+
+    def get(self, key: str) -> Any:
+        """The value of a setting by its key."""
+        entry = SETTINGS[key]
+        return getattr(getattr(self, entry.section), entry.attribute)
+
+
+SECTIONS: dict[str, Any] = {
+    part.name: part.default_factory for part in fields(Config) if part.default_factory is not MISSING
+}
+
+
+def _declared() -> Iterator[Setting]:
+    for section, kind in SECTIONS.items():
+        for entry in fields(kind):
+            meta = entry.metadata
+            default = {} if meta["key"].endswith(".args") else entry.default
+            where = {"section": section, "attribute": entry.name, "panel": kind.PANEL}
+            yield Setting(**meta, **where, default=default)
+
+
+SETTINGS: dict[str, Setting] = {entry.key: entry for entry in _declared()}

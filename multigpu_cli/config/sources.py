@@ -1,0 +1,176 @@
+"""From what the user wrote to one Config: defaults < YAML < --set < flags; later wins, and no key goes unknown."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from multigpu_cli.config import yaml_text
+from multigpu_cli.config.entries import PARTS, Entry, from_flags, from_recipe, from_sets
+from multigpu_cli.config.kinds import shown
+from multigpu_cli.config.rules import NOT_YET
+from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
+from multigpu_cli.errors import RequestError, TrainingError, all_wrong
+
+_PLACES = ("save_dir", "resume")
+_SCALED = ("base_lr", "base_batch_size", "lr_scaling")
+
+
+class Request(NamedTuple):
+    """All that was asked for.
+
+    Attributes:
+        config: the settings; a broken one has its default.
+        faults: what is wrong with single settings.
+        broken: the keys that those faults are about.
+        readable: False where a recipe could not be read at all, so that rules between settings say nothing.
+    """
+
+    config: Config
+    faults: list[TrainingError]
+    broken: frozenset[str]
+    readable: bool
+
+
+def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Config:
+    """The settings of a run.
+
+    Args:
+        flags: key → value for the flags that were given; None counts as not given.
+        sets: the `KEY=VALUE` of each --set.
+        recipe: path or name of a YAML file.
+
+    Raises:
+        RequestError: every unknown key and every unfit value, together.
+    """
+    request = gather(flags, sets, recipe)
+    if request.faults:
+        raise all_wrong(request.faults)
+    return request.config
+
+
+def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Request:
+    """Like `resolve`, but faults are handed back, so that rules between settings can be reported with them.
+
+    --set and flags are one layer, the YAML file another. A layer that gives --lr (or --base-lr) replaces the other of
+    an earlier layer; one that names another dataset, model or task drops the arguments written for the earlier one.
+    """
+    faults: list[TrainingError] = []
+    broken: set[str] = set()
+    title, written = from_recipe(recipe, faults)
+    readable = not faults
+    layers = [written, [*from_sets(sets, faults), *from_flags(flags)]]
+    values = _merged(_layer(entries, faults, broken) for entries in layers)
+    return Request(_config(values, title), faults, frozenset(broken), readable)
+
+
+def dump(config: Config) -> str:
+    """config.yaml: every setting after resolution but the places (save_dir, resume); `--config` reads it back."""
+    data: dict[str, Any] = {"recipe": config.recipe}
+    for key in SETTINGS:
+        if key not in _PLACES and not _would_be_refused(config, key):
+            _put(data, key, config.get(key))
+    return yaml_text.dump(data)
+
+
+def explicit_dump(config: Config) -> dict[str, Any]:
+    """Only what somebody wrote, for a worker's own `--config`: resolving it gives an equal Config. JSON holds it."""
+    data: dict[str, Any] = {"recipe": config.recipe}
+    for key in SETTINGS:
+        if key in config.explicit:
+            _put(data, key, config.get(key))
+    return data
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    part, _, inner = key.partition(".")
+    if part in PARTS:
+        data.setdefault(part, {})[inner or "name"] = value
+    else:
+        data[key] = list(value) if isinstance(value, tuple) else value
+
+
+def _would_be_refused(config: Config, key: str) -> bool:
+    """Whether config.yaml could not be read back with this line, because what it asks for is not there yet."""
+    return key in NOT_YET and NOT_YET[key].used(replace(config, explicit=config.explicit | {key}))
+
+
+def _layer(entries: Sequence[Entry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:
+    """The values of one layer, checked one by one; later entries of a layer win."""
+    values: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    for entry in entries:
+        try:
+            key, value = _parsed(entry)
+        except RequestError as error:
+            faults.append(error)
+            broken.add(".".join(entry.key.split(".")[:2]))
+            continue
+        values[key] = values.get(key, {}) | value if key.endswith(".args") else value
+        labels[key] = entry.label
+    if values.get("lr") is not None and values.get("base_lr") is not None:
+        faults.append(
+            RequestError(
+                f"{labels['lr']} together with {labels['base_lr']}: the first is used as it is, the second is scaled",
+                remedy="give one of them",
+            )
+        )
+        broken |= {"lr", "base_lr"}
+    return values
+
+
+def _parsed(entry: Entry) -> tuple[str, Any]:
+    """The setting's key and value; an argument of a plug-in comes back under its section as {name: value}."""
+    key, value, label = entry
+    section, _, argument = key.partition(".args.")
+    if argument and section in PARTS:
+        if not argument.isidentifier():
+            raise RequestError(
+                f"{label}: {argument!r} is no name of an argument", remedy=f"--set {section}.args.NAME=VALUE"
+            )
+        key, value = f"{section}.args", {argument: value}
+    if key not in SETTINGS:
+        raise RequestError(f"{label}: there is no such setting", remedy=_suggestion(key))
+    setting = SETTINGS[key]
+    if value is None and key.endswith(".args"):
+        value = {}
+    if value is None:
+        if setting.default is not None:
+            raise RequestError(f"{label} has no value", remedy=f"the default is {shown(setting.default)}")
+        return key, None
+    try:
+        return key, setting.kind.parse(value)
+    except ValueError as error:
+        raise RequestError(f"{label} {error}") from error
+
+
+def _suggestion(key: str) -> str:
+    part, _, inner = key.partition(".")
+    name = inner if inner in SETTINGS else f"{part}_{inner}"
+    if part in PARTS and name in SETTINGS:
+        return f"{name} for the setting, {part}.args.{inner} for an argument of the plug-in"
+    close = get_close_matches(key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.name" for part in PARTS)], n=1)
+    return f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
+
+
+def _merged(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for layer in layers:
+        replaced: tuple[str, ...] = (
+            _SCALED if layer.get("lr") is not None else ("lr",) if layer.get("base_lr") is not None else ()
+        )
+        for part in PARTS:
+            if part in values and layer.get(part) not in (None, values[part]):
+                replaced += (f"{part}.args",)
+        kept = {key: value for key, value in values.items() if key not in replaced}
+        merged_args = {key: kept.get(key, {}) | value for key, value in layer.items() if key.endswith(".args")}
+        values = {key: value for key, value in (kept | layer | merged_args).items() if value is not None}
+    return values
+
+
+def _config(values: dict[str, Any], recipe: str | None) -> Config:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        sections[SETTINGS[key].section][SETTINGS[key].attribute] = value
+    parts: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
+    return Config(**parts, recipe=recipe, explicit=frozenset(values))

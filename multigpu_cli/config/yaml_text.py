@@ -1,0 +1,135 @@
+"""YAML as recipes are written: plain data with line numbers; nothing repeated, shared or executed."""
+
+import re
+from typing import Any, NamedTuple
+
+import yaml
+
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+_FLOAT = re.compile(r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")
+
+
+class UnreadableError(Exception):
+    """A text that is no plain YAML.
+
+    Args:
+        problem: what is wrong.
+        line: counted from 1.
+    """
+
+    def __init__(self, problem: str, line: int) -> None:
+        super().__init__(problem, line)
+        self.problem, self.line = problem, line
+
+
+class Line(NamedTuple):
+    """One `key: value` of a mapping."""
+
+    key: str
+    value: yaml.Node
+    number: int
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.get_mark()
+            raise UnreadableError("anchors and aliases (&x, *x) are not for settings", mark.line + 1)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _resolvers() -> dict[Any, Any]:
+    """YAML 1.1 as PyYAML knows it, but 4e-3 is a number (as in YAML 1.2) and 2026-01-31 stays text."""
+    tables: dict[Any, Any] = {}
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        tables[first] = [pair for pair in pairs if not pair[0].endswith((":timestamp", ":float"))]
+    for first in "-+.0123456789":
+        tables.setdefault(first, []).append(("tag:yaml.org,2002:float", _FLOAT))
+    return tables
+
+
+_Loader.yaml_implicit_resolvers = _resolvers()
+_Dumper.yaml_implicit_resolvers = _resolvers()
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The nodes of one document, checked; None where there is nothing.
+
+    Raises:
+        UnreadableError: malformed, more than one document, a custom tag, an alias, or a key that stands twice.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            _check(node)
+    except yaml.reader.ReaderError as error:
+        raise UnreadableError(
+            "a control character (is it a text file?)", text[: error.position].count("\n") + 1
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise UnreadableError(
+            f"malformed YAML: {error.problem or error.context}", mark.line + 1 if mark else 1
+        ) from None
+    except RecursionError:
+        raise UnreadableError("nested too deeply", 1) from None
+    return node
+
+
+def lines(mapping: yaml.MappingNode) -> list[Line]:
+    """The entries of a checked mapping in their order; keys as they are written."""
+    return [Line(key.value, value, key.start_mark.line + 1) for key, value in mapping.value]
+
+
+def plain(node: yaml.Node) -> Any:
+    """A setting's value: words and numbers as the text that was written, so that YAML and flags are read alike."""
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag.endswith(":null") else str(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return [plain(part) for part in node.value]
+    return typed(node)
+
+
+def typed(node: yaml.Node) -> Any:
+    """A free value in YAML's own types: numbers, booleans, text, None, lists, mappings.
+
+    Raises:
+        UnreadableError: a number that Python refuses to read.
+    """
+    try:
+        return _Loader("").construct_document(node)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise UnreadableError(f"unreadable value: {str(error)[:80]}", node.start_mark.line + 1) from None
+
+
+def dump(data: dict[str, Any]) -> str:
+    """The text of plain data, in the given order, that `compose` reads back."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+
+
+def _check(node: yaml.Node) -> None:
+    line = node.start_mark.line + 1
+    if node.tag not in _PLAIN_TAGS:
+        raise UnreadableError(
+            f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not allowed: plain values only", line
+        )
+    if isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            _check(part)
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise UnreadableError("a key must be a word", line)
+            if key.value in seen:
+                raise UnreadableError(f"{key.value!r} stands here again, after line {seen[key.value]}", line)
+            seen[key.value] = line
+            _check(key)
+            _check(value)

@@ -1,0 +1,43 @@
+"""Random numbers for augmentation: a function of (seed, epoch, sample index) alone, drawn for whole batches at once.
+
+A sample is therefore augmented alike on any worker, device or batch, in whatever order batches are made.
+"""
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.planning.keys import key
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+_GAMMA, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 (planning/keys.py has it for one number); the masks make the shifts logical."""
+    x = x + _GAMMA
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+class Draws:
+    """The random numbers that belong to one batch of samples.
+
+    Args:
+        seed: the run's seed.
+        epoch: which pass over the data, from 0.
+        indices: (n,) int64, the samples' positions in their dataset, on the device that needs the numbers.
+    """
+
+    def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
+        self._base = _mixed(indices ^ key(seed, epoch))
+
+    def uniform(self, stream: int, count: int = 1) -> Tensor:
+        """(n, count) float32 in [0, 1); each use in one augmentation takes a stream number of its own."""
+        lanes = torch.arange(count, device=self._base.device) + (stream << 20)
+        bits = _mixed(self._base[:, None] ^ _mixed(lanes)[None, :])
+        return ((bits >> 40) & 0xFFFFFF).float() / (1 << 24)

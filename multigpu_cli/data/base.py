@@ -1,0 +1,45 @@
+"""What a dataset is to the rest of the house."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.augment import Draws
+
+
+def as_float(inputs: Tensor) -> Tensor:
+    """What happens to a batch where a dataset asks for nothing else: uint8 becomes 0…1, the rest stays."""
+    return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A dataset, split and ready to train on.
+
+    A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets (n,))
+    is held in memory and indexed by whole batches; anything else is fetched sample by sample through loader processes.
+
+    Attributes:
+        train, val, test: the splits; None where there is none.
+        input_shape: shape of one sample as the model meets it (after `prepare`).
+        num_classes: how many classes; 0 where targets are no classes.
+        class_names: one name a class, or empty.
+        prepare: whole batch on its device, stored dtype → what the model meets (normalising, channel mode).
+        augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.
+        model, task: what suits this dataset where the user names none.
+    """
+
+    train: Dataset[Any]
+    val: Dataset[Any] | None
+    test: Dataset[Any] | None
+    input_shape: tuple[int, ...]
+    num_classes: int
+    class_names: tuple[str, ...] = ()
+    prepare: Callable[[Tensor], Tensor] = as_float
+    augment: Callable[[Tensor, Draws], Tensor] | None = None
+    model: str = "mlp"
+    task: str = "classification"

@@ -1,0 +1,78 @@
+"""Finding a dataset's files and saying what is wrong with them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from multigpu_cli.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """Where the user gets a dataset and how its folder must look.
+
+    Attributes:
+        name: as in --data NAME.
+        address: the page or archive to get it from.
+        folders: places relative to --data-dir where the files may lie ("." for itself), tried in this order.
+        layout: the files expected there, for the message.
+    """
+
+    name: str
+    address: str
+    folders: Sequence[str]
+    layout: str
+
+    def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:
+        """The first of the folders that holds one of the landmarks (files or folders).
+
+        Raises:
+            RequestError: none does; says what was looked for where, where to get it, and how the folder must look.
+        """
+        if data_dir is None:
+            raise RequestError(f"--data {self.name} needs --data-dir, the folder that holds it", remedy=self.remedy)
+        landmarks = list(landmarks)
+        places = [Path(data_dir).expanduser() / folder for folder in self.folders]
+        for place in places:
+            if any((place / landmark).exists() for landmark in landmarks):
+                return place
+        looked = f"looked for {' or '.join(landmarks)} in {', '.join(map(str, places))}"
+        kind = "is not a folder" if not places[0].is_dir() else f"holds no {self.name}"
+        raise RequestError(f"--data-dir {data_dir} {kind} ({looked})", remedy=self.remedy)
+
+    @property
+    def remedy(self) -> str:
+        """How to get the dataset, for any message about it."""
+        how = f"get it from {self.address}, unpack it, and give its folder as --data-dir"
+        return f"{how}; it must look like\n{self.layout}"
+
+    def damaged(self, file: Path, fault: str) -> RequestError:
+        """The error for a file that is there but wrong."""
+        return RequestError(f"--data {self.name}: {file}: {fault}", remedy=f"get the file anew from {self.address}")
+
+    def content(self, file: Path) -> bytes:
+        """All bytes of a file.
+
+        Raises:
+            RequestError: it is missing or can't be read.
+        """
+        try:
+            return file.read_bytes()
+        except FileNotFoundError as missing:
+            raise RequestError(f"--data {self.name}: {file} is missing", remedy=self.remedy) from missing
+        except OSError as unreadable:
+            raise self.damaged(file, f"can't be read ({unreadable.strerror})") from unreadable
+
+    def checked_labels(self, file: Path, labels: np.ndarray, low: int, high: int) -> np.ndarray:
+        """The labels as int64 counted from 0.
+
+        Raises:
+            RequestError: one lies outside low … high.
+        """
+        wrong = np.flatnonzero((labels < low) | (labels > high))
+        if len(wrong):
+            value = labels[wrong[0]]
+            raise self.damaged(file, f"label {value} of sample {wrong[0] + 1} is not one of {low} … {high}")
+        return labels.astype(np.int64) - low

@@ -1,0 +1,207 @@
+"""Batches as a pure function of (seed, epoch, step, micro-batch): there is no loader state to save."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.sampler import epoch_order
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.planning.keys import key
+
+_SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
+_HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on its device.
+
+    Attributes:
+        inputs, targets: whole batches, first dimension n.
+        indices: (n,) int64 on the CPU, the samples' numbers in their dataset.
+        index: which micro-batch of its step (or of its evaluation), over all workers.
+    """
+
+    inputs: Any
+    targets: Any
+    indices: Tensor
+    index: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Loader:
+    """Serves one split to one worker.
+
+    Args:
+        split: a TensorDataset is indexed by whole batches; anything else is fetched sample by sample.
+        source: the dataset's own preparation and augmentation.
+        config: loader processes, and whether to hold the data on the device.
+        device: where batches go.
+        seed: the run's seed.
+        workers_here: loaders of other workers on this machine share its cores.
+    """
+
+    def __init__(
+        self,
+        split: Dataset[Any],
+        source: Source,
+        config: DataConfig,
+        *,
+        device: torch.device,
+        seed: int,
+        workers_here: int = 1,
+    ) -> None:
+        self.source, self.device, self.seed = source, device, seed
+        self.size = len(split)  # type: ignore[arg-type]
+        if isinstance(split, TensorDataset):
+            self._fetch: _Memory | _Items = _Memory(split, device, config.on_device)
+        else:
+            self._fetch = _Items(split, device, seed, _loader_processes(config.num_workers, workers_here))
+        self.where = self._fetch.where
+
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[Iterator[Batch]]:
+        """The steps of an epoch from step `start` on: each an iterator over this worker's batches.
+
+        Args:
+            lanes: micro-batches joined into one batch (DataParallel takes one for each device).
+        """
+        order = epoch_order(self.size, self.seed, epoch)
+        steps = [plan.passes(step, rank, lanes) for step in range(start, plan.steps_per_epoch)]
+        chunks = [order[first:stop] for step in steps for _, first, stop in step]
+        batches = self._fetch.stream(chunks, epoch)
+        for step in steps:
+            yield (self._finished(next(batches), index, epoch, train=True) for index, _, _ in step)
+
+    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+        """This worker's part of one ordered pass: fixed batches, each sample once on any number of workers."""
+        count = -(-self.size // batch_size)
+        mine = range(count * rank // workers, count * (rank + 1) // workers)
+        chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
+        for index, fetched in zip(mine, self._fetch.stream(chunks, _HELD_OUT), strict=True):
+            yield self._finished(fetched, index, 0, train=False)
+
+    def _finished(self, fetched: "_Fetched", index: int, epoch: int, *, train: bool) -> Batch:
+        inputs, targets, indices = fetched
+        if isinstance(inputs, Tensor):
+            if train and self.source.augment is not None:
+                inputs = self.source.augment(inputs, Draws(self.seed, epoch, indices.to(self.device)))
+            inputs = self.source.prepare(inputs)
+        return Batch(inputs, targets, indices, index)
+
+
+_Fetched = tuple[Any, Any, Tensor]
+
+
+class _Memory:
+    """A dataset held in one piece, in host or device memory, and indexed by whole batches."""
+
+    def __init__(self, split: TensorDataset, device: torch.device, wanted: str) -> None:
+        tensors = split.tensors
+        if len(tensors) != 2:
+            raise RequestError(f"--data: a sample must be (input, target), not {len(tensors)} tensors")
+        self.device, on_device = device, device.type == "cpu"
+        if device.type == "cuda":
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            free, _ = torch.cuda.mem_get_info(device)
+            on_device = wanted == "on" or (wanted == "auto" and size <= _SHARE_OF_GPU * free)
+        home = device if on_device else torch.device("cpu")
+        self.inputs, self.targets = (tensor.to(home) for tensor in tensors)
+        self.where = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
+
+    def stream(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[_Fetched]:
+        home = self.inputs.device
+        for indices in chunks:
+            at = indices.to(home)
+            inputs, targets = self.inputs.index_select(0, at), self.targets.index_select(0, at)
+            if home != self.device:
+                inputs, targets = (t.pin_memory().to(self.device, non_blocking=True) for t in (inputs, targets))
+            yield inputs, targets, indices
+
+
+class _Items:
+    """A map-style dataset, fetched sample by sample; the order of samples is settled before the loader sees it."""
+
+    def __init__(self, split: Dataset[Any], device: torch.device, seed: int, processes: int) -> None:
+        self.device = device
+        self._chunks = _Chunks()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Keyed(split, seed),
+            batch_sampler=self._chunks,
+            num_workers=processes,
+            pin_memory=device.type == "cuda",
+            persistent_workers=processes > 0,
+            worker_init_fn=_ignore_signals,
+        )
+        self.where = f"fetched by {processes} loader process(es)" if processes else "fetched in this process"
+
+    def stream(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[_Fetched]:
+        self._chunks.now = [[(epoch, index) for index in chunk.tolist()] for chunk in chunks]
+        for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
+            yield self._moved(inputs), self._moved(targets), indices
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.device, non_blocking=True)
+        if isinstance(value, dict):
+            return {name: self._moved(entry) for name, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._moved(entry) for entry in value)
+        return value
+
+
+class _Chunks:
+    """A batch sampler whose batches are laid down before each pass."""
+
+    def __init__(self) -> None:
+        self.now: list[list[tuple[int, int]]] = []
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.now)
+
+    def __len__(self) -> int:
+        return len(self.now)
+
+
+class _Keyed(Dataset[Any]):
+    """The user's dataset, with all generators seeded from (seed, epoch, sample) before each item."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, where: tuple[int, int]) -> Any:
+        epoch, index = where
+        number = key(self.seed, epoch, index)
+        random.seed(number)
+        numpy.random.seed(number & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(number)
+        item = self.dataset[index]
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise RequestError(f"--data: sample {index} must be (input, target), not {type(item).__name__}")
+        return item
+
+
+def _ignore_signals(_: int) -> None:
+    """A signal to the whole process group is for the trainer: it finishes its step and still needs its loaders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _loader_processes(wanted: int | str, workers_here: int) -> int:
+    if wanted != "auto":
+        return int(wanted)
+    spare = (os.cpu_count() or 1) // workers_here - 1
+    return max(0, min(4, spare))

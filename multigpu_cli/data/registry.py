@@ -1,0 +1,10 @@
+"""The datasets by name; nothing is imported until one is asked for."""
+
+DATASETS = {
+    "digits": "multigpu_cli.data.digits:load",
+    "har": "multigpu_cli.data.har:load",
+    "mnist": "multigpu_cli.data.idx:mnist",
+    "fashion-mnist": "multigpu_cli.data.idx:fashion_mnist",
+    "cifar10": "multigpu_cli.data.cifar10:load",
+    "synthetic": "multigpu_cli.data.synthetic:load",
+}

@@ -1,0 +1,43 @@
+"""Dividing samples into parts by seed."""
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.keys import key
+
+_SPLIT = 0x5917  # keeps the split's random stream apart from the epochs' orders
+
+
+def shuffled(count: int, seed: int) -> Tensor:
+    """(count,) int64: the numbers 0 … count-1 in an order that depends on the seed alone."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(key(seed, _SPLIT)))
+
+
+def by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
+    """Index tensors for consecutive parts of a shuffled dataset; the first part takes what rounding leaves.
+
+    Args:
+        count: number of samples.
+        fractions: shares of the parts after the first, e.g. (0.1, 0.1) for 80/10/10.
+    """
+    sizes = [round(count * fraction) for fraction in fractions]
+    first = count - sum(sizes)
+    if first < 1 or any(size < 1 for size in sizes):
+        raise RequestError(f"--data: {count} samples are too few to divide into {len(sizes) + 1} parts")
+    return list(torch.split(shuffled(count, seed), [first, *sizes]))
+
+
+def by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(training, validation) sample indices such that no group (a subject, a recording) is in both.
+
+    Args:
+        groups: (n,) the group of each sample.
+        val_groups: how many whole groups go to validation, chosen by seed.
+    """
+    names = groups.unique()
+    if not 0 < val_groups < len(names):
+        raise RequestError(f"--data: {val_groups} of {len(names)} groups can't be set aside for validation")
+    chosen = names[shuffled(len(names), seed)[:val_groups]]
+    held_out = torch.isin(groups, chosen)
+    return torch.nonzero(~held_out).flatten(), torch.nonzero(held_out).flatten()

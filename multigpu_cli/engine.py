@@ -1,0 +1,168 @@
+"""The heart: settle a request, assemble the parts, and train. Every strategy, dataset and task runs through `step`."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.checkpoint.run_folder import owned
+from multigpu_cli.config.schema import CheckpointConfig, Config
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.optimizers import set_rate
+from multigpu_cli.run import record
+from multigpu_cli.run.parts import Run, assemble
+from multigpu_cli.run.settle import settle
+from multigpu_cli.runtime.collectives import decided, gathered
+from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import Rendezvous, joined
+
+
+def run(
+    config: Config, choice: Choice, meeting: Rendezvous | None, console: Console, *, dry_run: bool = False
+) -> dict[str, Any]:
+    """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
+
+    Args:
+        choice: strategy and devices.
+        meeting: the launcher's facts, None in a world of one.
+        console: speaks on rank 0; the other ranks' is silent.
+
+    Raises:
+        RequestError: the request is wrong; nothing was written.
+        TrainingError: the training failed; summary.json says so.
+    """
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=config.fault.hang_timeout))
+        settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0)
+        if settled.nothing_to_do and not dry_run:
+            console.note(f"{settled.start.folder} is complete: nothing to do")
+            console.report(settled.start.summary or {})
+            return settled.start.summary or {}
+        console.plan(settled.plan.rows(), "Plan")
+        if dry_run:
+            console.data(settled.plan.as_dict())
+            return settled.plan.as_dict()
+        folder = stack.enter_context(ExitStack())
+        decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
+        parts = assemble(settled, choice, world, console, stop, stack)
+        record.open_run(parts)
+        return _trained(parts, startup=time.perf_counter() - began)
+
+
+def _trained(run: Run, startup: float) -> dict[str, Any]:
+    """Fit, conclude, and leave a summary whichever way it ends."""
+    try:
+        status = fit(run)
+        ending = record.conclude(run) if status == "completed" else {}
+    except BaseException as error:
+        failed = {"error": f"{type(error).__name__}: {error}"}
+        record.close_run(run, record.summary(run, "failed", failed, startup))
+        raise
+    finally:
+        run.bar.close()
+    ending["peak_memory_bytes"] = [int(peak) for peak in gathered(run.world, record.peak_memory_here(run))]
+    found = record.summary(run, status, ending, startup)
+    record.close_run(run, found)
+    run.console.report(found, found.get("per_class"), found.get("confusion"), run.settled.source.class_names)
+    return found
+
+
+def fit(run: Run) -> str:
+    """Train until the planned steps are done, nothing improves any more, or somebody asks us to stop."""
+    progress, batches, every = run.progress, run.plan.batches, Rhythm(run.config.checkpoint)
+    total = run.plan.schedule.total_steps
+    while progress.step < total and not progress.stopped_early:
+        epoch, first = divmod(progress.step, batches.steps_per_epoch)
+        for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+            outcome = step(run, progress.step, work)
+            progress.step += 1
+            run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
+            run.bar.update(progress.step)
+            if progress.step % run.config.log.interval == 0 or progress.step == total:
+                record.log_step(run, outcome)
+            epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
+            if epoch_ended:
+                record.judge(run)
+            finished = progress.step == total or progress.stopped_early
+            stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
+            if stopping or late or finished or every.due(progress.step, epoch_ended=epoch_ended):
+                record.save(run)
+                every.saved()
+            if finished:
+                break
+            if stopping:
+                run.console.note(f"stopped by {run.stop.signal or 'a signal to another rank'} at step {progress.step}")
+                return "stopped"
+    return "completed"
+
+
+def step(run: Run, number: int, work: Iterator[Batch]) -> Tensor:
+    """One optimizer step on the mean loss of its global batch.
+
+    Args:
+        number: the step, counted from 0 over the whole run.
+        work: this worker's micro-batches; there may be none.
+
+    Returns:
+        (3,): this worker's part of the step's mean loss, the norm of the global gradient, 1 where the step was skipped.
+    """
+    batches, strategy, device = run.plan.batches, run.strategy, run.world.device
+    in_epoch = number % batches.steps_per_epoch
+    samples, passes = batches.samples_in(in_epoch), batches.passes(in_epoch, run.world.rank, strategy.lanes)
+    loss = torch.zeros((), device=device)
+    fetched: list[Tensor] = []
+    set_rate(run.kept.optimizer, run.plan.schedule.at(number))
+    strategy.begin(-(-len(batches.micro_batches_of(in_epoch)) // strategy.lanes))
+    for _ in passes:
+        with run.meters.waiting("data_wait"):
+            batch = next(work)
+        seed_micro_batch(run.config.reproducibility.seed, number, batch.index, device)
+        with strategy.accumulating(last=len(fetched) == len(passes) - 1):
+            with run.precision.autocast():
+                value = run.task.loss_sum(strategy.callable, batch)
+            run.precision.backward(value * (strategy.loss_factor / samples))
+        strategy.micro_batch_done()
+        loss += value.detach() / samples
+        fetched.append(batch.indices)
+    strategy.finish(idle=not passes)
+    outcome = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
+    if run.kept.average:
+        run.kept.average.update_parameters(run.kept.model)
+    run.nonfinite.note(outcome[1])
+    if run.trace:
+        run.trace.write(number + 1, fetched)
+    return torch.cat([loss[None], outcome])
+
+
+def _limit(config: Config) -> float | None:
+    return None if config.optimizer.max_grad_norm == "off" else float(config.optimizer.max_grad_norm)
+
+
+class Rhythm:
+    """When checkpoints are due: at the end of each epoch, or every so many steps or minutes."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        text = config.every or ""
+        self._minutes = float(text[:-1]) if text.endswith("m") else None
+        self._steps = int(text) if text.isdigit() else None
+        self._last = time.monotonic()
+
+    def due(self, step: int, *, epoch_ended: bool) -> bool:
+        """By step number: the same on every rank."""
+        return step % self._steps == 0 if self._steps else epoch_ended and self._minutes is None
+
+    def overdue(self) -> bool:
+        """By this rank's clock: the ranks have to agree on it."""
+        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
+
+    def saved(self) -> None:
+        self._last = time.monotonic()

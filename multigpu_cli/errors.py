@@ -1,0 +1,45 @@
+"""What can go wrong, as the user meets it: the problem, the way out, and the exit code.
+
+Exit codes: 0 done, 1 the training failed, 2 the request was wrong, 75 stopped by a signal with a checkpoint saved.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+FAILED, WRONG_REQUEST, STOPPED = 1, 2, 75
+
+
+class TrainingError(Exception):
+    """The training failed for a reason that has a name.
+
+    Args:
+        problem: what is wrong, naming the flag, key or file at fault.
+        remedy: what the user can do about it.
+    """
+
+    exit_code = FAILED
+
+    def __init__(self, problem: str, *, remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.problem, self.remedy = problem, remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  try: {self.remedy}" if self.remedy else self.problem
+
+
+class RequestError(TrainingError):
+    """The request itself is wrong (usage, configuration, data): nothing was touched."""
+
+    exit_code = WRONG_REQUEST
+
+
+def all_wrong(errors: Iterable[TrainingError]) -> RequestError:
+    """Several broken rules of one request as one error, each with its own remedy."""
+    return RequestError("\n".join(str(error) for error in errors))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Name the closest known words, or list them all where none is close: ' did you mean …?' or ' known: …'."""
+    known = sorted(known)
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known)}"

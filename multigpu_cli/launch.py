@@ -1,0 +1,93 @@
+"""Starting one process per GPU ourselves, with torch's own elastic agent: what torchrun does, without typing it."""
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from multigpu_cli.checkpoint.run_folder import choose_start, read_summary
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import explicit_dump
+from multigpu_cli.errors import FAILED, TrainingError
+from multigpu_cli.runtime.devices import Choice
+
+_FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
+
+
+class WorkersFailed(TrainingError):
+    """The workers ended with an exit code of their own; they have told the user why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
+    """Run the front door in `choice.launch` processes on this machine, over a free loopback port; returns the summary.
+
+    The folder is chosen here, so that all restarts mean the same one. The workers get the explicit settings as a file
+    and write the run folder; signals are passed on by the agent.
+
+    Raises:
+        WorkersFailed: some worker ended with a non-zero exit code.
+    """
+    start = choose_start(config, attempt=0)
+    resume = config.checkpoint.resume if config.checkpoint.resume not in ("auto", "never") else "auto"
+    config = replace(
+        config,
+        checkpoint=replace(config.checkpoint, save_dir=start.folder, resume=resume),
+        explicit=config.explicit | {"save_dir", "resume"},
+    )
+    run_folder = Path(start.folder)
+    try:
+        _run_workers(config, choice, screen)
+    except SignalException as stopped:
+        if (read_summary(run_folder) or {}).get("status") != "stopped":
+            raise WorkersFailed(128 + stopped.sigval) from stopped
+    return read_summary(run_folder) or {}
+
+
+def _run_workers(config: Config, choice: Choice, screen: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
+        request = Path(folder, "request.yaml")
+        request.write_text(yaml.safe_dump(explicit_dump(config)))
+        flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=choice.launch,
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=config.fault.max_restarts,
+            monitor_interval=0.1,
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        )
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        try:
+            if choice.devices[0].type == "cuda":
+                os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
+            elastic_launch(launch, sys.executable)(str(_FRONT_DOOR), *flags)
+        except ChildFailedError as failure:
+            codes = [error.exitcode for error in failure.failures.values()]
+            raise WorkersFailed(next((code for code in codes if code > 0), FAILED)) from failure
+        finally:
+            if before is None:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            else:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _visible(choice: Choice, before: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees."""
+    names: list[Any] = before.split(",") if before else list(range(1024))
+    return ",".join(str(names[device.index or 0]) for device in choice.devices)

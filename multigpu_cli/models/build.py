@@ -1,0 +1,91 @@
+"""The network that a run trains, as the user asked for it."""
+
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from multigpu_cli.config.schema import ModelConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.registry import MODELS
+from multigpu_cli.runtime import plugins
+
+
+def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.Module:
+    """Call the factory, then freeze and checkpoint activations; the caller has seeded the generators.
+
+    Args:
+        name: of the model, the dataset's own where the user named none.
+        offered: input_shape, num_classes, mode, seed.
+
+    Raises:
+        RequestError: no such model, arguments it does not take, or something that is no nn.Module.
+    """
+    model: nn.Module = plugins.call(plugins.find(name, MODELS, flag="--model"), offered, config.args, where="model")
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
+    if config.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for pattern in config.freeze:
+        freeze(model, pattern)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise RequestError(f"--model {name}: no parameter is left to train", remedy="freeze fewer with --freeze")
+    if config.grad_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def freeze(model: nn.Module, pattern: str) -> None:
+    """Keep the parameters whose names match the shell pattern as they are."""
+    chosen = [p for name, p in model.named_parameters() if fnmatch(name, pattern)]
+    if not chosen:
+        names = [name for name, _ in model.named_parameters()]
+        raise RequestError(
+            f"--freeze {pattern!r} matches no parameter", remedy=f"names are like {', '.join(names[:4])}"
+        )
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute each block's activations in backward instead of keeping them (Chen et al. 2016).
+
+    Blocks are the members of the model's Sequentials and ModuleLists (not of nested ones), or else its children, as far
+    as they have parameters. Dropout draws the same numbers again, and BatchNorm does not count a batch twice.
+    """
+    for block in _blocks(model):
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            context_fn=partial(_contexts, [m for m in block.modules() if isinstance(m, _BatchNorm)]),
+        )
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    containers = (nn.Sequential, nn.ModuleList)
+    roots = [model] if isinstance(model, containers) else [m for m in model.children() if isinstance(m, containers)]
+    blocks = [block for root in roots for block in root.children()] or list(model.children())
+    return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
+
+
+def _contexts(norms: list[_BatchNorm]) -> tuple["_Recomputing", "_Recomputing"]:
+    return _Recomputing([]), _Recomputing(norms)
+
+
+class _Recomputing:
+    """While a block runs a second time its running statistics stay as the first time left them."""
+
+    def __init__(self, norms: list[_BatchNorm]) -> None:
+        self._norms = [norm for norm in norms if norm.track_running_stats]
+
+    def __enter__(self) -> None:
+        for norm in self._norms:
+            norm.track_running_stats = False
+
+    def __exit__(self, *_: object) -> None:
+        for norm in self._norms:
+            norm.track_running_stats = True

@@ -1,0 +1,61 @@
+"""A small convolutional network for small images: pairs of 3×3 convolutions, halved in between (VGG style).
+
+Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015; with the
+group normalisation (Wu and He 2018) and global pooling (Lin et al. 2014) in place of the wide dense layers.
+"""
+
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.errors import RequestError
+
+
+def build(
+    input_shape: tuple[int, ...], num_classes: int, width: int = 32, stages: int = 3, dropout: float = 0.1
+) -> nn.Module:
+    """Images (n, C, H, W) of any size from 4×4 to (n, num_classes) logits.
+
+    Args:
+        width: channels of the first stage; each later stage has twice as many.
+        stages: resolutions to work at; fewer where the image is too small to be halved so often.
+
+    Raises:
+        RequestError: the samples are no images, or too small.
+    """
+    if len(input_shape) != 3 or min(input_shape[1:]) < 4:
+        raise RequestError(
+            f"--model convnet needs images (channels, height, width) of at least 4×4; --data gives {input_shape}",
+            remedy="--model mlp takes samples of any shape",
+        )
+    return ConvNet(input_shape, num_classes, width, stages, dropout)
+
+
+class ConvNet(nn.Module):
+    """Stages of two convolutions each, then mean and maximum over the picture, then one linear layer."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int, stages: int, dropout: float) -> None:
+        super().__init__()
+        channels, *size = input_shape
+        layers: list[nn.Module] = []
+        for stage in range(min(stages, min(size).bit_length() - 1)):  # the last resolution keeps at least 2×2 pixels
+            if stage:
+                layers.append(nn.MaxPool2d(2))
+            layers += [*_convolution(channels, width), *_convolution(width, width)]
+            channels, width = width, 2 * width
+        self.features = nn.Sequential(*layers)
+        self.classify = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * channels, num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.features(images).flatten(2)
+        logits: Tensor = self.classify(torch.cat([features.mean(-1), features.amax(-1)], dim=1))
+        return logits
+
+
+def _convolution(channels: int, width: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.GroupNorm(gcd(width, 8), width),
+        nn.ReLU(inplace=True),
+    ]

@@ -1,0 +1,8 @@
+"""The networks by name; nothing is imported until one is asked for."""
+
+MODELS = {
+    "mlp": "multigpu_cli.models.mlp:build",
+    "convnet": "multigpu_cli.models.convnet:build",
+    "resnet18": "multigpu_cli.models.resnet:resnet18",
+    "har-convnet": "multigpu_cli.models.har_convnet:build",
+}

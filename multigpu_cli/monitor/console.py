@@ -1,0 +1,168 @@
+"""What people see while a run goes on: a table and a bar on a terminal, plain lines anywhere else."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TextIO
+
+from multigpu_cli.monitor import result
+from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.progress import Bar, Progress
+
+Level = Literal["silent", "quiet", "normal", "verbose"]
+_LEVELS: tuple[Level, ...] = ("silent", "quiet", "normal", "verbose")
+
+
+class Console:
+    """The only place that writes to people. Ranks other than 0 get a 'silent' one.
+
+    Args:
+        level: 'silent' nothing at all; 'quiet' warnings and one line of result; 'normal'; 'verbose' every number.
+        stream: where to write; stdout where None.
+        json: the summary, as one JSON object, is the only thing on `stream`; all else goes to stderr.
+    """
+
+    def __init__(self, level: Level = "normal", stream: TextIO | None = None, *, json: bool = False) -> None:
+        self._level = _LEVELS.index(level)
+        self._results = sys.stdout if stream is None else stream
+        self._stream = sys.stderr if json else self._results
+        self._json = json
+        self._progress = Progress(0)
+
+    def plan(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
+        """A table of label → value, wrapped to the width of a terminal."""
+        if self._shows("normal"):
+            self._table(rows, title)
+
+    def progress(self, total_steps: int, initial: int = 0) -> Progress:
+        """Follow the steps of a run: a bar on a terminal, else nothing but the total that `train` lines name."""
+        wanted = self._shows("normal") and self._is_terminal()
+        self._progress = Bar(total_steps, initial, self._stream) if wanted else Progress(total_steps)
+        return self._progress
+
+    def train(self, fields: Mapping[str, Any]) -> None:
+        """The numbers of a `train` event: into the bar where there is one, else as a line."""
+        if not self._shows("normal"):
+            return
+        if isinstance(self._progress, Bar) and not self._shows("verbose"):
+            self._progress.update(fields["step"], fields.get("loss"), fields.get("samples_per_second"))
+        else:
+            self._line(result.train_line(fields, self._progress.total, everything=self._shows("verbose")))
+
+    def eval(self, fields: Mapping[str, Any]) -> None:
+        """The numbers of an `eval` event, as a line."""
+        if self._shows("normal"):
+            self._line(result.eval_line(fields))
+
+    def note(self, text: str) -> None:
+        """Something that happened and is worth a line: a checkpoint found, a step skipped."""
+        if self._shows("normal"):
+            self._line(text)
+
+    def detail(self, text: str) -> None:
+        """Like `note`, for --verbose only."""
+        if self._shows("verbose"):
+            self._line(text)
+
+    def warn(self, text: str) -> None:
+        """Something that the user should act on: shown with --quiet too."""
+        if self._shows("quiet"):
+            self._line(f"warning: {text}")
+
+    def data(self, found: Mapping[str, Any]) -> None:
+        """One JSON object, where that is what was asked for."""
+        if self._json and self._level:
+            self._write(self._results, valid_json(found) + "\n")
+
+    def report(
+        self,
+        summary: Mapping[str, Any],
+        per_class: Sequence[Mapping[str, Any]] | None = None,
+        confusion: Sequence[Sequence[int]] | None = None,
+        class_names: Sequence[str] = (),
+    ) -> None:
+        """How the run ended.
+
+        Args:
+            summary: what `summary.json` holds.
+            per_class: one row a class, in class order: precision, recall, f1, …; a row may name its `class`.
+            confusion: counts, a row for each true class, a column for each predicted one.
+            class_names: one a class, or empty.
+
+        Where no tables are given, those of the summary are shown.
+        """
+        per_class, confusion = per_class or summary.get("per_class"), confusion or summary.get("confusion")
+        if self._json:
+            self.data(summary)
+        elif self._shows("normal"):
+            self._table(result.rows(summary), "Result")
+            self._lines(result.class_table(per_class, class_names) if per_class else ())
+            self._lines(result.confusion_table(confusion, class_names, self._width()) if confusion else ())
+        elif self._shows("quiet"):
+            self._line(result.one_line(summary))
+
+    def _shows(self, level: Level) -> bool:
+        return self._level >= _LEVELS.index(level)
+
+    def _is_terminal(self) -> bool:
+        return self._stream.isatty()
+
+    def _width(self) -> int | None:
+        """Columns of the terminal; None where lines may be of any length."""
+        if not self._is_terminal():
+            return None
+        from rich.console import Console as Terminal
+
+        return Terminal(file=self._stream).width
+
+    def _table(self, rows: Sequence[tuple[str, str]], title: str) -> None:
+        if self._is_terminal():
+            self._write(self._stream, _drawn(rows, title, self._stream))
+        else:
+            widest = max((len(label) for label, _ in rows), default=0)
+            self._lines([*([title] if title else []), *(f" {label:<{widest}}  {value}" for label, value in rows)])
+
+    def _line(self, text: str) -> None:
+        self._lines([text])
+
+    def _lines(self, lines: Iterable[str]) -> None:
+        self._write(self._stream, "".join(line + "\n" for line in lines))
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        """The only write. A reader that has left (`| head`, a closed window) must not end the training."""
+        encoding = stream.encoding or "utf-8"
+        try:
+            with self._progress.out_of_the_way():
+                stream.write(text.encode(encoding, "replace").decode(encoding))
+                stream.flush()
+        except OSError:  # the journal has everything
+            self._level = 0
+            _silence(stream)
+
+
+def _drawn(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
+    """The table as rich draws it: in colour unless NO_COLOR is set, values wrapped beside their labels."""
+    from rich.console import Console as Terminal
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2), pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(Text(f" {label}"), Text(value))
+    terminal = Terminal(file=stream, highlight=False)
+    with terminal.capture() as drawn:
+        if title:
+            terminal.print(Text(title, style="bold"))
+        terminal.print(table)
+    return drawn.get()
+
+
+def _silence(stream: TextIO) -> None:
+    """Point a file at nothing, so that Python's own flush at exit does not complain either."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, stream.fileno())
+    finally:
+        os.close(nothing)

@@ -1,0 +1,126 @@
+"""Counts and clocks of a run, kept on the host: no tensor is touched, so no step waits for them."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Quantiles:
+    """Quantiles of any number of positive values in bounded memory, each within 0.5 % of the true one.
+
+    Values are counted in buckets whose bounds grow by 1 % (C. Masson, J. Rim and H. Lee, "DDSketch", VLDB 2019):
+    about 2,300 of them span a microsecond to three hours.
+    """
+
+    _GROWTH = math.log(1.01)
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+        self.count = 0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self._buckets[math.ceil(math.log(max(value, 1e-9)) / self._GROWTH)] += times
+        self.count += times
+
+    def quantile(self, share: float) -> float:
+        """The value that `share` (0…1) of all values do not exceed (nearest rank); NaN where there are none."""
+        rank, seen = max(1, math.ceil(share * self.count)), 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= rank:
+                return math.exp((bucket - 0.5) * self._GROWTH)
+        return math.nan
+
+
+class Meters:
+    """Steps, samples and seconds of training: over the run, and over the window since the last `read`.
+
+    Args:
+        device_runs_ahead: the host only queues work (CUDA), so single steps cannot be timed without making it wait;
+            each step then counts with the mean of its window, and the caller reads after it has waited for the device.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, *, device_runs_ahead: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._runs_ahead = clock, device_runs_ahead
+        self._times = Quantiles()
+        self._last = clock()
+        self._step_so_far = 0.0  # of a step that a pause or a read cuts in two
+        self.steps, self.samples, self.seconds = 0, 0, 0.0
+        self._window = _Window()
+
+    def step(self, samples: int) -> None:
+        """One optimizer step is done, by all workers together on so many samples."""
+        elapsed = self._elapsed()
+        if not self._runs_ahead:
+            self._times.add(elapsed + self._step_so_far)
+        self._step_so_far = 0.0
+        self._window.steps += 1
+        self._window.samples += samples
+        self.steps += 1
+        self.samples += samples
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Time inside counts as training and as a share of its own: 'data_wait' gives `data_wait_share`."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.waited(reason, self._clock() - began)
+
+    def waited(self, reason: str, seconds: float) -> None:
+        """Count seconds that something else has measured, such as 'comm' by the strategy."""
+        self._window.waits[reason] = self._window.waits.get(reason, 0.0) + seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside (evaluation, checkpoints) is no training time."""
+        self._step_so_far += self._elapsed()
+        try:
+            yield
+        finally:
+            self._last = self._clock()
+
+    def read(self) -> dict[str, float]:
+        """`samples_per_second`, `step_ms` and every `…_share` of the window since the last read, which ends here."""
+        self._step_so_far += self._elapsed()
+        window, self._window = self._window, _Window()
+        if self._runs_ahead and window.steps:
+            self._times.add(window.seconds / window.steps, window.steps)
+        rates = {
+            "samples_per_second": _ratio(window.samples, window.seconds),
+            "step_ms": 1e3 * _ratio(window.seconds, window.steps),
+        }
+        shares = {f"{reason}_share": _ratio(seconds, window.seconds) for reason, seconds in window.waits.items()}
+        return rates | shares
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over the run, pauses left out."""
+        return _ratio(self.samples, self.seconds)
+
+    def step_ms(self) -> dict[str, float]:
+        """Median and 95th percentile of the milliseconds a step took, over the run."""
+        return {"p50": 1e3 * self._times.quantile(0.5), "p95": 1e3 * self._times.quantile(0.95)}
+
+    def _elapsed(self) -> float:
+        now = self._clock()
+        elapsed, self._last = now - self._last, now
+        self.seconds += elapsed
+        self._window.seconds += elapsed
+        return elapsed
+
+
+class _Window:
+    """What has gathered since the last read."""
+
+    def __init__(self) -> None:
+        self.steps, self.samples, self.seconds = 0, 0, 0.0
+        self.waits: dict[str, float] = {}
+
+
+def _ratio(amount: float, per: float) -> float:
+    return amount / per if per else 0.0

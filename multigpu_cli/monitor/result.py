@@ -1,0 +1,130 @@
+"""Numbers as people read them: one line of training, the result of a run, its tables. Data in, text out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_MANY_CLASSES = 20
+_SHORT = {"samples_per_second", "loss", "step", "epoch", "lr"}
+
+
+def train_line(fields: Mapping[str, Any], total_steps: int, *, everything: bool = False) -> str:
+    """A `train` event as a line; `everything` adds what only --verbose asks for."""
+    total = f"/{total_steps}" if total_steps else ""
+    parts = [f"step {fields['step']}{total}"]
+    parts += [f"{name} {number(fields[name])}" for name in ("epoch", "loss", "lr") if fields.get(name) is not None]
+    if (rate := fields.get("samples_per_second")) is not None:
+        parts.append(f"{rate:,.0f} samples/s")
+    if everything:
+        rest = {name: value for name, value in fields.items() if name not in _SHORT | {"event", "time", "samples"}}
+        parts += [f"{label(name)} {number(value)}" for name, value in rest.items() if value is not None]
+    return "  ".join(parts)
+
+
+def eval_line(fields: Mapping[str, Any]) -> str:
+    """An `eval` event as a line; measures beside loss and accuracy are named too."""
+    measures = {
+        name: value for name, value in fields.items() if name not in {"event", "time", "step", "split", "epoch"}
+    }
+    samples = measures.pop("samples", None)
+    parts = [f"epoch {fields['epoch']}"] if fields.get("epoch") is not None else []
+    parts += [str(fields.get("split", "val"))]
+    parts += [f"{label(name)} {measure(name, value)}" for name, value in measures.items() if value is not None]
+    return "  ".join(parts) + (f"  ({samples:,} samples)" if samples is not None else "")
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The result of a run as label → value, leaving out what the run does not have."""
+    found = [("status", _status(summary))]
+    final = summary.get("final") or {}
+    wanted = sorted(final, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
+    found += [(label(name), measure(name, final[name])) for name in wanted if final[name] is not None]
+    best = summary.get("best") or {}
+    if best.get("epoch") is not None:
+        found.append(("best epoch", str(best["epoch"])))
+    found.append(("speed", _speed(summary)))
+    found += [(label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
+    return [(name, text) for name, text in found if text]
+
+
+def one_line(summary: Mapping[str, Any]) -> str:
+    """The result of a run for --quiet."""
+    shown = ("status", "test accuracy", "test loss", "val accuracy", "save dir")
+    return "  ".join(f"{name} {text}" for name, text in rows(summary) if name in shown)
+
+
+def class_table(per_class: Sequence[Mapping[str, Any]], class_names: Sequence[str]) -> Iterator[str]:
+    """One line a class; of many classes only those with the lowest F1."""
+    named = [
+        {"class": row.get("class", _named(class_names, at))} | {name: row[name] for name in row if name != "class"}
+        for at, row in enumerate(per_class)
+    ]
+    chosen = named
+    if len(named) > _MANY_CLASSES:
+        chosen = sorted(named, key=lambda row: row.get("f1") or 0.0)[:_MANY_CLASSES]
+    yield ""
+    yield from _aligned([list(named[0]), *([number(value) for value in row.values()] for row in chosen)])
+    if len(chosen) < len(named):
+        yield f" the {len(chosen)} weakest of {len(named)} classes; all of them are in summary.json"
+
+
+def confusion_table(
+    confusion: Sequence[Sequence[int]], class_names: Sequence[str], width: int | None = None
+) -> Iterator[str]:
+    """The counts, true classes down and predicted ones across (by index); where they fit, that is."""
+    count = len(confusion)
+    head = ["true \\ predicted", *(str(at) for at in range(count))]
+    table = _aligned([head, *([_indexed(class_names, at), *map(str, row)] for at, row in enumerate(confusion))])
+    yield ""
+    if count > _MANY_CLASSES or (width is not None and any(len(line) > width for line in table)):
+        yield f" the confusion matrix of {count} classes is in summary.json"
+    else:
+        yield from table
+
+
+def label(name: str) -> str:
+    """A field's name as a label: `test_accuracy` → 'test accuracy'."""
+    return name.replace("_", " ")
+
+
+def measure(name: str, value: Any) -> str:
+    """A metric as text: accuracies in per cent, everything else as a number."""
+    return f"{100 * float(value):.2f} %" if "accuracy" in name else number(value)
+
+
+def number(value: Any) -> str:
+    """Four significant digits of a float, anything else as it is."""
+    return f"{value:#.4g}".rstrip(".") if isinstance(value, float) else str(value)
+
+
+def _status(summary: Mapping[str, Any]) -> str:
+    steps = f"{summary['steps']:,} steps" if summary.get("steps") is not None else ""
+    seconds = f"in {summary['train_seconds']:.1f} s" if summary.get("train_seconds") is not None else ""
+    return " ".join(part for part in (str(summary.get("status", "")), steps, seconds) if part)
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    rate, times = summary.get("samples_per_second"), summary.get("step_ms") or {}
+    parts = [f"{rate:,.0f} samples/s"] if rate is not None else []
+    if times.get("p50") is not None:
+        parts.append(f"{times['p50']:.1f} ms a step (95 % within {times['p95']:.1f} ms)")
+    return ", ".join(parts)
+
+
+def _named(class_names: Sequence[str], at: int) -> str:
+    return class_names[at] if at < len(class_names) else str(at)
+
+
+def _indexed(class_names: Sequence[str], at: int) -> str:
+    return str(at) if _named(class_names, at) == str(at) else f"{at} {class_names[at]}"
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Cells as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        " "
+        + "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in table
+    ]

@@ -1,0 +1,143 @@
+"""How the samples of an epoch become global batches, micro-batches and each worker's share.
+
+    micro-batch     samples in one forward/backward pass on one device
+    global batch    samples in one optimizer step, over all workers and all accumulation
+    worker          one process of DDP, or one device of DataParallel
+
+Nothing but the shares depends on the number of workers.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from multigpu_cli.errors import RequestError
+
+
+class MicroBatch(NamedTuple):
+    """A piece of an epoch's order: the samples at positions start … stop-1.
+
+    Attributes:
+        number: which micro-batch of its optimizer step, counted over all workers.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The arithmetic of one run's batches.
+
+    Attributes:
+        samples: size of the training set.
+        micro_batch: B, samples per forward/backward pass.
+        global_batch: G, samples per optimizer step.
+        workers: how many share a step out.
+        drop_last: leave out an epoch's last short global batch.
+    """
+
+    samples: int
+    micro_batch: int
+    global_batch: int
+    workers: int
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass over the data."""
+        return self.samples // self.global_batch if self.drop_last else -(-self.samples // self.global_batch)
+
+    @property
+    def left_over(self) -> int:
+        """Samples in the last, short global batch of an epoch: trained as they are, or dropped."""
+        return self.samples % self.global_batch
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in a full step, over all workers."""
+        return -(-self.global_batch // self.micro_batch)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a full step on the worker that has most."""
+        return -(-self.micro_batches // self.workers)
+
+    @property
+    def even(self) -> bool:
+        """Whether in every step every worker has as many micro-batches as the others."""
+        last = -(-self.left_over // self.micro_batch) if self.left_over and not self.drop_last else 0
+        return self.micro_batches % self.workers == 0 and last % self.workers == 0
+
+    def samples_in(self, step: int) -> int:
+        """Samples in a step of an epoch, counted from 0."""
+        return min(self.global_batch, self.samples - step * self.global_batch)
+
+    def samples_after(self, steps: int) -> int:
+        """Samples trained in the first `steps` optimizer steps of a run."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        per_epoch = self.samples - (self.left_over if self.drop_last else 0)
+        return epochs * per_epoch + min(rest * self.global_batch, per_epoch)
+
+    def micro_batches_of(self, step: int) -> list[MicroBatch]:
+        """All micro-batches of a step of an epoch, in order; the last may be short."""
+        first = step * self.global_batch
+        end = first + self.samples_in(step)
+        starts = range(first, end, self.micro_batch)
+        return [MicroBatch(number, start, min(start + self.micro_batch, end)) for number, start in enumerate(starts)]
+
+    def share(self, step: int, rank: int) -> list[MicroBatch]:
+        """One worker's micro-batches of a step: a contiguous block, as even as whole ones allow; may be empty."""
+        every = self.micro_batches_of(step)
+        count = len(every)
+        return every[count * rank // self.workers : count * (rank + 1) // self.workers]
+
+    def passes(self, step: int, rank: int, lanes: int) -> list[MicroBatch]:
+        """One process's forward passes in a step: its share, with `lanes` neighbouring micro-batches in one pass.
+
+        With more than one lane (DataParallel) the process drives all workers, so its share is everything.
+        """
+        if lanes == 1:
+            return self.share(step, rank)
+        every = self.micro_batches_of(step)
+        groups = [every[at : at + lanes] for at in range(0, len(every), lanes)]
+        return [MicroBatch(number, group[0].start, group[-1].stop) for number, group in enumerate(groups)]
+
+
+def plan_batches(
+    *,
+    samples: int,
+    micro_batch: int,
+    workers: int,
+    accumulation: int | None = None,
+    global_batch: int | None = None,
+    drop_last: bool = False,
+) -> BatchPlan:
+    """Settle the global batch: given, or micro-batch × accumulation × workers.
+
+    Raises:
+        RequestError: accumulation and global batch disagree, or a step would leave nothing to do.
+    """
+    product = micro_batch * (accumulation or 1) * workers
+    if global_batch is not None and accumulation is not None and product != global_batch:
+        raise RequestError(
+            f"--global-batch-size {global_batch} and --grad-accum-steps {accumulation} disagree: "
+            f"{micro_batch} × {accumulation} × {workers} workers = {product}",
+            remedy="leave --grad-accum-steps out (it is derived), or make the two agree",
+        )
+    chosen = global_batch or product
+    if chosen < workers:
+        raise RequestError(
+            f"--global-batch-size {chosen} is below the number of workers ({workers})",
+            remedy=f"--global-batch-size {workers} or more, or fewer workers",
+        )
+    if samples < workers:
+        raise RequestError(f"the training set has {samples} samples for {workers} workers", remedy="use fewer workers")
+    if drop_last and samples < chosen:
+        raise RequestError(
+            f"--drop-last leaves nothing: {samples} training samples are less than one global batch of {chosen}",
+            remedy="leave --drop-last out, or use a smaller --batch-size",
+        )
+    return BatchPlan(
+        samples=samples, micro_batch=micro_batch, global_batch=chosen, workers=workers, drop_last=drop_last
+    )

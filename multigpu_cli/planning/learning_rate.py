@@ -1,0 +1,103 @@
+"""The learning rate: how it follows the batch size, and how it moves over the run."""
+
+from dataclasses import dataclass
+from math import cos, pi, sqrt
+from typing import NamedTuple
+
+from multigpu_cli.errors import RequestError
+
+BASE_LR = {"adamw": 1e-3, "sgd": 0.1}
+
+
+class Rate(NamedTuple):
+    """The rate that warm-up climbs to, with its reason.
+
+    Attributes:
+        value: the learning rate.
+        rule: given, none, linear or sqrt.
+        because: how it came about, for the plan.
+    """
+
+    value: float
+    rule: str
+    because: str
+
+
+def settle_rate(
+    *, given: float | None, base: float | None, base_batch: int, global_batch: int, rule: str, optimizer: str
+) -> Rate:
+    """Take the given rate as it is, or scale the base rate to the global batch.
+
+    Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root, for Adam-family optimizers: Malladi et al.
+    2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
+    """
+    if given is not None:
+        return Rate(given, "given", f"{given:g} as given by --lr")
+    base = BASE_LR[optimizer] if base is None else base
+    if rule == "auto":
+        rule = "linear" if optimizer == "sgd" else "sqrt"
+    factor = {"linear": global_batch / base_batch, "sqrt": sqrt(global_batch / base_batch), "none": 1.0}[rule]
+    value = base * factor
+    if rule == "none":
+        return Rate(value, rule, f"base rate {base:g}, not scaled")
+    ratio = f"{global_batch}/{base_batch}" if rule == "linear" else f"√({global_batch}/{base_batch})"
+    return Rate(value, rule, f"base rate {base:g} × {ratio} ({rule} rule) = {value:.4g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate of every optimizer step.
+
+    Attributes:
+        peak: the rate at the end of warm-up.
+        total_steps: length of the run in optimizer steps.
+        warmup_steps: linear climb from near zero; step `warmup_steps` is the first at the peak.
+        shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant stays.
+    """
+
+    peak: float
+    total_steps: int
+    warmup_steps: int
+    shape: str
+
+    def at(self, step: int) -> float:
+        """The rate of optimizer step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / (self.warmup_steps + 1)
+        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        done = min(done, 1.0)
+        if self.shape == "cosine":
+            return self.peak * 0.5 * (1 + cos(pi * done))
+        if self.shape == "linear":
+            return self.peak * (1 - done)
+        if self.shape == "step":
+            return self.peak * (1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01)
+        return self.peak
+
+
+def plan_schedule(
+    *,
+    peak: float,
+    shape: str,
+    steps_per_epoch: int,
+    epochs: int,
+    max_steps: int | None,
+    warmup_epochs: float | None,
+) -> Schedule:
+    """Count the run in optimizer steps and place the warm-up: as asked, or min(2 epochs, 10 % of the run).
+
+    Raises:
+        RequestError: an explicit warm-up that never ends within the epochs.
+    """
+    whole = steps_per_epoch * epochs
+    total = whole if max_steps is None else min(whole, max_steps)
+    if warmup_epochs is None:
+        warmup = min(2 * steps_per_epoch, total // 10)
+    else:
+        warmup = round(warmup_epochs * steps_per_epoch)
+        if warmup >= whole and warmup > 0:
+            raise RequestError(
+                f"--warmup-epochs {warmup_epochs:g} never ends within --epochs {epochs}",
+                remedy="a shorter warm-up or more epochs",
+            )
+    return Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape)

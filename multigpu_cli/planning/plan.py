@@ -1,0 +1,112 @@
+"""The whole plan of a run as numbers with their reasons, before the first step: what --dry-run shows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.planning.learning_rate import Rate, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will happen, settled and explained.
+
+    Attributes:
+        where: strategy and device, with the reason.
+        strategy, device: the same as single words, for machines.
+        batches, rate, schedule: the arithmetic.
+        base_lr, base_batch_size: what the rate was scaled from.
+        precision: number format, with the reason.
+        contents: data, model and task in words.
+        start: what is resumed.
+        save_dir: the run folder.
+        epochs: passes over the data, as asked.
+        asked_warmup: warm-up steps that --max-steps cuts short, or None.
+        threads: CPU threads of each worker.
+    """
+
+    where: str
+    strategy: str
+    device: str
+    batches: BatchPlan
+    rate: Rate
+    schedule: Schedule
+    base_lr: float | None
+    base_batch_size: int
+    precision: str
+    precision_because: str
+    contents: str
+    start: str
+    save_dir: str
+    epochs: int
+    threads: int
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value of each line that people see."""
+        return [
+            ("what", self.contents),
+            ("where", self.where),
+            ("batch", self._batch()),
+            ("learning rate", f"{self.rate.because}; {self.schedule.shape} schedule"),
+            ("length", self._length()),
+            ("warm-up", self._warmup()),
+            ("precision", f"{self.precision} ({self.precision_because}), {self.threads} CPU thread(s) per worker"),
+            ("starts", self.start),
+            ("saves to", self.save_dir),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines, and for the journal."""
+        batches, schedule = self.batches, self.schedule
+        return {
+            "strategy": self.strategy,
+            "because": self.where,
+            "device": self.device,
+            "workers": batches.workers,
+            "batch_size": batches.micro_batch,
+            "grad_accum_steps": batches.accumulation,
+            "global_batch_size": batches.global_batch,
+            "samples": batches.samples,
+            "left_over": batches.left_over,
+            "drop_last": batches.drop_last,
+            "learning_rate": schedule.peak,
+            "base_lr": self.base_lr,
+            "base_batch_size": self.base_batch_size,
+            "lr_rule": self.rate.rule,
+            "schedule": schedule.shape,
+            "warmup_steps": schedule.warmup_steps,
+            "steps_per_epoch": batches.steps_per_epoch,
+            "total_steps": schedule.total_steps,
+            "precision": self.precision,
+            "threads": self.threads,
+            "contents": self.contents,
+            "resume": self.start,
+            "save_dir": self.save_dir,
+        }
+
+    def _batch(self) -> str:
+        b = self.batches
+        text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {b.workers} worker(s)"
+        product = b.micro_batch * b.accumulation * b.workers
+        if product == b.global_batch:
+            return f"{text} = {b.global_batch} global batch"
+        text = f"global batch {b.global_batch} as {b.micro_batches} micro-batch(es) of up to {b.micro_batch}"
+        idle = max(0, b.workers - b.micro_batches)
+        shared = f", at most {b.accumulation} on each of {b.workers} worker(s)"
+        advice = f"; {idle} worker(s) idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""
+        return text + shared + advice
+
+    def _length(self) -> str:
+        b, total = self.batches, self.schedule.total_steps
+        text = f"{total} optimizer steps: {b.steps_per_epoch} per epoch, {total / b.steps_per_epoch:.4g} epoch(s)"
+        if total < b.steps_per_epoch * self.epochs:
+            text += f" of {self.epochs}, cut by --max-steps"
+        if b.left_over:
+            fate = "left out (--drop-last)" if b.drop_last else "trained as a short batch"
+            text += f"; the epoch's last {b.left_over} samples are {fate}"
+        return text
+
+    def _warmup(self) -> str:
+        warmup, total = self.schedule.warmup_steps, self.schedule.total_steps
+        text = f"{warmup} optimizer steps from near zero to {self.schedule.peak:.4g}"
+        return text + f", which --max-steps cuts short at {total}" if warmup > total else text

@@ -1,0 +1,175 @@
+"""From what was asked for to what will happen: folder, data and plan, all checked before anything is written."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from multigpu_cli.checkpoint.run_folder import Start, choose_start
+from multigpu_cli.config.pinned import merged, settings, with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.source import open_source
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import BatchPlan, plan_batches
+from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
+from multigpu_cli.planning.plan import Plan
+from multigpu_cli.runtime.collectives import decided, together
+from multigpu_cli.runtime.determinism import share_threads
+from multigpu_cli.runtime.devices import Choice, cores
+from multigpu_cli.runtime.precision import choose_format
+from multigpu_cli.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A request that can be carried out.
+
+    Attributes:
+        words: the user's settings, with those of the run that is continued; written to config.yaml.
+        config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
+        start: run folder and checkpoint.
+        source: the dataset.
+        plan: the arithmetic.
+        model, task: names, the dataset's own where the user named none.
+    """
+
+    words: Config
+    config: Config
+    start: Start
+    source: Source
+    plan: Plan
+    model: str
+    task: str
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """What a later command may not change, as resolved."""
+        batches = self.plan.batches
+        return {
+            "batch_size": batches.micro_batch,
+            "global_batch_size": batches.global_batch,
+            "lr": self.plan.schedule.peak,
+            "amp": self.plan.precision,
+            "model": self.model,
+            "task": self.task,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of the run."""
+        return {"settings": settings(self.words), "pins": self.pins, "samples": self.plan.batches.samples}
+
+    @property
+    def nothing_to_do(self) -> bool:
+        """Whether the folder holds this very run, completed."""
+        completed = (self.start.summary or {}).get("status") == "completed"
+        return completed and self.start.manifest is not None and self.same_length
+
+    @property
+    def same_length(self) -> bool:
+        """Whether the run is as long as when its checkpoint was written."""
+        stored = self.start.manifest["settings"] if self.start.manifest else {}
+        return all(self.words.get(key) == stored.get(key) for key in ("epochs", "max_steps"))
+
+
+def settle(config: Config, choice: Choice, world: World, *, attempt: int) -> Settled:
+    """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
+
+    Raises:
+        RequestError: the request can't be carried out; nothing was touched.
+    """
+    start = Start(**decided(world, lambda: choose_start(config, attempt=attempt).as_dict()))
+    pins: dict[str, Any] = {}
+    words = config
+    if start.manifest:
+        pins = start.manifest["pins"]
+        words = merged(config, start.manifest["settings"], pins, start.folder)
+    config = with_settings(words, _resolved(pins)) if pins else words
+    source = together(world, lambda: open_source(config.data, config.reproducibility.seed))
+    plan = _plan(words, config, choice, world, start, source)
+    _check(config, plan, source, start)
+    return Settled(
+        words, config, start, source, plan, config.model.name or source.model, config.task.name or source.task
+    )
+
+
+def _resolved(pins: dict[str, Any]) -> dict[str, Any]:
+    """Settings that stand for the pins: accumulation is derived anew from the number of workers."""
+    return pins | {"grad_accum_steps": None, "base_lr": None}
+
+
+def _plan(words: Config, config: Config, choice: Choice, world: World, start: Start, source: Source) -> Plan:
+    workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
+    batches = plan_batches(
+        samples=len(source.train),  # type: ignore[arg-type]
+        micro_batch=int(config.batch.size),
+        workers=workers,
+        accumulation=config.batch.grad_accum_steps,
+        global_batch=config.batch.global_size,
+        drop_last=config.batch.drop_last,
+    )
+    rate = _rate(config, batches, pinned=start.manifest is not None)
+    number = choose_format(config.precision.amp, world.device)
+    here = len(choice.devices) if choice.launch else world.local_size
+    name, task = config.model.name or source.model, config.task.name or source.task
+    given = words.rate.lr is not None
+    return Plan(
+        where=f"{choice.strategy}: {choice.because}",
+        strategy=choice.strategy,
+        device=_device_name(world),
+        batches=batches,
+        rate=rate,
+        schedule=plan_schedule(
+            peak=rate.value,
+            shape=config.rate.schedule,
+            steps_per_epoch=batches.steps_per_epoch,
+            epochs=config.length.epochs,
+            max_steps=config.length.max_steps,
+            warmup_epochs=config.rate.warmup_epochs,
+        ),
+        base_lr=None if given else words.rate.base_lr or BASE_LR[config.optimizer.name],
+        base_batch_size=config.rate.base_batch_size,
+        precision=number.name,
+        precision_because="as the run was started with" if start.manifest else number.because,
+        contents=f"{name} on {config.data.name} ({len(source.train):,} training samples), {task}",  # type: ignore[arg-type]
+        start=start.because,
+        save_dir=start.folder,
+        epochs=config.length.epochs,
+        threads=share_threads(here, cores()),
+    )
+
+
+def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:
+    rate = settle_rate(
+        given=config.rate.lr,
+        base=config.rate.base_lr,
+        base_batch=config.rate.base_batch_size,
+        global_batch=batches.global_batch,
+        rule=config.rate.scaling,
+        optimizer=config.optimizer.name,
+    )
+    return rate._replace(because=f"{rate.value:.4g}, as the run was started with") if pinned else rate
+
+
+def _device_name(world: World) -> str:
+    if world.device.type != "cuda":
+        return world.device.type
+    import torch
+
+    return torch.cuda.get_device_name(world.device)
+
+
+def _check(config: Config, plan: Plan, source: Source, start: Start) -> None:
+    """Rules that need the data or the devices."""
+    if config.model.sync_bn and plan.strategy == "ddp" and not plan.batches.even:
+        raise RequestError(
+            "--sync-bn needs the same number of micro-batches on every worker in every step, also an epoch's last",
+            remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
+        )
+    if config.model.sync_bn and (plan.device == "cpu" or plan.strategy != "ddp"):
+        raise RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
+    if config.length.patience and source.val is None:
+        raise RequestError("--early-stopping-patience needs a validation split, and this dataset has none")
+    if start.manifest and (before := start.manifest["samples"]) != plan.batches.samples:
+        raise RequestError(
+            f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
+            remedy="the same data, or another --save-dir to start afresh",
+        )

@@ -1,0 +1,90 @@
+"""What the processes of a run say to each other; in a world of one, every verb is free."""
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.world import World
+
+Result = TypeVar("Result")
+
+
+def total(world: World, value: Tensor) -> Tensor:
+    """The sum of everybody's tensor, in place, on every rank."""
+    if world.size > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def greatest(world: World, values: Sequence[float]) -> list[float]:
+    """The elementwise maximum of everybody's numbers, on every rank; reading them waits for the device."""
+    if world.size == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(value) for value in tensor.tolist()]
+
+
+def gathered(world: World, values: Tensor) -> list[Tensor]:
+    """Everybody's tensor, in rank order; all must have one shape."""
+    if world.size == 1:
+        return [values]
+    parts = [torch.empty_like(values) for _ in range(world.size)]
+    dist.all_gather(parts, values)
+    return parts
+
+
+def from_main(world: World, value: Any, *, source: int = 0) -> Any:
+    """Rank 0's value (or another source's) on every rank: anything that `torch.load(weights_only=True)` reads back.
+
+    It travels as a byte tensor rather than as a pickled object, so no code can come with it.
+    """
+    if world.size == 1:
+        return value
+    speaks = world.rank == source
+    packed = torch.empty(0, dtype=torch.uint8)
+    if speaks:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    size = torch.tensor([packed.numel()], dtype=torch.int64, device=world.device)
+    dist.broadcast(size, src=source)
+    wire = packed.to(world.device) if speaks else torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    dist.broadcast(wire, src=source)
+    if speaks:
+        return value
+    return torch.load(io.BytesIO(wire.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+def together(world: World, work: Callable[[], Result]) -> Result:
+    """Do something that may fail on any rank; if it does anywhere, the first such rank's error is raised everywhere.
+
+    Without this, the ranks that succeeded would wait in the next collective for the one that left. `work` itself must
+    not communicate.
+    """
+    error: TrainingError | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except TrainingError as caught:
+        error = caught
+    guilty = world.size - int(greatest(world, [float(world.size - world.rank) if error else 0.0])[0])
+    if guilty == world.size:
+        return result  # type: ignore[return-value]
+    if world.size == 1 and error:
+        raise error
+    told = from_main(world, [error.problem, error.remedy, error.exit_code] if error else None, source=guilty)
+    if error:
+        raise error
+    raise (RequestError if told[2] == RequestError.exit_code else TrainingError)(told[0], remedy=told[1])
+
+
+def decided(world: World, work: Callable[[], Result]) -> Result:
+    """Let rank 0 alone do something and tell the others its result: plain values, or the error that it raises."""
+    answer = together(world, lambda: work() if world.main else None)
+    return from_main(world, answer)  # type: ignore[no-any-return]

@@ -1,0 +1,40 @@
+"""Random state as a function of (seed, step, micro-batch), and how many threads a worker may use."""
+
+import random
+
+import numpy
+import torch
+
+from multigpu_cli.planning.keys import key
+
+_INIT = 0x1417  # keeps the random stream of the initial weights apart from the others
+
+
+def seed_everything(number: int) -> None:
+    """Seed Python, NumPy and torch on every device."""
+    random.seed(number)
+    numpy.random.seed(number & 0xFFFFFFFF)
+    torch.manual_seed(number)
+
+
+def seed_weights(seed: int) -> None:
+    """Seed all generators for building the model, alike on every rank."""
+    seed_everything(key(seed, _INIT))
+
+
+def seed_micro_batch(seed: int, step: int, index: int, device: torch.device) -> None:
+    """Seed torch for one forward pass: dropout is then the same on whatever worker the micro-batch falls.
+
+    Only the generators of the CPU and of this device: `torch.manual_seed` costs ten times as much.
+    """
+    number = key(seed, step, index)
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(number)
+
+
+def share_threads(workers_here: int, cpus: int) -> int:
+    """Give each worker of this machine its part of the cores, so that they don't fight; returns the number."""
+    threads = max(1, cpus // workers_here)
+    torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,114 @@
+"""Which devices are there, and how a run should use them: a decision with its reason."""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.world import Rendezvous
+
+
+class Choice(NamedTuple):
+    """How the work is shared out.
+
+    Attributes:
+        strategy: single, dp or ddp.
+        devices: the device of each local worker; a single CPU process has one.
+        launch: processes to start ourselves, 0 where this process does the work.
+        because: the reason, for the plan.
+    """
+
+    strategy: str
+    devices: tuple[torch.device, ...]
+    launch: int
+    because: str
+
+
+def visible_gpus() -> int:
+    """Number of CUDA devices that this process may use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | None) -> Choice:
+    """Settle strategy and devices from what was asked for and what is there.
+
+    Raises:
+        RequestError: GPUs that are not there, or a mode that does not go with the launcher.
+    """
+    _check_ids(wanted.gpu_ids, gpus)
+    if meeting is not None:
+        return _under_launcher(wanted, gpus, meeting)
+    ids = wanted.gpu_ids or tuple(range(gpus))
+    if wanted.multi_gpu == "dp":
+        if len(ids) >= 2:
+            return Choice("dp", _cuda(ids), 0, f"--multi-gpu dp on GPUs {_listed(ids)}")
+        return _single(ids, f"--multi-gpu dp needs two GPUs and there {_are(len(ids))}")
+    if wanted.multi_gpu == "none":
+        return _single(ids, "--multi-gpu none")
+    if wanted.multi_gpu == "ddp" or wanted.nproc_per_node or len(ids) > 1:
+        return _self_launched(wanted, ids, cpus)
+    return _single(ids, "one GPU" if ids else "no GPU found")
+
+
+def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: Rendezvous) -> Choice:
+    processes = f"torchrun started {meeting.size} process{'es' if meeting.size > 1 else ''}"
+    if wanted.multi_gpu == "none" and meeting.size > 1:
+        raise RequestError(
+            f"--multi-gpu none, but {processes}", remedy="python main_multi_gpu.py --multi-gpu none, without torchrun"
+        )
+    if not gpus:
+        return Choice("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
+    if meeting.local_size > gpus:
+        raise RequestError(
+            f"torchrun started {meeting.local_size} processes on a machine with {gpus} visible GPU(s)",
+            remedy=f"--nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= to train on CPU",
+        )
+    return Choice("ddp", _cuda((meeting.local_rank,)), 0, processes)
+
+
+def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Choice:
+    if not ids:
+        count = wanted.nproc_per_node or min(2, cpus)
+        reason = f"self-launched on {count} CPU process{'es' if count > 1 else ''}, no GPU found"
+        return Choice("ddp", (torch.device("cpu"),) * count, count, reason)
+    count = wanted.nproc_per_node or len(ids)
+    if count > len(ids):
+        raise RequestError(
+            f"--nproc-per-node {count}, but only {len(ids)} GPU(s) to use: {_listed(ids)}",
+            remedy=f"--nproc-per-node {len(ids)}, or CUDA_VISIBLE_DEVICES= to train on CPU",
+        )
+    return Choice("ddp", _cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")
+
+
+def _single(ids: tuple[int, ...], because: str) -> Choice:
+    device = _cuda(ids[:1])[0] if ids else torch.device("cpu")
+    where = f"GPU {ids[0]}" if ids else "CPU"
+    return Choice("single", (device,), 0, f"{because}: one process on {where}")
+
+
+def _check_ids(ids: tuple[int, ...] | None, gpus: int) -> None:
+    if ids and (absent := [number for number in ids if number >= gpus]):
+        visible = f"visible: {_listed(tuple(range(gpus)))}" if gpus else "no GPU is visible"
+        raise RequestError(
+            f"--gpu-ids {_listed(ids)}: there is no GPU {_listed(tuple(absent))} ({visible})",
+            remedy="leave --gpu-ids out to use what is there" + ("" if gpus else ", here the CPU"),
+        )
+
+
+def _cuda(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
+    return tuple(torch.device("cuda", number) for number in ids)
+
+
+def _listed(ids: tuple[int, ...]) -> str:
+    return ",".join(map(str, ids))
+
+
+def _are(count: int) -> str:
+    return "is one" if count == 1 else "are none"

@@ -1,0 +1,85 @@
+"""Factories by name: built-in ones from a registry, the user's own as 'module:factory'."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.errors import RequestError, did_you_mean
+
+
+def find(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
+    """The factory that a registry name or the user's own 'module:factory' stands for.
+
+    Raises:
+        RequestError: no such name, module or attribute, or importing the module failed.
+    """
+    target = registry.get(name, name)
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        raise RequestError(
+            f"{flag}: unknown name {name!r}", remedy=f"{did_you_mean(name, registry)} (or your own as module:factory)"
+        )
+    if name not in registry and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # the user's own files come before installed packages
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        if name not in registry and missing.name and (module_name + ".").startswith(missing.name + "."):
+            raise RequestError(
+                f"{flag} {name}: there is no module {module_name!r} in {Path.cwd()} or among the installed packages",
+                remedy="run from the folder that holds it, or check the spelling before the colon",
+            ) from missing
+        raise
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [known for known in vars(module) if not known.startswith("_")]
+            raise RequestError(
+                f"{flag} {name}: module {module_name!r} has no {attribute!r}", remedy=did_you_mean(attribute, public)
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise RequestError(f"{flag} {name}: {attribute!r} is a {type(found).__name__}, not something to call")
+    return found
+
+
+def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[str, Any], *, where: str) -> Any:
+    """Call a factory with those of the offered values that it names, and all of the user's own arguments.
+
+    Args:
+        factory: the callable; its parameter names say what it wants.
+        offered: values we have for everybody (input_shape, num_classes, seed, …).
+        args: the user's `--set WHERE.args.NAME=value`; they win over what is offered.
+        where: the section they come from (data, model, task), for messages.
+
+    Raises:
+        RequestError: an argument that the factory does not take, or a parameter that nobody fills.
+    """
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any and (unknown := sorted(args.keys() - parameters.keys())):
+        raise RequestError(
+            f"{where}.args.{unknown[0]}: {_name(factory)} takes no such argument",
+            remedy=did_you_mean(unknown[0], parameters),
+        )
+    chosen = {name: value for name, value in offered.items() if name in parameters} | dict(args)
+    missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in chosen]
+    if missing:
+        raise RequestError(
+            f"{where}: {_name(factory)} needs {', '.join(missing)}",
+            remedy=f"--set {where}.args.{missing[0]}=…, or give the parameter a default; "
+            f"filled without asking: {', '.join(offered)}",
+        )
+    return factory(**chosen)
+
+
+def _needed(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return f"{factory.__module__}:{factory.__qualname__}" if hasattr(factory, "__qualname__") else repr(factory)

@@ -1,0 +1,51 @@
+"""What the loop asks of a way to share the work: a few verbs, so that it never asks which one it has."""
+
+from abc import ABC
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+
+from multigpu_cli.strategies.buffers import StepBuffers
+
+
+class Strategy(ABC):
+    """Spreads micro-batches over workers, and brings their gradients together.
+
+    A step is: `begin`, then for each micro-batch of this worker forward and backward inside `accumulating` and
+    `micro_batch_done`, then `finish`. Where each loss was multiplied by `loss_factor`, `.grad` then holds on every rank
+    the sum of all workers' gradients: that of the global batch.
+
+    Attributes:
+        name: single, dp or ddp.
+        lanes: micro-batches that one forward pass takes in (dp: one for each device).
+        loss_factor: what each loss is multiplied by before backward, to undo an average over workers.
+    """
+
+    name: str
+    lanes: int = 1
+    loss_factor: float = 1.0
+
+    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+        self.callable: Callable[..., Tensor] = model
+        self._buffers = StepBuffers(model, workers, self._total)
+
+    def begin(self, micro_batches: int) -> None:
+        """Start a step that has so many micro-batches over all workers."""
+        self._buffers.begin(micro_batches)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+        """Holds the forward and backward pass of one micro-batch; gradients travel only in the last one."""
+        return nullcontext()
+
+    def micro_batch_done(self) -> None:
+        """After the backward pass of one micro-batch."""
+        self._buffers.collect()
+
+    def finish(self, *, idle: bool) -> None:
+        """End the step: whatever has not been reduced is reduced now; an idle worker takes part with zeros."""
+        self._buffers.finish()
+
+    def _total(self, values: Tensor) -> Tensor:
+        """The sum over workers, in place."""
+        return values

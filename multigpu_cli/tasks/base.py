@@ -1,0 +1,106 @@
+"""What is learned: a loss for training, exact sums for evaluation, and which result is the better one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import fsum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+
+
+class Measured(NamedTuple):
+    """What one batch adds to an evaluation.
+
+    Attributes:
+        loss_sum: () float64, summed over the samples.
+        counts: (k,) int64, whatever the task counts; integers add up exactly in any order.
+    """
+
+    loss_sum: Tensor
+    counts: Tensor
+
+
+class Evaluation(NamedTuple):
+    """The result of one pass over a split.
+
+    Attributes:
+        metrics: loss and what the task makes of its counts, each over exactly `samples` samples.
+        details: tables for the final report (per class, confusion), or empty.
+    """
+
+    metrics: dict[str, float]
+    samples: int
+    details: dict[str, Any]
+
+
+class Task(ABC):
+    """Base class of all tasks; a user's own is given as --task module:Class.
+
+    Args:
+        source: the dataset, for class count and names.
+        config: label smoothing and the like.
+    """
+
+    def __init__(self, source: Source, config: TaskConfig) -> None:
+        self.source, self.config = source, config
+
+    @abstractmethod
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        """(): the loss of one micro-batch, summed (not averaged) over its samples."""
+
+    @abstractmethod
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        """What one batch of an evaluation adds."""
+
+    def metrics(self, counts: Tensor, samples: int) -> dict[str, float]:
+        """Figures from the summed counts, beside the loss."""
+        return {}
+
+    def details(self, counts: Tensor) -> dict[str, Any]:
+        """Tables from the summed counts, for the final report."""
+        return {}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        """Orders results: the greater is the better one."""
+        return (-metrics["loss"],)
+
+    @torch.inference_mode()
+    def evaluate(
+        self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int
+    ) -> Evaluation:
+        """One pass: each sample counted once, and the same bits on any number of workers.
+
+        The loss of each batch has a slot of its own, which only one worker fills; the slots are added in order of
+        batches and without rounding (Shewchuk's fsum).
+        """
+        was_training = model.training
+        model.eval()
+        slots = torch.zeros(-(-loader.size // batch_size), dtype=torch.float64, device=world.device)
+        counts: Tensor | None = None
+        for batch in loader.held_out(batch_size, world.rank, world.size):
+            with precision.autocast():
+                measured = self.measure(model, batch)
+            slots[batch.index] = measured.loss_sum
+            counts = measured.counts if counts is None else counts + measured.counts
+        model.train(was_training)
+        counts = _agreed(world, counts)
+        loss = fsum(total(world, slots).tolist()) / loader.size
+        return Evaluation({"loss": loss} | self.metrics(counts, loader.size), loader.size, self.details(counts))
+
+
+def _agreed(world: World, counts: Tensor | None) -> Tensor:
+    """Everybody's counts summed, also where a worker had no batch and so does not know how many there are."""
+    size = torch.tensor([0 if counts is None else counts.numel()], device=world.device)
+    if world.size > 1:
+        torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX)
+    if counts is None:
+        counts = torch.zeros(int(size), dtype=torch.int64, device=world.device)
+    return total(world, counts).cpu()

@@ -1,0 +1,88 @@
+"""One class for each sample, learned by cross-entropy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import RequestError
+from multigpu_cli.tasks.base import Measured, Task
+
+
+class Classification(Task):
+    """Targets (n,) int64 class numbers, model outputs (n, classes) logits; the better result has the higher accuracy.
+
+    Raises:
+        RequestError: the dataset has no classes, or labels that are not among them.
+    """
+
+    def __init__(self, source: Source, config: TaskConfig) -> None:
+        super().__init__(source, config)
+        if source.num_classes < 2:
+            raise RequestError(
+                f"--task classification: the dataset has {source.num_classes} classes", remedy="another --task"
+            )
+        for name in ("train", "val", "test"):
+            _check_labels(name, getattr(source, name), source.num_classes)
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        logits = model(batch.inputs)
+        return cross_entropy(
+            logits.float(), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing
+        )
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        logits = model(batch.inputs).double()
+        classes = self.source.num_classes
+        pairs = batch.targets * classes + logits.argmax(1)
+        return Measured(
+            cross_entropy(logits, batch.targets, reduction="sum"), torch.bincount(pairs, minlength=classes * classes)
+        )
+
+    def metrics(self, counts: Tensor, samples: int) -> dict[str, float]:
+        return {"accuracy": int(self._confusion(counts).trace()) / samples}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return (metrics["accuracy"], -metrics["loss"])
+
+    def details(self, counts: Tensor) -> dict[str, Any]:
+        confusion = self._confusion(counts)
+        right, support, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+        rows = zip(right.tolist(), support.tolist(), predicted.tolist(), strict=True)
+        names = self.source.class_names or tuple(map(str, range(self.source.num_classes)))
+        per_class = [
+            {
+                "class": name,
+                "precision": hit / said if said else 0.0,
+                "recall": hit / there if there else 0.0,
+                "f1": 2 * hit / (said + there) if said + there else 0.0,
+                "support": there,
+            }
+            for name, (hit, there, said) in zip(names, rows, strict=True)
+        ]
+        return {"per_class": per_class, "confusion": confusion.tolist()}
+
+    def _confusion(self, counts: Tensor) -> Tensor:
+        """(classes, classes) int64: row = true class, column = predicted."""
+        return counts.view(self.source.num_classes, -1)
+
+
+def _check_labels(name: str, split: Any, classes: int) -> None:
+    if not isinstance(split, TensorDataset):
+        return  # a user's map-style dataset is not read twice only to look at its labels
+    labels = split.tensors[1]
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise RequestError(
+            f"--data: {name} targets must be (n,) int64 class numbers, not {tuple(labels.shape)} {labels.dtype}"
+        )
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise RequestError(
+            f"--data: {name} labels reach from {int(labels.min())} to {int(labels.max())} with {classes} classes",
+            remedy="labels must be 0 … classes-1",
+        )

@@ -1,0 +1,5 @@
+"""The tasks by name; nothing is imported until one is asked for."""
+
+TASKS = {
+    "classification": "multigpu_cli.tasks.classification:Classification",
+}

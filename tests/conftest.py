@@ -1,0 +1,52 @@
+"""What every test relies on: a clean environment, and real data where it is at hand."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before torch is imported: whoever runs the tests may have been launched, or may like colours."""
+    for name in [*_LAUNCHER, *_LOOKS, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Callable[[str], Path]:
+    """The folder of a real dataset by name (har, fashion-mnist, …), or a skip that says where it was looked for."""
+
+    def find(name: str) -> Path:
+        given = os.environ.get("MULTIGPU_TEST_DATA")
+        folder = (Path(given) if given else ROOT.parent / "shared" / "data") / name
+        if not folder.is_dir():
+            pytest.skip(f"no real data in {folder} (MULTIGPU_TEST_DATA may name another place)")
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_orphans() -> Iterator[None]:
+    """Whatever a test leaves running would train on beside the next one, so it fails the session."""
+    yield
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    left = children.read_text().split() if children.exists() else []
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode() for child in left]
+    trainers = [command for command in commands if "main_multi_gpu" in command or "torchrun" in command]
+    assert not trainers, f"still running: {trainers}"

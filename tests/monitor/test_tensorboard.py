@@ -1,0 +1,82 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.monitor.journal import Journal
+from multigpu_cli.monitor.tensorboard import TensorBoard
+
+
+def stored(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, Any]]:
+    return [(point.step, pytest.approx(point.value)) for point in stored(folder).Scalars(tag)]
+
+
+def test_numbers_are_grouped_and_placed_at_their_step(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+        journal.write("start", versions={"torch": "2"})
+        journal.write(
+            "train",
+            step=5,
+            epoch=0,
+            samples=320,
+            loss=2.5,
+            lr=1e-3,
+            grad_norm=None,
+            samples_per_second=900.0,
+            memory=[1, 2],
+        )
+        journal.write("eval", epoch=1, step=10, split="val", loss=1.5, accuracy=0.75, samples=180)
+        journal.write("eval", epoch=1, step=10, split="test", loss=1.25, accuracy=0.5, samples=360)
+    assert set(stored(tmp_path).Tags()["scalars"]) == {
+        "train/epoch", "train/loss", "train/lr", "system/samples_per_second", "system/memory/0", "system/memory/1",
+        "val/epoch", "val/loss", "val/accuracy", "test/epoch", "test/loss", "test/accuracy",
+    }  # fmt: skip
+    assert points(tmp_path, "train/loss") == [(5, 2.5)]
+    assert points(tmp_path, "val/accuracy") == [(10, 0.75)]
+    assert points(tmp_path, "system/memory/1") == [(5, 2)]
+
+
+def test_after_a_resume_the_curve_does_not_run_backwards(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+        for step in (1, 2, 3, 4):
+            journal.write("train", step=step, loss=float(step))
+    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+        journal.write("resume", step=2, from_world_size=2, world_size=1)
+        journal.write("train", step=3, loss=30.0)
+    assert points(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_plan_faults_and_hyperparameters_are_kept(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+        board.plan([("global batch", "32 × 2 = 64")])
+        journal.write("fault", step=7, kind="nonfinite", action="skipped")
+        board.hyperparameters(
+            {"optimizer": {"name": "adamw", "lr": None}, "epochs": 3}, {"test_accuracy": 0.975, "test_loss": None}
+        )
+    found = stored(tmp_path)
+    assert b"32 \xc3\x97 2 = 64" in found.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
+    assert b"nonfinite: skipped" in found.Tensors("faults/text_summary")[0].tensor_proto.string_val[0]
+    assert points(tmp_path, "final/test_accuracy") == [(7, 0.975)]
+    assert "final/test_loss" not in found.Tags()["scalars"]
+    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"optimizer.name" in kept
+    assert b"adamw" in kept
+
+
+def test_nothing_written_means_nothing_loaded_and_no_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys; from multigpu_cli.monitor.tensorboard import TensorBoard\n"
+        f"board = TensorBoard({str(tmp_path / 'tb')!r}); board({{'event': 'start', 'time': 1.0}}); board.close()\n"
+        "print([name for name in ('torch', 'tensorboard') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+    assert not (tmp_path / "tb").exists()

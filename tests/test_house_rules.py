@@ -1,0 +1,266 @@
+"""The rules of the house (floors, sizes, safety), each checked over the whole tree, each shown to be able to fail."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = (
+    {"errors"},
+    {"planning"},
+    {"config"},
+    {"runtime"},
+    {"data", "models", "strategies", "optimizers", "checkpoint", "monitor", "faults"},
+    {"tasks"},
+    {"run"},
+    {"engine", "launch"},
+    {"commands", "api"},
+    {"train_multi_gpu"},
+    {"main_multi_gpu"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+WITHOUT_TORCH = {"errors", "planning", "config", "main_multi_gpu"}
+ENVIRONMENT_READERS = {
+    "main_multi_gpu.py",
+    "train_multi_gpu.py",
+    "multigpu_cli/launch.py",
+    "multigpu_cli/runtime/world.py",
+}
+GRAB_BAGS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
+
+Tree = Mapping[str, str]
+"""Source text by path relative to the root."""
+
+
+def whole_tree() -> Tree:
+    files = [*ROOT.glob("*.py"), *ROOT.glob("multigpu_cli/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in sorted(files)}
+
+
+def product(tree: Tree) -> Iterator[tuple[str, ast.Module]]:
+    """The parsed files that are no tests."""
+    return ((path, ast.parse(text, path)) for path, text in tree.items() if not path.startswith("tests/"))
+
+
+def room_of(module: str) -> str | None:
+    """The room of a dotted module: None for the outside world and for the package's own (empty) top."""
+    top, _, rest = module.partition(".")
+    if top == "multigpu_cli":
+        return rest.partition(".")[0] or None
+    return top if top in FLOOR else None
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(node: ast.AST, path: str) -> list[str]:
+    """The dotted names that an import statement may load; `from a import b` may load a.b."""
+    if isinstance(node, ast.Import):
+        return [name.name for name in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    package = module_of(path).split(".")[: len(module_of(path).split(".")) - node.level] if node.level else []
+    base = ".".join([*package, *([node.module] if node.module else [])])
+    return [f"{base}.{name.name}" for name in node.names]
+
+
+def called(node: ast.AST) -> str:
+    """The dotted text of what a call calls, or ''."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def keyword(node: ast.AST, name: str) -> object:
+    """The constant that a call passes by name; None where it passes none."""
+    given = [each.value for each in node.keywords if each.arg == name] if isinstance(node, ast.Call) else []
+    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+
+
+def imports_point_down(tree: Tree) -> Iterator[str]:
+    for path, module in product(tree):
+        room = room_of(module_of(path))
+        if room not in FLOOR:
+            if room is not None:
+                yield f"{path}: room {room!r} has no floor"
+            continue
+        for node in ast.walk(module):
+            for name in imported(node, path):
+                other = room_of(name)
+                if other is not None and other != room and FLOOR.get(other, 99) >= FLOOR[room]:
+                    yield f"{path}:{node.lineno}: {room} imports {name}"  # type: ignore[attr-defined]
+
+
+def init_files_are_empty(tree: Tree) -> Iterator[str]:
+    return (path for path, text in tree.items() if path.endswith("__init__.py") and text)
+
+
+def no_grab_bags(tree: Tree) -> Iterator[str]:
+    for path in tree:
+        words = {word for part in path.removesuffix(".py").split("/") for word in part.split("_")}
+        if words & GRAB_BAGS:
+            yield f"{path}: name it after what it holds"
+
+
+def low_floors_know_no_torch(tree: Tree) -> Iterator[str]:
+    for path, module in product(tree):
+        late = {id(inner) for node in ast.walk(module) if is_function(node) for inner in ast.walk(node)}
+        for node in ast.walk(module):
+            heavy = {name.partition(".")[0] for name in imported(node, path)} & {"torch", "numpy", "sklearn"}
+            excused = path == "main_multi_gpu.py" and id(node) in late
+            if heavy and room_of(module_of(path)) in WITHOUT_TORCH and not excused:
+                yield f"{path}: imports {', '.join(sorted(heavy))}"
+
+
+def files_are_short(tree: Tree) -> Iterator[str]:
+    for path, text in tree.items():
+        lines = len(text.splitlines())
+        if not path.startswith("tests/") and lines > 300:
+            yield f"{path}: {lines} lines, at most 300"
+
+
+def functions_are_short(tree: Tree) -> Iterator[str]:
+    for path, module in product(tree):
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > 60:
+                    yield f"{path}:{node.lineno}: {node.name} has {lines} lines, at most 60"
+
+
+def only_the_console_prints(tree: Tree) -> Iterator[str]:
+    for path, module in product(tree):
+        speaks = path in {"main_multi_gpu.py", "multigpu_cli/monitor/console.py"}
+        if not speaks and not path.startswith("multigpu_cli/commands/"):
+            yield from (
+                f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+                for node in ast.walk(module)
+                if called(node) in {"print", "sys.stdout.write", "sys.stderr.write"}
+            )
+
+
+def the_environment_is_read_in_one_place(tree: Tree) -> Iterator[str]:
+    for path, module in product(tree):
+        if path in ENVIRONMENT_READERS:
+            continue
+        for node in ast.walk(module):
+            reads = isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"}
+            if reads or {"os.environ", "os.getenv"} & set(imported(node, path)):
+                yield f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+def loading_runs_no_code(tree: Tree) -> Iterator[str]:
+    """No pickle but torch's weights_only one, no full YAML, no shell, no eval."""
+    code = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+    pickles = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+    for path, module in product(tree):
+        for node in ast.walk(module):
+            unsafe = called(node) in code
+            unsafe |= called(node) == "torch.load" and keyword(node, "weights_only") is not True
+            unsafe |= keyword(node, "shell") is True or keyword(node, "allow_pickle") is True
+            unsafe |= any(name == "torch.load" or name.partition(".")[0] in pickles for name in imported(node, path))
+            if unsafe:
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
+
+
+def nothing_is_swallowed(tree: Tree) -> Iterator[str]:
+    """A handler of every exception raises again, or stands beside a comment that says what may be ignored and why."""
+    for path, module in product(tree):
+        lines = tree[path].splitlines()
+        for node in ast.walk(module):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
+                raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+                if broad and not raises and "#" not in lines[node.lineno - 1]:
+                    yield f"{path}:{node.lineno}"
+
+
+def nothing_is_unfinished(tree: Tree) -> Iterator[str]:
+    for path, text in tree.items():
+        if not path.startswith("tests/"):
+            yield from (f"{path}: {found}" for found in re.findall(r"\b(?:TODO|FIXME|XXX)\b.*", text))
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+Rule = Callable[[Tree], Iterator[str]]
+LONG = "def long():\n" + "    x = 1\n" * 60
+HOME = "multigpu_cli/data/home.py"
+PLANTED: list[tuple[Rule, str, str]] = [
+    (imports_point_down, "multigpu_cli/planning/batch.py", "from multigpu_cli.config.schema import Config"),
+    (imports_point_down, HOME, "from multigpu_cli import engine"),
+    (imports_point_down, HOME, "import multigpu_cli.models.registry as models"),
+    (imports_point_down, HOME, "def late():\n    from multigpu_cli.tasks.base import Task"),
+    (imports_point_down, HOME, "from ..strategies import base"),
+    (imports_point_down, "multigpu_cli/optimizers.py", "import train_multi_gpu"),
+    (imports_point_down, "multigpu_cli/attic/home.py", ""),
+    (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.base import Source"),
+    (no_grab_bags, "multigpu_cli/data/image_utils.py", ""),
+    (no_grab_bags, "tests/helpers/home.py", ""),
+    (low_floors_know_no_torch, "multigpu_cli/config/schema.py", "def late():\n    from torch import nn"),
+    (low_floors_know_no_torch, "main_multi_gpu.py", "import torch.distributed as dist"),
+    (files_are_short, "multigpu_cli/engine.py", "x = 1\n" * 301),
+    (functions_are_short, HOME, LONG),
+    (functions_are_short, HOME, "class A:\n    async " + LONG.replace("\n", "\n    ").rstrip()),
+    (only_the_console_prints, "multigpu_cli/engine.py", "print('loss')"),
+    (only_the_console_prints, "multigpu_cli/engine.py", "import sys\nsys.stderr.write('loss')"),
+    (the_environment_is_read_in_one_place, "multigpu_cli/engine.py", "import os\nrank = os.environ['RANK']"),
+    (the_environment_is_read_in_one_place, HOME, "from os import environ"),
+    (the_environment_is_read_in_one_place, HOME, "import os\nos.getenv('RANK')"),
+    (loading_runs_no_code, HOME, "torch.load(path)"),
+    (loading_runs_no_code, HOME, "torch.load(path, weights_only=False)"),
+    (loading_runs_no_code, HOME, "from torch import load"),
+    (loading_runs_no_code, HOME, "np.load(path, allow_pickle=True)"),
+    (loading_runs_no_code, HOME, "yaml.load(text, yaml.Loader)"),
+    (loading_runs_no_code, HOME, "import pickle"),
+    (loading_runs_no_code, HOME, "subprocess.run(text, shell=True)"),
+    (loading_runs_no_code, HOME, "eval(text)"),
+    (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    pass"),
+    (nothing_is_swallowed, HOME, "try:\n    x()\nexcept:\n    pass"),
+    (nothing_is_unfinished, HOME, "x = 1  # TO" + "DO: later"),
+]
+ALLOWED: list[tuple[Rule, str, str]] = [
+    (imports_point_down, HOME, "from multigpu_cli.runtime import world\nfrom multigpu_cli.data import base\nimport os"),
+    (imports_point_down, "main_multi_gpu.py", "import train_multi_gpu\nfrom multigpu_cli.errors import RequestError"),
+    (low_floors_know_no_torch, "main_multi_gpu.py", "def late():\n    import torch"),
+    (low_floors_know_no_torch, HOME, "import torch"),
+    (functions_are_short, HOME, LONG.removesuffix("    x = 1\n")),
+    (only_the_console_prints, "multigpu_cli/commands/doctor.py", "print('fine')"),
+    (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
+    (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),
+    (nothing_is_swallowed, HOME, "try:\n    x()\nexcept OSError:\n    pass"),
+]
+RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_whole_tree_keeps(rule: Rule) -> None:
+    assert list(rule(whole_tree())) == []
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), PLANTED)
+def test_a_rule_notices(rule: Rule, path: str, text: str) -> None:
+    assert len(list(rule({path: text}))) == 1
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), ALLOWED)
+def test_a_rule_lets_pass(rule: Rule, path: str, text: str) -> None:
+    assert list(rule({path: text})) == []
+
+
+def test_the_whole_tree_is_looked_at() -> None:
+    found = {room_of(module_of(path)) for path, _ in product(whole_tree())} - {None}
+    assert {"errors", "planning", "config", "runtime", "data", "models", "monitor", "tasks"} <= found
+    assert len(whole_tree()) > 60
+
+
+def test_the_front_door_loads_no_torch() -> None:
+    code = "import main_multi_gpu, sys; print({'torch', 'numpy', 'sklearn', 'rich.table'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

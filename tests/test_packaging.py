@@ -1,0 +1,68 @@
+"""What `pip install` gets: every package, the recipes, the launcher, the licence."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since setuptools leaves its traces where it builds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    unwanted = shutil.ignore_patterns(
+        ".git", ".venv*", "tests", "checkpoints", "build", "*.egg-info", "__pycache__", ".*_cache"
+    )
+    shutil.copytree(ROOT, folder / "project", ignore=unwanted)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"),
+            *("--wheel-dir", str(folder), "."),
+        ],
+        cwd=folder / "project",
+        check=True,
+    )
+    return next(folder.glob("multigpu_cli-*.whl"))
+
+
+def test_every_package_is_named() -> None:
+    packages = {file.parent.relative_to(ROOT) for file in ROOT.glob("multigpu_cli/**/__init__.py")}
+    named = set(PROJECT["tool"]["setuptools"]["packages"]) - {"multigpu_cli._configs"}
+    assert named == {".".join(package.parts) for package in packages}
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    folders = {file.parent for file in ROOT.glob("multigpu_cli/**/*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_wheel_holds_code_recipes_launcher_and_licence(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"main_multi_gpu.py", "train_multi_gpu.py", "multigpu_cli/planning/batch.py"} <= names
+    recipes = {f"multigpu_cli/_configs/{file.name}" for file in ROOT.glob("configs/*.yaml")}
+    assert recipes
+    assert recipes <= names
+    assert any(name.endswith(".data/scripts/launch_multi_gpu.sh") for name in names)
+    assert any(name.endswith("LICENSE") for name in names)
+    tops = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert tops == {"main_multi_gpu.py", "train_multi_gpu.py", "multigpu_cli"}
+
+
+def test_an_installed_program_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = "from multigpu_cli.config import recipes; print(*sorted(recipes.available()), recipes.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    *found, source = result.stdout.split()
+    assert source.startswith(str(tmp_path))
+    assert found == sorted(file.stem for file in ROOT.glob("configs/*.yaml"))

@@ -1,0 +1,134 @@
+"""Every bash block of the README runs as it stands, in a copy of the project, with the test's own Python.
+
+A comment `<!-- not run: REASON -->` directly before a block exempts it. The reason says 'needs GPUs', 'needs DATA' or
+'run by NAME', the file that runs it instead.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+SECONDS = 300
+NO_COMMANDS = {"text", "yaml", "python", "json", "toml", "mermaid", "make", "diff"}
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    text: str
+    not_run: str
+
+
+def blocks(markdown: str) -> Iterator[Block]:
+    """The fenced blocks of a document, each with the reason why it isn't run, or ''."""
+    fence = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence) *$", re.MULTILINE | re.DOTALL)
+    for found in fence.finditer(markdown):
+        before = markdown[: found.start()].rstrip().rsplit("\n", 1)[-1]
+        exempt = re.fullmatch(r"<!-- not run: (.*) -->", before.strip())
+        line = markdown.count("\n", 0, found.start()) + 1
+        yield Block(line, found["language"].strip(), found["text"], exempt[1] if exempt else "")
+
+
+def is_reason(reason: str) -> bool:
+    """Whether an exemption is one that we accept; a file that runs the block instead has to exist."""
+    runner = re.search(r"\brun by (\S+)", reason)
+    if runner:
+        return (ROOT / runner[1].rstrip(".,;")).is_file()
+    return "needs GPUs" in reason or "needs DATA" in reason
+
+
+def of_the_readme() -> list[Block]:
+    return list(blocks(README.read_text())) if README.exists() else []
+
+
+def runnable() -> list[Block]:
+    return [block for block in of_the_readme() if block.language == "bash" and not block.not_run]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to run in, shared by all blocks in their order: a reader, too, types one after the other."""
+    copy = tmp_path_factory.mktemp("readme") / "project"
+    unwanted = shutil.ignore_patterns(".git", ".venv*", "checkpoints", "build", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=unwanted)
+    return copy
+
+
+def run(script: str, folder: Path) -> tuple[int, str]:
+    """Exit code and output of a script; its whole process group is ended when the time is up."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            output += f"\n(ended after {SECONDS} seconds)"
+    return process.returncode, output
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(runnable()) >= 2
+
+
+def test_every_exemption_has_a_reason() -> None:
+    assert [block for block in of_the_readme() if block.not_run and not is_reason(block.not_run)] == []
+
+
+def test_commands_stand_in_bash_blocks() -> None:
+    assert [block for block in of_the_readme() if block.language not in NO_COMMANDS | {"bash"}] == []
+
+
+@pytest.mark.parametrize("block", runnable(), ids=lambda block: f"line-{block.line}")
+def test_a_block_runs(block: Block, project: Path) -> None:
+    code, output = run(block.text, project)
+    assert code == 0, f"README.md:{block.line}\n{block.text}\n{output[-6000:]}"
+
+
+EXAMPLE = """\
+Text
+```bash
+one
+two
+```
+<!-- not run: needs GPUs -->
+```bash
+three
+```
+```text
+four
+```
+"""
+
+
+def test_blocks_are_found_with_their_reasons() -> None:
+    assert list(blocks(EXAMPLE)) == [
+        Block(2, "bash", "one\ntwo\n", ""),
+        Block(7, "bash", "three\n", "needs GPUs"),
+        Block(10, "text", "four\n", ""),
+    ]
+
+
+def test_reasons_are_judged() -> None:
+    good = ["needs GPUs", "needs DATA (see there)", "run by .ci/run", "run by tests/test_readme.py."]
+    assert [reason for reason in [*good, "too slow", "run by nobody", ""] if is_reason(reason)] == good
+
+
+def test_a_failing_line_fails_its_block(tmp_path: Path) -> None:
+    assert run("false\ntrue", tmp_path)[0] != 0
+    assert run("echo $UNSET_NAME", tmp_path)[0] != 0
+    assert run("command -v python", tmp_path) == (0, f"{Path(sys.executable).parent}/python\n")

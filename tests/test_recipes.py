@@ -1,0 +1,53 @@
+"""Every shipped recipe trains, from the command line, for three steps on a few samples in its dataset's own format."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import tiny_data
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(ROOT.glob("configs/*.yaml"))
+FILES = {
+    "har": tiny_data.har,
+    "mnist": tiny_data.mnist,
+    "fashion-mnist": tiny_data.mnist,
+    "cifar10": tiny_data.cifar10,
+}
+SMALLER = {"synthetic": ["data.args.train=100", "data.args.val=20", "data.args.test=20"]}
+STEPS = 3
+
+
+def shortened(recipe: Path, folder: Path) -> list[str]:
+    """The command that trains a recipe briefly; only the length and the data are not its own."""
+    arguments = ["--config", str(recipe), "--max-steps", str(STEPS), "--save-dir", str(folder / "run")]
+    data = (yaml.safe_load(recipe.read_text()) or {}).get("data", "digits")
+    name = data["name"] if isinstance(data, dict) else data
+    if name in FILES:
+        arguments += ["--data-dir", str(FILES[name](folder / "data"))]
+    arguments += [word for setting in ["drop_last=false", *SMALLER.get(name, [])] for word in ("--set", setting)]
+    return [sys.executable, str(ROOT / "main_multi_gpu.py"), "--multi-gpu", "none", "--json", *arguments]
+
+
+def test_there_are_recipes() -> None:
+    assert RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
+    result = subprocess.run(shortened(recipe, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+    assert isinstance(summary["final"]["test_loss"], float)
+    assert len(summary["fingerprint"]) == 64
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_says_what_it_is(recipe: Path) -> None:
+    assert recipe.read_text().startswith("# "), "its first comment is what `recipes` lists"

@@ -1,0 +1,41 @@
+"""The trainer module: `train(config)` chooses where to run and returns the summary of the run.
+
+from multigpu_cli.config.schema import Config
+from train_multi_gpu import train
+
+summary = train(Config())          # scikit-learn's digits, on what this machine has
+"""
+
+import os
+from typing import Any
+
+from multigpu_cli import engine
+from multigpu_cli.config.schema import Config
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.world import Rendezvous
+
+
+def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> dict[str, Any]:
+    """Train as the config says: as a worker of torchrun, self-launched on several GPUs, or in this process.
+
+    Args:
+        screen: quiet, normal, verbose, or json (the summary is then the only thing on stdout).
+        dry_run: stop after the plan, and return it.
+
+    Returns:
+        The summary, as in summary.json; `status` is completed or stopped.
+
+    Raises:
+        RequestError: the request is wrong; nothing was written.
+        TrainingError: the training failed; the run folder says how far it came.
+    """
+    meeting = Rendezvous.from_environment(os.environ)
+    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    if choice.launch and not dry_run:
+        from multigpu_cli.launch import self_launch  # late: the elastic agent is needed here only
+
+        return self_launch(config, choice, screen)
+    level = "silent" if meeting and meeting.rank else "normal" if screen == "json" else screen
+    console = Console(level, json=screen == "json")  # type: ignore[arg-type]
+    return engine.run(config, choice, meeting, console, dry_run=dry_run)
