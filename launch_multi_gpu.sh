@@ -6,7 +6,7 @@
 #
 #   --mode ddp|dp|single   one process per GPU, one process for all, one device
 #   --gpus LIST            which GPUs: numbers (0,1), all, or none (use the CPU)
-#   --nproc N              how many: GPUs (idle ones first), or processes on the CPU
+#   --nproc N              how many GPUs (idle ones first), or CPU processes
 #   --config NAME          a recipe of configs/, or a YAML file
 #   --data-dir DIR         folder that holds the dataset
 #   --batch-size N         samples per device and micro-batch, or auto
@@ -18,7 +18,7 @@
 #
 # Examples:
 #   bash launch_multi_gpu.sh --yes -- --epochs 5
-#   bash launch_multi_gpu.sh --mode ddp --gpus 0,1 --config har --data-dir data/har
+#   bash launch_multi_gpu.sh --gpus 0,1 --config har --data-dir data/har
 #
 # Exit codes: the trainer's; 2 for a wrong request; 130 when you cancel.
 
@@ -35,8 +35,8 @@ YES='' DRY_RUN='' EXTRA=()
 GPU_ID=() GPU_ROW=() GPU_FREE=() GPU_STATE=() NO_GPU='' CORES=1 # the machine, one entry per GPU
 RECIPES=() RECIPE_TEXT=()
 ANSWER='' WHY='' CHOICES=() # a check leaves an answer, or the reason against it
-PLAN='' PROBLEM='' NOTES='' ENVIRONMENT=() FLAGS=() COMMAND=()
-DP_IDS='' BOLD='' DIM='' RED='' PLAIN=''
+PLAN='' PLAN_CODE=0 PROBLEM='' NOTES='' ENVIRONMENT=() FLAGS=() COMMAND=()
+DP_IDS='' STOPPED=ended BOLD='' DIM='' RED='' PLAIN=''
 [[ ! -t 2 || -n ${NO_COLOR-} || ${TERM:-dumb} == dumb ]] ||
     BOLD=$'\033[1m' DIM=$'\033[2m' RED=$'\033[31m' PLAIN=$'\033[0m'
 
@@ -143,7 +143,7 @@ check_recipe() { # a number or name of the menu, or a YAML file
 }
 
 check_folder() {
-    ANSWER=${1/#\~\//$HOME/}
+    ANSWER=${1/#\~\//${HOME-}/}
     WHY="there is no such folder"
     [[ -d $ANSWER ]]
 }
@@ -178,7 +178,7 @@ for recipe in json.load(sys.stdin): print(recipe["name"], recipe["description"])
 
 detect_gpus() { # fills GPU_*, or says in NO_GPU why there is none to use
     local visible=${CUDA_VISIBLE_DEVICES-all} numbers='^[0-9]+(,[0-9]+)*$' found id name total free load limit=()
-    CORES=$(getconf _NPROCESSORS_ONLN)
+    CORES=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     [[ $GPUS != none ]] || { NO_GPU="--gpus none" GPUS='' ENVIRONMENT=(CUDA_VISIBLE_DEVICES=) && return; }
     [[ -n $visible && $visible != -1 ]] || { NO_GPU="CUDA_VISIBLE_DEVICES hides them" && return; }
     [[ $visible == all || $visible =~ $numbers ]] ||
@@ -230,7 +230,7 @@ obey_flags() { # all that were given, before the first question
     [[ -z $WORKERS ]] || settle --nproc "$WORKERS" '' '' check_workers
     [[ -z $MODE ]] || { settle --mode "$MODE" '' '' check_mode && MODE=$ANSWER; }
     [[ -z $RECIPE ]] || settle --config "$RECIPE" '' '' check_recipe
-    [[ -z $DATA_DIR ]] || settle --data-dir "$DATA_DIR" '' '' check_folder
+    [[ -z $DATA_DIR ]] || { settle --data-dir "$DATA_DIR" '' '' check_folder && DATA_DIR=$ANSWER; }
     [[ -z $BATCH ]] || settle --batch-size "$BATCH" '' '' check_batch_size
     [[ -z $RESUME ]] || { settle --resume "$RESUME" '' '' check_resume && RESUME=$ANSWER; }
 }
@@ -238,13 +238,14 @@ obey_flags() { # all that were given, before the first question
 settle_mode() {
     local gpus=${#GPU_ID[@]} share best=ddp because
     share=${WORKERS:-$(if ((gpus > 0)); then idle_count; else echo "$CORES"; fi)}
-    because="$(counted "$share" "$(if ((gpus > 0)); then echo GPU; else echo "CPU core"; fi)") can share the work"
+    because="$(counted "$share" "$(if ((gpus > 0)); then echo GPU; else echo "CPU core"; fi)") can share it"
     ((share > 1)) || best=single because="one device is free"
     if [[ -z $MODE$YES ]]; then
-        say '' "${BOLD}How should the work be shared?$PLAIN Recommended here: $best, since $because."
-        show_choice 1 ddp "One process per device, each with the whole model. The fastest."
-        show_choice 2 dp "One process feeds several GPUs. Slower than ddp, but nothing is launched."
+        say '' "${BOLD}How should the work be shared?$PLAIN"
+        show_choice 1 ddp "One process per device, each with the whole model; fastest."
+        show_choice 2 dp "One process feeds several GPUs; slower, needs no launcher."
         show_choice 3 single "One process on one device."
+        say "  Recommended here: $best, since $because."
     fi
     settle --mode "$MODE" Mode "$best" check_mode
     MODE=$ANSWER
@@ -292,22 +293,27 @@ settle_plan() { # ask the trainer, and the user for what it misses
             settle '' '' "Batch size per device" '' check_batch_size
             BATCH=$ANSWER
         else
-            exit 2
+            exit "$PLAN_CODE"
         fi
     done
 }
 
-settle_batch_size() {
-    [[ -z $BATCH ]] || return 0
-    settle --batch-size '' "Batch size per device" "$(plan_value batch_size)" check_batch_size
-    [[ $ANSWER == "$(plan_value batch_size)" ]] || { BATCH=$ANSWER && settle_plan; }
-}
-
 settle_resume() { # only where the run folder holds a run
     [[ -z $RESUME$YES && -e $(plan_value save_dir)/config.yaml ]] || return 0
-    say '' "$(plan_value save_dir) holds a run; this one $(plan_value resume)."
-    settle '' '' "Continue it? (n: start a new run in a new folder)" y check_yes
-    [[ $ANSWER == yes ]] || { RESUME=never SAVE_DIR='' && settle_plan; }
+    say '' "There is a run in $(plan_value save_dir)" "  (it $(plan_value resume))"
+    settle '' '' "Continue it? (n starts a new run in a new folder)" y check_yes
+    [[ $ANSWER == no ]] || { RESUME=auto && return; }
+    RESUME=never SAVE_DIR=''
+    settle_plan
+}
+
+settle_batch_size() { # a run that is continued keeps its own
+    [[ -z $BATCH && $RESUME != auto ]] || return 0
+    settle --batch-size '' "Batch size per device" "$(plan_value batch_size)" check_batch_size
+    [[ $ANSWER != "$(plan_value batch_size)" ]] || return 0
+    BATCH=$ANSWER
+    settle_plan
+    settle_resume
 }
 
 # --- The plan and the command ----------------------------------------------------------------------------------------
@@ -328,11 +334,12 @@ set_flags() { # the same for the plan and for the run
 
 make_plan() { # PLAN is the trainer's JSON, PROBLEM what it said instead
     local processes=()
+    PLAN_CODE=2
     set_flags
     [[ $MODE != ddp ]] || processes=(--nproc-per-node "$WORKERS")
     [[ ! -t 2 ]] || printf '%s' "${DIM}The trainer works out the plan...$PLAIN" >&2
     PLAN=$(env ${ENVIRONMENT[@]+"${ENVIRONMENT[@]}"} "$PYTHON" "${MAIN[@]}" "${FLAGS[@]}" \
-        ${processes[@]+"${processes[@]}"} --dry-run --json 2>"$NOTES") || PLAN=''
+        ${processes[@]+"${processes[@]}"} --dry-run --json 2>"$NOTES") || { PLAN_CODE=$? PLAN=''; }
     [[ ! -t 2 ]] || printf '\r%34s\r' '' >&2
     PROBLEM=$(cat "$NOTES")
     [[ $PLAN == '{'* ]] || { PROBLEM=${PROBLEM:-launch_multi_gpu.sh: the trainer gave no plan} && return 1; }
@@ -345,20 +352,19 @@ show_plan() {
     "$PYTHON" -c '
 import json, sys, textwrap
 plan = json.loads(sys.argv[1])
-given = "used as given" if plan["base_lr"] is None else "{lr_rule} rule, from {base_lr:g} for a batch of {base_batch_size}"
+rule = "used as given" if plan["base_lr"] is None else "{lr_rule} rule, from {base_lr:g} for a batch of {base_batch_size}"
 rows = {
-    "runs as": "{because}",
-    "device": "{device}, {precision}",
-    "effective batch": "{global_batch_size} samples: {batch_size} per device, {grad_accum_steps} accumulated, {workers} worker(s)",
-    "learning rate": "{learning_rate:.4g} (" + given + "), after {warmup_steps} warm-up steps",
+    "effective batch": "{global_batch_size} samples per step: {batch_size} per device, {grad_accum_steps} accumulated, "
+        "{workers} worker" + "s" * (plan["workers"] > 1),
+    "learning rate": "{learning_rate:.4g} (" + rule + "), after {warmup_steps} warm-up steps",
     "length": "{total_steps} steps, {steps_per_epoch} per epoch",
+    "device": "{device}, mixed precision {precision}",
     "starts": "{resume}",
     "saves to": "{save_dir}",
 }
 for label, text in rows.items():
-    lines = textwrap.wrap(text.format(**plan), 60, break_on_hyphens=False, break_long_words=False)
-    print(f"  {label:<17}" + ("\n" + 19 * " ").join(lines))
-' "$PLAN" >&2
+    lines = textwrap.wrap(text.format(**plan), 61, break_on_hyphens=False, break_long_words=False)
+    print(f"  {label:<17}" + ("\n" + 19 * " ").join(lines))' "$PLAN" >&2
 }
 
 set_command() { # in SAVE_DIR, so that the same command goes on where it stopped, and the results are where we say
@@ -388,7 +394,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 os.execvp("env", sys.argv)' "${COMMAND[@]}" &
     trainer=$!
     # shellcheck disable=SC2064 # the trainer is known now
-    for signal in INT TERM HUP QUIT; do trap "signalled=yes; kill -$signal $trainer || :" "$signal"; done
+    for signal in INT TERM HUP QUIT; do trap "signalled=yes STOPPED='was stopped'; kill -$signal $trainer || :" "$signal"; done
     while [[ -n $signalled ]]; do # a signal ends the wait, but not yet the trainer
         signalled='' code=0
         wait "$trainer" || code=$?
@@ -396,13 +402,14 @@ os.execvp("env", sys.argv)' "${COMMAND[@]}" &
     return "$code"
 }
 
-tell_the_end() { # CODE: where the results are
+tell_the_end() { # CODE: how it ended, and where the results are
     local board=tensorboard
     [[ $PYTHON != */* ]] || board=${PYTHON%/*}/tensorboard
-    (($1 == 0)) || say '' "${RED}The training ended with exit code $1.$PLAIN"
-    (($1 == 0)) || [[ ! -d $SAVE_DIR/checkpoints ]] || say "Run the command above again to go on from the last checkpoint."
-    [[ ! -d $SAVE_DIR ]] || say '' "Results      $SAVE_DIR: summary.json has the figures, best.pt the weights" \
-        "TensorBoard  $(quoted 99999 "$board" --logdir "$SAVE_DIR/tensorboard"), then open http://localhost:6006"
+    say ''
+    (($1 == 0)) || say "${RED}Training $STOPPED (exit code $1).$PLAIN"
+    (($1 == 0)) || [[ ! -d $SAVE_DIR/checkpoints ]] || say "The command above, run again, goes on from the last checkpoint."
+    [[ ! -d $SAVE_DIR ]] || say "${BOLD}Results$PLAIN (summary.json: the figures; best.pt: the weights)" "  $SAVE_DIR" \
+        "${BOLD}Curves$PLAIN (then open http://localhost:6006)" "  $(quoted 99999 "$board" --logdir "$SAVE_DIR/tensorboard")"
 }
 
 parse_flags() {
@@ -430,26 +437,28 @@ parse_flags() {
 main() {
     local code=0
     parse_flags "$@"
-    [[ -n $YES || -t 0 ]] || refuse "there is no terminal to ask on; --yes takes every default, and
+    [[ -n $YES || -t 0 && -t 2 ]] || refuse "there is no terminal to ask on; --yes takes every default, and
   --mode --gpus --nproc --config --data-dir --batch-size --save-dir --resume give other answers"
     trap 'leave 130 "" "Cancelled; nothing was started."' INT
-    NOTES=$(mktemp) && trap 'rm -f "$NOTES"' EXIT
+    NOTES=$(mktemp)
+    trap 'rm -f "$NOTES"' EXIT
     find_programs
     find_recipes
     detect_gpus
     obey_flags
+    [[ -n $YES ]] || say "Enter takes the answer in [brackets], Ctrl-C leaves." ''
     show_machine
     settle_mode
     settle_devices
     settle_recipe
     settle_plan
-    settle_batch_size
     settle_resume
+    settle_batch_size
     show_plan
     set_command
     [[ -z $DRY_RUN ]] || { quoted 99999 "${COMMAND[@]}"; exit; }
     say '' "${BOLD}The command$PLAIN" "$(quoted 77 "${COMMAND[@]}")" ''
-    settle '' '' "Start?" y check_yes
+    settle '' '' "Start the training?" y check_yes
     [[ $ANSWER == yes ]] || leave 130 "Not started; the command above does the same."
     run || code=$?
     tell_the_end "$code"

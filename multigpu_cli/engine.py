@@ -19,7 +19,7 @@ from multigpu_cli.run import record
 from multigpu_cli.run.parts import Run, assemble
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.collectives import decided, gathered
-from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import Rendezvous, joined
 
@@ -41,12 +41,15 @@ def run(
     began = time.perf_counter()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=config.fault.hang_timeout))
+        timeout = config.fault.hang_timeout
+        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=timeout, backend=choice.backend))
         settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0)
         if settled.nothing_to_do and not dry_run:
             console.note(f"{settled.start.folder} is complete: nothing to do")
             console.report(settled.start.summary or {})
             return settled.start.summary or {}
+        if settled.config.reproducibility.exact:
+            be_deterministic()
         console.plan(settled.plan.rows(), "Plan")
         if dry_run:
             console.data(settled.plan.as_dict())
@@ -88,7 +91,7 @@ def fit(run: Run) -> str:
             run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
             run.bar.update(progress.step)
             if progress.step % run.config.log.interval == 0 or progress.step == total:
-                record.log_step(run, outcome)
+                record.log_step(run, *outcome)
             epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
             if epoch_ended:
                 record.judge(run)
@@ -105,7 +108,7 @@ def fit(run: Run) -> str:
     return "completed"
 
 
-def step(run: Run, number: int, work: Iterator[Batch]) -> Tensor:
+def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
     """One optimizer step on the mean loss of its global batch.
 
     Args:
@@ -113,15 +116,17 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Tensor:
         work: this worker's micro-batches; there may be none.
 
     Returns:
-        (3,): this worker's part of the step's mean loss, the norm of the global gradient, 1 where the step was skipped.
+        (micro-batches,) float64, the loss sums of this worker's micro-batches in their slots, zeros elsewhere; and
+        (2,), the norm of the global gradient and 1 where the step was skipped.
     """
     batches, strategy, device = run.plan.batches, run.strategy, run.world.device
     in_epoch = number % batches.steps_per_epoch
     samples, passes = batches.samples_in(in_epoch), batches.passes(in_epoch, run.world.rank, strategy.lanes)
-    loss = torch.zeros((), device=device)
     fetched: list[Tensor] = []
     set_rate(run.kept.optimizer, run.plan.schedule.at(number))
-    strategy.begin(-(-len(batches.micro_batches_of(in_epoch)) // strategy.lanes))
+    everyone = -(-len(batches.micro_batches_of(in_epoch)) // strategy.lanes)
+    losses = torch.zeros(everyone, dtype=torch.float64, device=device)
+    strategy.begin(everyone)
     for _ in passes:
         with run.meters.waiting("data_wait"):
             batch = next(work)
@@ -130,8 +135,8 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Tensor:
             with run.precision.autocast():
                 value = run.task.loss_sum(strategy.callable, batch)
             run.precision.backward(value * (strategy.loss_factor / samples))
-        strategy.micro_batch_done()
-        loss += value.detach() / samples
+        strategy.micro_batch_done(batch.index)
+        losses[batch.index] = value.detach()
         fetched.append(batch.indices)
     strategy.finish(idle=not passes)
     outcome = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
@@ -140,7 +145,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Tensor:
     run.nonfinite.note(outcome[1])
     if run.trace:
         run.trace.write(number + 1, fetched)
-    return torch.cat([loss[None], outcome])
+    return losses, outcome
 
 
 def _limit(config: Config) -> float | None:

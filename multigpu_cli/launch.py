@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from multigpu_cli.checkpoint.run_folder import choose_start, read_summary
+from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
@@ -64,7 +65,7 @@ def _run_workers(config: Config, choice: Choice, screen: str) -> None:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=choice.launch,
-            run_id=uuid4().hex,
+            run_id=OWN_RUN_ID + uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",

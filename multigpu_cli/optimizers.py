@@ -16,7 +16,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=True, fused=True)
+        sgd = torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=True, fused=True)
+        for parameter in trained:  # or the first step makes them, of uninitialised memory where that step is skipped
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     return torch.optim.AdamW(groups, lr=0.0, fused=True)
 
 

@@ -64,10 +64,9 @@ class Group(TyperGroup):
         """
         if args[0] not in self.commands:
             near = did_you_mean(args[0], [*self.commands, "train"])
-            if "train'" in near:
-                near = "no command at all: without one it trains"
+            remedy = "no command at all: without one it trains" if "train'" in near else near.replace(", train", "")
             raise RequestError(
-                f"{args[0]!r} is no command", remedy=f"{near} (a flag's value stands right after its flag)"
+                f"{args[0]!r} is no command", remedy=f"{remedy} (a flag's value stands right after its flag)"
             )
         return super().resolve_command(ctx, args)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from multigpu_cli.config import environment, places
-from multigpu_cli.config.kinds import shown
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
+
+_PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class Facts(NamedTuple):
@@ -43,10 +44,9 @@ class Missing(NamedTuple):
 
 NOT_YET: dict[str, Missing] = {
     "batch_size": Missing(lambda c: c.batch.size == "auto", "--batch-size auto: measuring the batch is not there yet"),
-    "exact": Missing(lambda c: c.reproducibility.exact, "--exact: bit-exact training is not there yet"),
     "grad_compression": Missing(
-        lambda c: c.communication.grad_compression != "none",
-        "--grad-compression: compressed gradients are not there yet",
+        lambda c: c.communication.grad_compression == "powersgd",
+        "--grad-compression powersgd is not there yet",
     ),
     "on_oom": Missing(
         lambda c: c.fault.on_oom == "shrink" and "on_oom" in c.explicit,
@@ -90,10 +90,10 @@ def _names(config: Config, facts: Facts) -> Iterator[RequestError]:
             yield RequestError(
                 f"{flag} {name}: unknown name", remedy=f"{did_you_mean(name, known)} (or your own as module:factory)"
             )
-        elif not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name):
+        elif not _PLUGIN.fullmatch(name) or name.partition(":")[0].endswith(".py"):
             yield RequestError(
-                f"{flag} {shown(name)}: must be module:factory",
-                remedy=f"{flag} my_file:build for build() in my_file.py",
+                f"{flag} {name}: must be module:factory",
+                remedy=f"{flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
             )
 
 

@@ -160,7 +160,7 @@ def _drawn(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
 
 
 def _silence(stream: TextIO) -> None:
-    """Point a file at nothing, so that Python's own flush at exit does not complain either."""
+    """Point a file at nothing, so that whoever else prints, a plug-in say, does not fail either."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, stream.fileno())

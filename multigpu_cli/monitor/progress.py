@@ -62,9 +62,6 @@ class Bar(Progress):
 
     @contextmanager
     def out_of_the_way(self) -> Iterator[None]:
-        if self._bar.disable:  # closed
-            yield
-            return
         self._bar.clear()
         try:
             yield

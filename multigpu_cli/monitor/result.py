@@ -62,7 +62,7 @@ def class_table(per_class: Sequence[Mapping[str, Any]], class_names: Sequence[st
     if len(named) > _MANY_CLASSES:
         chosen = sorted(named, key=lambda row: row.get("f1") or 0.0)[:_MANY_CLASSES]
     yield ""
-    yield from _aligned([list(named[0]), *([number(value) for value in row.values()] for row in chosen)])
+    yield from _aligned([list(named[0]), *([_cell(value) for value in row.values()] for row in chosen)])
     if len(chosen) < len(named):
         yield f" the {len(chosen)} weakest of {len(named)} classes; all of them are in summary.json"
 
@@ -108,6 +108,10 @@ def _speed(summary: Mapping[str, Any]) -> str:
     if times.get("p50") is not None:
         parts.append(f"{times['p50']:.1f} ms a step (95 % within {times['p95']:.1f} ms)")
     return ", ".join(parts)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _named(class_names: Sequence[str], at: int) -> str:

@@ -21,8 +21,8 @@ class Plan:
         start: what is resumed.
         save_dir: the run folder.
         epochs: passes over the data, as asked.
-        asked_warmup: warm-up steps that --max-steps cuts short, or None.
         threads: CPU threads of each worker.
+        idle: flags that were given and do nothing here.
     """
 
     where: str
@@ -40,10 +40,11 @@ class Plan:
     save_dir: str
     epochs: int
     threads: int
+    idle: list[str]
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line that people see."""
-        return [
+        rows = [
             ("what", self.contents),
             ("where", self.where),
             ("batch", self._batch()),
@@ -54,6 +55,7 @@ class Plan:
             ("starts", self.start),
             ("saves to", self.save_dir),
         ]
+        return rows + ([("no effect", f"{', '.join(self.idle)}: not on this device or strategy")] if self.idle else [])
 
     def as_dict(self) -> dict[str, Any]:
         """The same for machines, and for the journal."""

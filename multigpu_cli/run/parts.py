@@ -36,6 +36,7 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.data_parallel import DataParallel
 from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.exact import Exact
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.registry import TASKS
@@ -191,6 +192,8 @@ def _restore(kept: Kept, settled: Settled, world: World) -> None:
 
 
 def _strategy(model: nn.Module, choice: Choice, world: World, config: Config) -> Strategy:
+    if config.reproducibility.exact:
+        return Exact(model, world)
     if choice.strategy == "dp":
         return DataParallel(model, choice.devices)
     if choice.strategy == "ddp":

@@ -3,6 +3,7 @@
 import platform
 import resource
 import time
+from math import fsum
 from typing import Any
 
 import torch
@@ -46,33 +47,39 @@ def open_run(run: Run) -> None:
             run.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
 
 
-def log_step(run: Run, outcome: Tensor) -> None:
+def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
     """One `train` line; the only place where the host waits for the numbers of a step.
 
     Args:
-        outcome: (3,) this worker's part of the step's loss, the gradient norm, whether it was skipped.
+        losses: (micro-batches,) float64, this worker's loss sums; the others' slots are zero. Added without rounding,
+            so that the figure does not depend on the number of workers.
+        outcome: (2,) the gradient norm, and 1 where the step was skipped.
     """
-    mine = torch.cat([outcome[:2].double(), peak_memory_here(run).double()])
-    everyone = torch.stack(gathered(run.world, mine)).tolist()
+    everyone = torch.stack(gathered(run.world, torch.cat([losses, peak_memory_here(run).double()]))).tolist()
     rates = run.meters.read()
     progress, batches = run.progress, run.plan.batches
-    fields = {
+    fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": -(-progress.step // batches.steps_per_epoch),
         "samples": batches.samples_after(progress.step),
-        "loss": sum(row[0] for row in everyone),
+        "loss": fsum(value for row in everyone for value in row[:-1]) / _samples_in(run),
         "lr": run.plan.schedule.at(progress.step - 1),
-        "grad_norm": everyone[0][1],
+        "grad_norm": float(outcome[0]),
         "samples_per_second": rates["samples_per_second"],
         "step_ms": rates["step_ms"],
         "data_wait_share": rates.get("data_wait_share", 0.0),
         "comm_share": rates.get("comm_share"),
-        "memory": [int(row[2]) for row in everyone],
+        "memory": [int(row[-1]) for row in everyone],
     }
     run.progress.last["train_loss"] = fields["loss"]
     run.console.train(run.journal.write("train", **fields))
     if skipped := run.nonfinite.read(progress.step):
         note_fault(run, "nonfinite", f"{skipped} step(s) skipped: the gradient was NaN or infinite")
+
+
+def _samples_in(run: Run) -> int:
+    """Samples of the step that has just ended."""
+    return run.plan.batches.samples_in((run.progress.step - 1) % run.plan.batches.steps_per_epoch)
 
 
 def note_fault(run: Run, kind: str, action: str) -> None:

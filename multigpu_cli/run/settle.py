@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from multigpu_cli.checkpoint.run_folder import Start, choose_start
 from multigpu_cli.config.pinned import merged, settings, with_settings
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
@@ -44,7 +46,7 @@ class Settled:
     def pins(self) -> dict[str, Any]:
         """What a later command may not change, as resolved."""
         batches = self.plan.batches
-        return {
+        pins = {
             "batch_size": batches.micro_batch,
             "global_batch_size": batches.global_batch,
             "lr": self.plan.schedule.peak,
@@ -52,6 +54,7 @@ class Settled:
             "model": self.model,
             "task": self.task,
         }
+        return pins | ({"exact": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
@@ -93,7 +96,7 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int) -> Set
 
 def _resolved(pins: dict[str, Any]) -> dict[str, Any]:
     """Settings that stand for the pins: accumulation is derived anew from the number of workers."""
-    return pins | {"grad_accum_steps": None, "base_lr": None}
+    return {key: value for key, value in pins.items() if key in SETTINGS} | {"grad_accum_steps": None, "base_lr": None}
 
 
 def _plan(words: Config, config: Config, choice: Choice, world: World, start: Start, source: Source) -> Plan:
@@ -112,7 +115,7 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
     name, task = config.model.name or source.model, config.task.name or source.task
     given = words.rate.lr is not None
     return Plan(
-        where=f"{choice.strategy}: {choice.because}",
+        where=f"{choice.strategy}{' with --exact' if config.reproducibility.exact else ''}: {choice.because}",
         strategy=choice.strategy,
         device=_device_name(world),
         batches=batches,
@@ -131,10 +134,24 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
         precision_because="as the run was started with" if start.manifest else number.because,
         contents=f"{name} on {config.data.name} ({len(source.train):,} training samples), {task}",  # type: ignore[arg-type]
         start=start.because,
+        idle=_without_effect(words, choice),
         save_dir=start.folder,
         epochs=config.length.epochs,
-        threads=share_threads(here, cores()),
+        threads=share_threads(here, cores(), exact=config.reproducibility.exact),
     )
+
+
+def _exact_pins(plan: Plan) -> dict[str, Any]:
+    """What changes bits although it changes nothing else; no run with --exact goes on where one of them differs."""
+    capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
+    return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
+
+
+def _without_effect(words: Config, choice: Choice) -> list[str]:
+    """Flags that somebody gave and that do nothing here; said rather than passed over."""
+    about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
+    about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
+    return [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus) & words.explicit)]
 
 
 def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:
@@ -152,8 +169,6 @@ def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:
 def _device_name(world: World) -> str:
     if world.device.type != "cuda":
         return world.device.type
-    import torch
-
     return torch.cuda.get_device_name(world.device)
 
 
@@ -166,8 +181,17 @@ def _check(config: Config, plan: Plan, source: Source, start: Start) -> None:
         )
     if config.model.sync_bn and (plan.device == "cpu" or plan.strategy != "ddp"):
         raise RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
+    if config.communication.grad_compression == "bf16" and plan.strategy == "ddp" and plan.device == "cpu":
+        raise RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
     if config.length.patience and source.val is None:
         raise RequestError("--early-stopping-patience needs a validation split, and this dataset has none")
+    pinned = start.manifest["pins"].get("exact", {}) if start.manifest else {}
+    for name, now in _exact_pins(plan).items() if pinned else ():
+        if pinned[name] != now:
+            raise RequestError(
+                f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: other bits",
+                remedy="go on where it was started, or start afresh with another --save-dir",
+            )
     if start.manifest and (before := start.manifest["samples"]) != plan.batches.samples:
         raise RequestError(
             f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",

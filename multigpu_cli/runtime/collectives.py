@@ -34,9 +34,10 @@ def gathered(world: World, values: Tensor) -> list[Tensor]:
     """Everybody's tensor, in rank order; all must have one shape."""
     if world.size == 1:
         return [values]
-    parts = [torch.empty_like(values) for _ in range(world.size)]
-    dist.all_gather(parts, values)
-    return parts
+    parts = torch.zeros((world.size, *values.shape), dtype=values.dtype, device=values.device)
+    parts[world.rank] = values
+    dist.all_reduce(parts)  # rather than all_gather, which gloo lacks for CUDA tensors
+    return list(parts)
 
 
 def from_main(world: World, value: Any, *, source: int = 0) -> Any:

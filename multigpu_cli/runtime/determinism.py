@@ -1,5 +1,6 @@
 """Random state as a function of (seed, step, micro-batch), and how many threads a worker may use."""
 
+import os
 import random
 
 import numpy
@@ -33,8 +34,19 @@ def seed_micro_batch(seed: int, step: int, index: int, device: torch.device) -> 
         torch.cuda.default_generators[device.index or 0].manual_seed(number)
 
 
-def share_threads(workers_here: int, cpus: int) -> int:
-    """Give each worker of this machine its part of the cores, so that they don't fight; returns the number."""
-    threads = max(1, cpus // workers_here)
+def be_deterministic() -> None:
+    """Kernels that give the same bits at each run; an operator that has none raises an error that names it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def share_threads(workers_here: int, cpus: int, *, exact: bool) -> int:
+    """Give each worker of this machine its part of the cores, so that they don't fight; returns the number.
+
+    With --exact it is always one: the number of threads changes the order in which a kernel adds.
+    """
+    threads = 1 if exact else max(1, cpus // workers_here)
     torch.set_num_threads(threads)
     return threads

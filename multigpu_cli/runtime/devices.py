@@ -18,12 +18,14 @@ class Choice(NamedTuple):
         devices: the device of each local worker; a single CPU process has one.
         launch: processes to start ourselves, 0 where this process does the work.
         because: the reason, for the plan.
+        backend: of the process group; None takes the device's own.
     """
 
     strategy: str
     devices: tuple[torch.device, ...]
     launch: int
     because: str
+    backend: str | None = None
 
 
 def visible_gpus() -> int:
@@ -42,9 +44,9 @@ def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | 
     Raises:
         RequestError: GPUs that are not there, or a mode that does not go with the launcher.
     """
-    _check_ids(wanted.gpu_ids, gpus)
-    if meeting is not None:
+    if meeting is not None:  # a self-launch has followed --gpu-ids already: its workers see only those, from 0
         return _under_launcher(wanted, gpus, meeting)
+    _check_ids(wanted.gpu_ids, gpus)
     ids = wanted.gpu_ids or tuple(range(gpus))
     if wanted.multi_gpu == "dp":
         if len(ids) >= 2:

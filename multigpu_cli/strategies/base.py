@@ -17,7 +17,7 @@ class Strategy(ABC):
     the sum of all workers' gradients: that of the global batch.
 
     Attributes:
-        name: single, dp or ddp.
+        name: single, dp, ddp or exact.
         lanes: micro-batches that one forward pass takes in (dp: one for each device).
         loss_factor: what each loss is multiplied by before backward, to undo an average over workers.
     """
@@ -38,8 +38,8 @@ class Strategy(ABC):
         """Holds the forward and backward pass of one micro-batch; gradients travel only in the last one."""
         return nullcontext()
 
-    def micro_batch_done(self) -> None:
-        """After the backward pass of one micro-batch."""
+    def micro_batch_done(self, number: int) -> None:
+        """After the backward pass of micro-batch `number` of the step, counted over all workers."""
         self._buffers.collect()
 
     def finish(self, *, idle: bool) -> None:

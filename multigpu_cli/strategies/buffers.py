@@ -18,11 +18,14 @@ class StepBuffers:
         model: its buffers are watched.
         workers: how many processes share a step.
         total: sums a flat tensor over all workers, in place.
+        always: go by changes for a lone micro-batch too: start + change may differ from the value in its last bit.
     """
 
-    def __init__(self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor], *, always: bool = False
+    ) -> None:
         self._all = list(model.buffers())
-        self._workers, self._total = workers, total
+        self._together, self._total = workers > 1 or always, total
         self._micro_batches = 1
         self._start: list[Tensor] = []
         self._change: list[Tensor] = []
@@ -31,29 +34,41 @@ class StepBuffers:
         """Note where the step starts; nothing to do where one micro-batch is all there is."""
         self._micro_batches = micro_batches
         self._start, self._change = [], []
-        if self._all and (micro_batches > 1 or self._workers > 1):
+        if self._all and (micro_batches > 1 or self._together):
             self._start = [buffer.detach().clone() for buffer in self._all]
-            self._change = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self._all]
+            self._change = self.no_change()
+
+    def no_change(self) -> list[Tensor]:
+        """Zeros, as a micro-batch that changes nothing would give."""
+        return [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self._all] if self._start else []
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """After one micro-batch: put its change aside and go back to the start."""
-        if not self._start:
-            return
-        for buffer, start, change in zip(self._all, self._start, self._change, strict=True):
-            change += buffer.to(change.dtype) - start.to(change.dtype)
+    def taken(self) -> list[Tensor]:
+        """What the micro-batch that has just run changed; the buffers are back at the start afterwards."""
+        changes = []
+        for buffer, start in zip(self._all, self._start, strict=bool(self._start)):
+            changes.append(buffer.to(_wide(buffer)) - start.to(_wide(buffer)))
             buffer.copy_(start)
+        return changes
 
-    @torch.no_grad()
+    def collect(self) -> None:
+        """After one micro-batch: add its change to those of the others on this worker."""
+        for change, fresh in zip(self._change, self.taken(), strict=True):
+            change += fresh
+
     def finish(self) -> None:
         """After the last: move by the mean change of all micro-batches on all workers."""
-        if not self._start:
-            return
-        flat = self._total(torch.cat([change.flatten().double() for change in self._change]))
-        flat /= self._micro_batches
-        for buffer, mean in zip(self._all, flat.split([buffer.numel() for buffer in self._all]), strict=True):
-            buffer += mean.view_as(buffer).to(buffer.dtype)
+        if self._change:
+            flat = self._total(torch.cat([change.flatten().double() for change in self._change]))
+            parts = flat.split([change.numel() for change in self._change])
+            self.move([part.view_as(change) for part, change in zip(parts, self._change, strict=True)])
+
+    @torch.no_grad()
+    def move(self, changes: list[Tensor]) -> None:
+        """Move by the sum of all micro-batches' changes, divided by their number."""
+        for buffer, change in zip(self._all, changes, strict=bool(changes)):
+            buffer += (change / self._micro_batches).to(buffer.dtype)
 
 
 def _wide(buffer: Tensor) -> torch.dtype:
-    return buffer.dtype if buffer.is_floating_point() else torch.float64
+    return buffer.dtype if buffer.is_floating_point() else torch.float32

@@ -110,6 +110,7 @@ def test_a_reader_that_leaves_does_not_stop_a_run() -> None:
         console = Console()
         for step in range(20_000):
             console.note("x" * 100)
+        print("a plug-in speaks")
         print("still there", file=sys.stderr)
     """
     with subprocess.Popen(

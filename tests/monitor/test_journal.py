@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,12 @@ def test_a_killed_writer_leaves_every_whole_line(tmp_path: Path) -> None:
     assert len(path.read_bytes().splitlines()) - len(steps) <= 1
 
 
-def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+def test_threads_do_not_mix_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_write(file: int, data: bytes, write: Callable[[int, bytes], int] = os.write) -> int:
+        time.sleep(0.001)
+        return write(file, data[:2000])  # a short write: the rest follows in a second one
+
+    monkeypatch.setattr(os, "write", slow_write)
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
         threads = [

@@ -49,6 +49,7 @@ def test_class_rows_are_named_and_aligned() -> None:
     rows = [{"precision": 1.0, "recall": 0.5, "f1": 0.6667, "samples": 12}] * 2
     lines = list(result.class_table(rows, ("cat", "horse")))
     assert [line.split()[0] for line in lines[1:]] == ["class", "cat", "horse"]
+    assert lines[2].split() == ["cat", "1.0000", "0.5000", "0.6667", "12"]
     assert len({len(line) for line in lines[1:]}) == 1
 
 

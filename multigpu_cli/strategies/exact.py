@@ -1,0 +1,126 @@
+"""--exact: the same bits on any number of workers.
+
+Every micro-batch is a leaf of one canonical tree (strategies/tree.py): its gradient, and what it changed in the
+buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over more
+than two ranks; here only `a + b` on this device does arithmetic, and the network moves bytes.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.buffers import StepBuffers
+from multigpu_cli.strategies.tree import Tree, cover
+
+Sum = list[Tensor]  # one tensor for each parameter and buffer
+
+
+class Exact(Strategy):
+    """Own reduction after backward, in place of DDP's.
+
+    Parameters without a gradient count as zeros, on every number of workers.
+
+    Args:
+        model: alike on every rank.
+        world: one process, or a group of them.
+    """
+
+    name = "exact"
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        super().__init__(model)
+        self._buffers = StepBuffers(model, world.size, self._total, always=True)
+        self._world = world
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        formats = {t.dtype for t in (*self._trained, *model.buffers()) if t.is_floating_point()}
+        if len(formats) > 1:
+            raise RequestError(f"--exact needs a model in one number format; this one has {sorted(map(str, formats))}")
+        self._leaves = 0
+        self._tree: Tree[Sum] = Tree(_add)
+
+    def begin(self, micro_batches: int) -> None:
+        self._leaves = micro_batches
+        self._buffers.begin(micro_batches)
+
+    @torch.no_grad()
+    def micro_batch_done(self, number: int) -> None:
+        leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        self._tree.push(0, number, leaf + self._buffers.taken())
+
+    @torch.no_grad()
+    def finish(self, *, idle: bool) -> None:
+        whole = self._tree.total() if self._world.size == 1 else self._across_workers()
+        for parameter, gradient in zip(self._trained, whole, strict=False):
+            parameter.grad = gradient
+        self._buffers.move(whole[len(self._trained) :])
+
+    def _across_workers(self) -> Sum:
+        """Go on with the same tree over the workers; every rank ends with the same sum."""
+        blocks = [_block(self._leaves, self._world.size, rank) for rank in range(self._world.size)]
+        mine = [node.value for node in self._tree.nodes]
+        self._tree.nodes.clear()
+        like = mine[0] if mine else self._zeros()
+        flat = [torch.cat([t.flatten().to(_wide(like)) for t in value]) for value in mine]
+        size = sum(t.numel() for t in like)
+        covers = [cover(*block) for block in blocks]
+        if len(blocks) == 2 and all(len(nodes) == 1 for nodes in covers):
+            dist.all_reduce(flat[0])  # two operands: either order gives the same bits
+            found = flat[0]
+        else:
+            found = self._by_pieces(flat, covers, size, like)
+        parts = found.split([t.numel() for t in like])
+        return [part.view_as(t).to(t.dtype, copy=True) for part, t in zip(parts, like, strict=True)]
+
+    def _by_pieces(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], size: int, like: Sum) -> Tensor:
+        """Each rank finishes the tree for its own piece of the vector, and then everybody gets all pieces."""
+        ranks = self._world.size
+        piece = -(-size // ranks)
+        dtype, device = _wide(like), self._world.device
+        mine = torch.zeros(len(flat), piece * ranks, dtype=dtype, device=device)
+        for row, vector in zip(mine, flat, strict=True):
+            row[:size] = vector
+        outgoing = [mine[:, rank * piece : (rank + 1) * piece].contiguous() for rank in range(ranks)]
+        incoming = [torch.empty(len(nodes), piece, dtype=dtype, device=device) for nodes in covers]
+        _exchange(outgoing, incoming, self._world)
+        tree: Tree[Tensor] = Tree(lambda left, right: left.add_(right))
+        for nodes, rows in zip(covers, incoming, strict=True):
+            for (level, number), row in zip(nodes, rows, strict=True):
+                tree.push(level, number, row)
+        pieces = [torch.empty(piece, dtype=dtype, device=device) for _ in range(ranks)]
+        dist.all_gather(pieces, tree.total().contiguous())
+        return torch.cat(pieces)[:size]
+
+    def _zeros(self) -> Sum:
+        return [torch.zeros_like(p) for p in self._trained] + self._buffers.no_change()
+
+
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], world: World) -> None:
+    """Rank i's outgoing[j] becomes rank j's incoming[i]; pieces may differ in their number of rows, also none."""
+    received = torch.empty(sum(t.numel() for t in incoming), dtype=incoming[0].dtype, device=world.device)
+    sizes = [t.numel() for t in incoming]
+    dist.all_to_all_single(received, torch.cat([t.flatten() for t in outgoing]), sizes, [t.numel() for t in outgoing])
+    for target, part in zip(incoming, received.split(sizes), strict=True):
+        target.copy_(part.view_as(target))
+
+
+def _block(leaves: int, workers: int, rank: int) -> tuple[int, int]:
+    """The leaves of one worker: the same division as BatchPlan.share."""
+    return leaves * rank // workers, leaves * (rank + 1) // workers
+
+
+def _add(left: Sum, right: Sum) -> Sum:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _wide(tensors: Sum) -> torch.dtype:
+    """The type that holds all of them; a model in one type keeps it."""
+    found = tensors[0].dtype
+    for tensor in tensors:
+        found = torch.promote_types(found, tensor.dtype)
+    return found

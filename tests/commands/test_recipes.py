@@ -1,0 +1,36 @@
+"""The list of recipes: names and descriptions, as a table or as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multigpu_cli.commands.recipes import listed, show
+
+
+@pytest.fixture(autouse=True)
+def _two_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "a.yaml").write_text("# Trains a,\n# quickly.\nseed: 1\n# not this\n")
+    (tmp_path / "configs" / "long_name.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_recipes_are_listed_with_the_comment_they_begin_with() -> None:
+    found = {recipe.name: recipe.description for recipe in listed()}
+    assert (found["a"], found["long_name"]) == ("Trains a, quickly.", "")
+
+
+def test_they_are_shown_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show([recipe for recipe in listed() if recipe.name in ("a", "long_name")], as_json=False)
+    assert capsys.readouterr().out == "a          Trains a, quickly.\nlong_name  \n"
+
+
+def test_they_are_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    show(listed(), as_json=True)
+    assert {"a", "long_name"} <= {recipe["name"] for recipe in json.loads(capsys.readouterr().out)}
+
+
+def test_none_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show([], as_json=False)
+    assert "./configs" in capsys.readouterr().out

@@ -1,0 +1,167 @@
+"""Rules between settings, places and the environment: what each refuses, and that fair requests pass."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.config.environment import OWN_RUN_ID
+from multigpu_cli.config.rules import NOT_YET, broken
+from multigpu_cli.config.sources import gather, resolve
+
+NAMES: dict[str, Any] = {"datasets": ["digits", "har"], "models": ["mlp"], "tasks": ["classification", "ppo"]}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+
+
+def said(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
+    return "\n".join(str(fault) for fault in broken(resolve(flags, (), None), environ=environ or {}, **NAMES))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"data": "digitz"}, ["--data digitz", "did you mean 'digits'?"]),
+        ({"model": "mpl"}, ["--model mpl", "'mlp'"]),
+        ({"task": "regression"}, ["--task regression", "module:factory"]),
+        ({"model": "my/model.py:Net"}, ["--model my/model.py:Net", "module:factory"]),
+        ({"model": "model.py:Net"}, ["--model model.py:Net", "my_file:build"]),
+        ({"data": ":load"}, ["--data :load"]),
+        ({"lr": "1", "base_batch_size": "64"}, ["--lr together with --base-batch-size", "--base-lr 1"]),
+        ({"lr": "1", "lr_scaling": "linear"}, ["--lr together with --lr-scaling"]),
+        ({"warmup_epochs": "20"}, ["--warmup-epochs 20", "--epochs 20"]),
+        ({"warmup_epochs": "3", "epochs": "2"}, ["--warmup-epochs 3", "--epochs 2"]),
+        (
+            {"grad_accum_steps": "3", "global_batch_size": "128"},
+            ["--grad-accum-steps 3", "--global-batch-size 128", "96"],
+        ),
+        ({"grad_accum_steps": "8", "global_batch_size": "128"}, ["--grad-accum-steps 8", "leave out"]),
+        ({"exact": True, "multi_gpu": "dp"}, ["--exact together with --multi-gpu dp"]),
+        ({"exact": True, "sync_bn": True}, ["--exact together with --sync-bn"]),
+        ({"exact": True, "grad_compression": "fp16"}, ["--exact together with --grad-compression"]),
+        ({"multi_gpu": "dp", "nproc_per_node": "2"}, ["--nproc-per-node", "--multi-gpu dp"]),
+        ({"multi_gpu": "none", "nproc_per_node": "2"}, ["--nproc-per-node", "--multi-gpu none"]),
+        ({"multi_gpu": "none", "gpu_ids": "0,1"}, ["--gpu-ids 0,1", "--multi-gpu none"]),
+        ({"nproc_per_node": "3", "gpu_ids": "0,1"}, ["--nproc-per-node 3", "--gpu-ids 0,1"]),
+        ({"multi_gpu": "dp", "sync_bn": True}, ["--sync-bn", "--multi-gpu dp"]),
+        ({"multi_gpu": "none", "max_restarts": "2"}, ["--max-restarts", "--multi-gpu none"]),
+        ({"num_envs": "8"}, ["--num-envs", "--task ppo"]),
+        ({"env_steps": "8", "task": "classification"}, ["--env-steps", "--task ppo"]),
+    ],
+)
+def test_what_cannot_go_together_is_refused(flags: dict[str, Any], words: list[str]) -> None:
+    message = said(flags)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"data": "my.data:load", "model": "net:Net.build", "task": "ppo", "num_envs": "4", "env_steps": "100"},
+        {"task": "mine:Task", "num_envs": "4"},
+        {"lr": "1", "lr_scaling": "none", "base_batch_size": "32"},
+        {"warmup_epochs": "1.5", "epochs": "2"},
+        {"warmup_epochs": "0"},
+        {"grad_accum_steps": "2", "global_batch_size": "128"},
+        {"global_batch_size": "5"},
+        {"multi_gpu": "none", "gpu_ids": "1"},
+        {"multi_gpu": "dp", "gpu_ids": "0,1"},
+        {"nproc_per_node": "2", "gpu_ids": "0,1"},
+        {"multi_gpu": "ddp", "nproc_per_node": "2", "max_restarts": "3"},
+    ],
+)
+def test_fair_requests_pass(flags: dict[str, Any]) -> None:
+    assert said(flags) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed", "words"),
+    [
+        ({}, {"MASTER_ADDR": ""}, ["half set", "MASTER_ADDR"]),
+        ({}, {"WORLD_SIZE": "", "MASTER_PORT": ""}, ["RANK", "without WORLD_SIZE, MASTER_PORT"]),
+        ({}, {"RANK": "one"}, ["RANK=one"]),
+        ({}, {"RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+        ({"multi_gpu": "dp"}, {}, ["--multi-gpu dp under torchrun"]),
+        ({"multi_gpu": "none"}, {}, ["--multi-gpu none under torchrun"]),
+        ({"gpu_ids": "2,3"}, {}, ["--gpu-ids 2,3 under torchrun", "CUDA_VISIBLE_DEVICES=2,3"]),
+        ({"nproc_per_node": "4"}, {}, ["--nproc-per-node 4", "2 processes"]),
+        ({"max_restarts": "4"}, {}, ["--max-restarts 4 under torchrun", "torchrun --max-restarts=4"]),
+    ],
+)
+def test_what_torchrun_rules_out_is_refused(flags: dict[str, Any], changed: dict[str, str], words: list[str]) -> None:
+    message = said(flags, TORCHRUN | changed)
+    assert all(word in message for word in words), message
+
+
+def test_what_fits_the_launcher_passes() -> None:
+    assert said({"multi_gpu": "ddp", "nproc_per_node": "2"}, TORCHRUN) == ""
+    assert said({"multi_gpu": "none"}, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) == ""
+    assert said({"multi_gpu": "dp"}, {"MASTER_ADDR": "left over in a shell"}) == ""
+
+
+def test_workers_of_our_own_launcher_get_settings_that_it_has_followed() -> None:
+    ours = TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{OWN_RUN_ID}abc"}
+    assert said({"gpu_ids": "2,3", "nproc_per_node": "2", "max_restarts": "1"}, ours) == ""
+
+
+def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "weights.pt"
+    file.touch()
+    (tmp_path / "data" / "best.pt").touch()
+    for flags, words in (
+        ({"data_dir": tmp_path / "dat"}, ["--data-dir", "did you mean", "data"]),
+        ({"data_dir": file}, ["--data-dir", "is a file"]),
+        ({"init_from": tmp_path / "weight.pt"}, ["--init-from", "did you mean", "weights.pt"]),
+        ({"init_from": tmp_path / "data"}, ["--init-from", "is a folder", "best.pt"]),
+        ({"save_dir": file}, ["--save-dir", "is a file"]),
+        ({"save_dir": file / "run"}, ["--save-dir", f"{file} is a file"]),
+        ({"resume": tmp_path / "run-7"}, ["--resume", "no such run folder"]),
+        ({"resume": "nevr"}, ["--resume nevr", "did you mean 'never'?"]),
+    ):
+        message = said(flags)
+        assert all(word in message for word in words), message
+
+
+def test_paths_that_are_right_pass(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    file.touch()
+    assert said({"data_dir": tmp_path, "init_from": file, "save_dir": tmp_path / "a" / "b", "resume": tmp_path}) == ""
+    assert said({"data": "mine:load", "data_dir": file}) == ""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in said({"save_dir": tmp_path / "run"})
+
+
+USED: dict[str, dict[str, Any]] = {
+    "batch_size": {"batch_size": "auto"},
+    "exact": {"exact": True},
+    "grad_compression": {"grad_compression": "powersgd"},
+    "on_oom": {"on_oom": "shrink"},
+}
+
+
+@pytest.mark.parametrize("key", NOT_YET)
+def test_what_is_not_built_is_refused_and_never_ignored(key: str) -> None:
+    message = said(USED[key])
+    assert f"--{key.replace('_', '-')}" in message
+    assert "not there yet" in message
+
+
+def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:
+    request = gather({"epochs": "0", "warmup_epochs": "30", "data": "digitz"}, (), None)
+    faults = broken(request.config, environ={}, untold=request.broken, **NAMES)
+    assert [str(fault).split(":")[0] for fault in faults] == ["--data digitz"]

@@ -1,0 +1,59 @@
+"""A few ranks with a gloo group between them, forked from the running test: quick, since torch is imported already."""
+
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multigpu_cli.runtime.world import World
+
+_SECONDS = 60
+
+
+def each_rank(size: int, work: Callable[[World], Any]) -> list[Any]:
+    """Do `work` on all ranks at once; what it returned (plain values, no tensors), in rank order.
+
+    Raises:
+        AssertionError: some rank raised or hung; its traceback.
+    """
+    fork = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        pipes = [fork.Pipe(duplex=False) for _ in range(size)]
+        ranks = [
+            fork.Process(target=_rank, args=(rank, size, Path(folder, "store"), work, pipe), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            answers = [reader.recv() if reader.poll(_SECONDS) else ("hung", None) for reader, _ in pipes]
+        finally:
+            for process in ranks:
+                process.join(5)
+                process.kill()
+    wrong = [f"rank {rank}: {trace}" for rank, (trace, _) in enumerate(answers) if trace]
+    assert not wrong, "\n".join(wrong)
+    return [result for _, result in answers]
+
+
+def _rank(rank: int, size: int, store: Path, work: Callable[[World], Any], pipe: Connection) -> None:
+    try:
+        meeting = dist.FileStore(str(store), size)
+        dist.init_process_group(
+            "gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS / 2)
+        )
+        pipe.send(("", work(World(torch.device("cpu"), rank, size, rank, size))))
+        dist.barrier()  # nobody leaves while another still reads
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    os._exit(0)

@@ -1,0 +1,132 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import BatchPlan, MicroBatch, plan_batches
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    samples, drop_last = draw(st.integers(1, 300)), draw(st.booleans())
+    return BatchPlan(
+        samples=samples,
+        micro_batch=draw(st.integers(1, 40)),
+        global_batch=draw(st.integers(1, samples if drop_last else 400)),
+        workers=draw(st.integers(1, 9)),
+        drop_last=drop_last,
+    )
+
+
+def positions(share: list[MicroBatch]) -> list[int]:
+    return [position for _, start, stop in share for position in range(start, stop)]
+
+
+@given(plan=plans())
+def test_an_epoch_has_each_sample_exactly_once(plan: BatchPlan) -> None:
+    trained = [
+        position
+        for step in range(plan.steps_per_epoch)
+        for rank in range(plan.workers)
+        for position in positions(plan.share(step, rank))
+    ]
+    dropped = plan.left_over if plan.drop_last else 0
+    assert trained == list(range(plan.samples - dropped))
+
+
+@given(plan=plans())
+def test_shares_are_contiguous_blocks_in_rank_order_that_cover_a_step(plan: BatchPlan) -> None:
+    for step in range(plan.steps_per_epoch):
+        shares = [plan.share(step, rank) for rank in range(plan.workers)]
+        assert [micro for share in shares for micro in share] == plan.micro_batches_of(step)
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(plan=plans())
+def test_micro_batches_are_numbered_and_only_the_last_is_short(plan: BatchPlan) -> None:
+    for step in range(plan.steps_per_epoch):
+        every = plan.micro_batches_of(step)
+        assert [micro.number for micro in every] == list(range(len(every)))
+        assert {micro.stop - micro.start for micro in every[:-1]} <= {plan.micro_batch}
+        assert 0 < every[-1].stop - every[-1].start <= plan.micro_batch
+        assert sum(micro.stop - micro.start for micro in every) == plan.samples_in(step)
+    if plan.samples >= plan.global_batch:
+        assert len(plan.micro_batches_of(0)) == plan.micro_batches
+
+
+@given(plan=plans(), workers=st.integers(1, 12))
+def test_nothing_but_the_shares_depends_on_the_number_of_workers(plan: BatchPlan, workers: int) -> None:
+    other = replace(plan, workers=workers)
+    assert other.steps_per_epoch == plan.steps_per_epoch
+    for step in range(plan.steps_per_epoch):
+        assert other.micro_batches_of(step) == plan.micro_batches_of(step)
+        assert other.samples_in(step) == plan.samples_in(step)
+
+
+@given(plan=plans())
+def test_accumulation_is_what_the_busiest_worker_has_in_a_full_step(plan: BatchPlan) -> None:
+    if plan.samples >= plan.global_batch:
+        assert plan.accumulation == max(len(plan.share(0, rank)) for rank in range(plan.workers))
+
+
+@given(plan=plans())
+def test_even_means_that_all_workers_always_have_equally_many(plan: BatchPlan) -> None:
+    counts = [{len(plan.share(step, rank)) for rank in range(plan.workers)} for step in range(plan.steps_per_epoch)]
+    if plan.samples >= plan.global_batch:
+        assert plan.even == all(len(different) == 1 for different in counts)
+
+
+@given(plan=plans(), steps=st.integers(0, 200))
+def test_samples_after_counts_what_the_steps_trained(plan: BatchPlan, steps: int) -> None:
+    steps = min(steps, 5 * plan.steps_per_epoch)
+    assert plan.samples_after(steps) == sum(plan.samples_in(step % plan.steps_per_epoch) for step in range(steps))
+
+
+@given(plan=plans(), lanes=st.integers(2, 5))
+def test_with_lanes_one_process_passes_neighbouring_micro_batches_together(plan: BatchPlan, lanes: int) -> None:
+    for step in range(plan.steps_per_epoch):
+        every, passes = plan.micro_batches_of(step), plan.passes(step, 0, lanes)
+        assert positions(passes) == positions(every)
+        assert len(passes) == -(-len(every) // lanes)
+        assert [number for number, _, _ in passes] == list(range(len(passes)))
+        assert all(stop - start <= lanes * plan.micro_batch for _, start, stop in passes)
+
+
+@given(plan=plans())
+def test_with_one_lane_a_process_passes_its_share(plan: BatchPlan) -> None:
+    assert plan.passes(0, plan.workers - 1, 1) == plan.share(0, plan.workers - 1)
+
+
+def test_the_global_batch_is_micro_batch_times_accumulation_times_workers() -> None:
+    plan = plan_batches(samples=1000, micro_batch=16, workers=4, accumulation=2)
+    assert (plan.global_batch, plan.accumulation, plan.steps_per_epoch, plan.left_over) == (128, 2, 8, 104)
+
+
+@pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
+def test_a_given_global_batch_stays_and_accumulation_follows(workers: int, accumulation: int) -> None:
+    plan = plan_batches(samples=1000, micro_batch=32, workers=workers, global_batch=128)
+    assert (plan.global_batch, plan.accumulation) == (128, accumulation)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"accumulation": 2, "global_batch": 100}, ["--global-batch-size 100", "--grad-accum-steps 2", "= 128"]),
+        ({"global_batch": 3}, ["--global-batch-size 3", "(4)"]),
+        ({"samples": 3}, ["3 samples", "4 workers"]),
+        ({"samples": 60, "drop_last": True}, ["--drop-last", "60", "64"]),
+    ],
+)
+def test_a_plan_that_leaves_nothing_to_do_is_refused(asked: dict[str, int], named: list[str]) -> None:
+    with pytest.raises(RequestError) as refused:
+        plan_batches(**{"samples": 500, "micro_batch": 16, "workers": 4} | asked)
+    assert all(word in refused.value.problem for word in named)
+    assert refused.value.remedy
+
+
+def test_accumulation_and_global_batch_may_agree() -> None:
+    plan = plan_batches(samples=500, micro_batch=16, workers=4, accumulation=2, global_batch=128)
+    assert plan.global_batch == 128

@@ -1,0 +1,147 @@
+import itertools
+from math import isclose, sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.learning_rate import Rate, Schedule, plan_schedule, settle_rate
+
+SHAPES = ("cosine", "linear", "constant", "step")
+
+
+def settled(**asked: object) -> Rate:
+    usual = {"given": None, "base": None, "base_batch": 32, "global_batch": 128, "rule": "auto", "optimizer": "adamw"}
+    return settle_rate(**usual | asked)  # type: ignore[arg-type]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    total = draw(st.integers(1, 400))
+    return Schedule(
+        peak=draw(st.floats(1e-6, 10)),
+        total_steps=total,
+        warmup_steps=draw(st.integers(0, total - 1)),
+        shape=draw(st.sampled_from(SHAPES)),
+    )
+
+
+@pytest.mark.parametrize("rule", ["auto", "linear", "sqrt", "none"])
+def test_a_given_rate_is_used_exactly(rule: str) -> None:
+    rate = settled(given=4e-3, base=1.0, rule=rule)
+    assert (rate.value, rate.rule) == (4e-3, "given")
+
+
+@pytest.mark.parametrize(
+    ("asked", "value", "rule"),
+    [
+        ({}, 1e-3 * 2, "sqrt"),
+        ({"optimizer": "sgd"}, 0.1 * 4, "linear"),
+        ({"rule": "linear"}, 1e-3 * 4, "linear"),
+        ({"optimizer": "sgd", "rule": "sqrt"}, 0.1 * 2, "sqrt"),
+        ({"rule": "none"}, 1e-3, "none"),
+        ({"base": 0.02, "base_batch": 256, "global_batch": 64}, 0.02 * sqrt(1 / 4), "sqrt"),
+    ],
+)
+def test_a_base_rate_is_scaled_to_the_global_batch(asked: dict[str, object], value: float, rule: str) -> None:
+    rate = settled(**asked)
+    assert isclose(rate.value, value, rel_tol=1e-12)
+    assert rate.rule == rule
+
+
+def test_the_reason_shows_the_sum() -> None:
+    assert settled().because == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002"
+    assert settled(rule="linear").because == "base rate 0.001 × 128/32 (linear rule) = 0.004"
+    assert "--lr" in settled(given=4e-3).because
+
+
+@given(schedule=schedules())
+def test_the_rate_stays_between_zero_and_the_peak(schedule: Schedule) -> None:
+    rates = [schedule.at(step) for step in range(schedule.total_steps)]
+    assert all(0 < rate <= schedule.peak for rate in rates)
+
+
+@given(schedule=schedules())
+def test_warm_up_climbs_evenly_from_near_zero_to_the_peak(schedule: Schedule) -> None:
+    climb = [schedule.at(step) for step in range(schedule.warmup_steps + 1)]
+    assert climb[-1] == schedule.peak
+    gap = schedule.peak / (schedule.warmup_steps + 1)
+    assert isclose(climb[0], gap)
+    assert all(isclose(after - before, gap, rel_tol=1e-6) for before, after in itertools.pairwise(climb))
+
+
+@given(schedule=schedules())
+def test_after_warm_up_the_rate_never_rises(schedule: Schedule) -> None:
+    rates = [schedule.at(step) for step in range(schedule.warmup_steps, schedule.total_steps)]
+    assert all(after <= before for before, after in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize(("shape", "end"), [("cosine", 0.0), ("linear", 0.0), ("constant", 1.0), ("step", 0.01)])
+def test_where_each_shape_ends(shape: str, end: float) -> None:
+    schedule = Schedule(peak=1.0, total_steps=100, warmup_steps=0, shape=shape)
+    assert schedule.at(100) == pytest.approx(end)
+    assert schedule.at(1000) == pytest.approx(end), "beyond the end it stays"
+
+
+@pytest.mark.parametrize(
+    ("shape", "half", "late"), [("cosine", 0.5, 0.1464466), ("linear", 0.5, 0.25), ("step", 0.1, 0.01)]
+)
+def test_how_each_shape_falls(shape: str, half: float, late: float) -> None:
+    schedule = Schedule(peak=1.0, total_steps=120, warmup_steps=20, shape=shape)
+    assert schedule.at(70) == pytest.approx(half)
+    assert schedule.at(95) == pytest.approx(late)
+
+
+def planned(**asked: object) -> Schedule:
+    usual = {"peak": 1.0, "shape": "cosine", "steps_per_epoch": 10, "epochs": 20, "max_steps": None}
+    return plan_schedule(**usual | {"warmup_epochs": None} | asked)  # type: ignore[arg-type]
+
+
+def test_the_run_is_counted_in_optimizer_steps() -> None:
+    assert planned().total_steps == 200
+    assert planned(max_steps=35).total_steps == 35
+    assert planned(max_steps=900).total_steps == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "warmup"),
+    [
+        ({}, 20),  # two epochs
+        ({"epochs": 4}, 4),  # a tenth of the run
+        ({"max_steps": 50}, 5),
+        ({"warmup_epochs": 0.0}, 0),
+        ({"warmup_epochs": 1.5}, 15),
+        ({"warmup_epochs": 3.0, "max_steps": 12}, 30),  # cut short by --max-steps, which the plan says
+    ],
+)
+def test_how_long_the_warm_up_is(asked: dict[str, object], warmup: int) -> None:
+    assert planned(**asked).warmup_steps == warmup
+
+
+def test_a_warm_up_that_is_cut_short_never_reaches_the_peak() -> None:
+    schedule = planned(warmup_epochs=3.0, max_steps=12)
+    assert schedule.at(11) == pytest.approx(12 / 31)
+
+
+def test_a_warm_up_that_never_ends_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"--warmup-epochs 3 never ends within --epochs 3"):
+        planned(epochs=3, warmup_epochs=3.0)
+
+
+@given(epochs=st.integers(1, 30), steps=st.integers(1, 50), most=st.none() | st.integers(1, 2000))
+def test_the_usual_warm_up_always_ends(epochs: int, steps: int, most: int | None) -> None:
+    schedule = planned(epochs=epochs, steps_per_epoch=steps, max_steps=most)
+    assert 0 <= schedule.warmup_steps < schedule.total_steps
+    assert max(schedule.at(step) for step in range(schedule.total_steps)) == schedule.peak
+
+
+@given(schedule=schedules(), cut=st.integers(0, 400))
+def test_a_resumed_run_continues_the_same_curve(schedule: Schedule, cut: int) -> None:
+    afresh = Schedule(
+        peak=schedule.peak,
+        total_steps=schedule.total_steps,
+        warmup_steps=schedule.warmup_steps,
+        shape=schedule.shape,
+    )
+    assert [afresh.at(step) for step in range(cut, 400)] == [schedule.at(step) for step in range(cut, 400)]

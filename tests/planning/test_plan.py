@@ -1,0 +1,107 @@
+from dataclasses import replace
+
+from multigpu_cli.planning.batch import BatchPlan, plan_batches
+from multigpu_cli.planning.learning_rate import plan_schedule, settle_rate
+from multigpu_cli.planning.plan import Plan
+
+
+def planned(
+    *,
+    max_steps: int | None = None,
+    warmup: float | None = None,
+    epochs: int = 4,
+    idle: tuple[str, ...] = (),
+    **batch: int,
+) -> Plan:
+    batches = plan_batches(**{"samples": 1000, "micro_batch": 16, "workers": 4} | batch)
+    rate = settle_rate(
+        given=None, base=1e-3, base_batch=32, global_batch=batches.global_batch, rule="sqrt", optimizer="adamw"
+    )
+    return Plan(
+        where="ddp: torchrun started 4 processes",
+        strategy="ddp",
+        device="cpu",
+        batches=batches,
+        rate=rate,
+        schedule=plan_schedule(
+            peak=rate.value,
+            shape="cosine",
+            steps_per_epoch=batches.steps_per_epoch,
+            epochs=epochs,
+            max_steps=max_steps,
+            warmup_epochs=warmup,
+        ),
+        base_lr=1e-3,
+        base_batch_size=32,
+        precision="off",
+        precision_because="on CPU, fp32",
+        contents="convnet on digits",
+        start="a new run",
+        save_dir="checkpoints/x",
+        epochs=epochs,
+        threads=1,
+        idle=list(idle),
+    )
+
+
+def test_the_batch_line_multiplies_out() -> None:
+    rows = dict(planned(accumulation=2).rows())
+    assert rows["batch"] == "16 per device × 2 accumulation × 4 worker(s) = 128 global batch"
+    assert "1e-3" not in rows["learning rate"]
+    assert "√(128/32)" in rows["learning rate"]
+
+
+def test_an_uneven_batch_says_how_it_is_shared() -> None:
+    assert dict(planned(global_batch=100).rows())["batch"] == (
+        "global batch 100 as 7 micro-batch(es) of up to 16, at most 2 on each of 4 worker(s)"
+    )
+
+
+def test_idle_workers_are_named_with_the_way_out() -> None:
+    text = dict(planned(global_batch=32).rows())["batch"]
+    assert text.endswith("; 2 worker(s) idle, try --batch-size 8")
+    assert "idle" not in dict(planned(global_batch=32, micro_batch=8).rows())["batch"]
+
+
+def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
+    text = dict(planned().rows())["length"]
+    assert text.startswith("64 optimizer steps: 16 per epoch, 4 epoch(s)")
+    assert text.endswith("the epoch's last 40 samples are trained as a short batch")
+    assert dict(planned(drop_last=True).rows())["length"].endswith("40 samples are left out (--drop-last)")
+    assert "last" not in dict(planned(samples=640).rows())["length"]
+
+
+def test_max_steps_says_what_it_cuts() -> None:
+    rows = dict(planned(max_steps=24, warmup=2).rows())
+    assert "24 optimizer steps: 16 per epoch, 1.5 epoch(s) of 4, cut by --max-steps" in rows["length"]
+    assert rows["warm-up"] == "32 optimizer steps from near zero to 0.001414, which --max-steps cuts short at 24"
+
+
+def test_the_machine_readable_plan_has_the_same_figures() -> None:
+    found = planned(global_batch=100).as_dict()
+    assert {
+        "workers": 4,
+        "batch_size": 16,
+        "grad_accum_steps": 2,
+        "global_batch_size": 100,
+        "samples": 1000,
+        "left_over": 0,
+        "steps_per_epoch": 10,
+        "total_steps": 40,
+        "warmup_steps": 4,
+        "lr_rule": "sqrt",
+        "strategy": "ddp",
+        "because": "ddp: torchrun started 4 processes",
+    }.items() <= found.items()
+    assert found["learning_rate"] == 1e-3 * (100 / 32) ** 0.5
+
+
+def test_flags_without_effect_are_named() -> None:
+    assert "no effect" not in dict(planned().rows())
+    assert dict(planned(idle=("--bucket-cap-mb",)).rows())["no effect"].startswith("--bucket-cap-mb: ")
+
+
+def test_the_plan_of_a_step_is_the_same_for_any_number_of_workers() -> None:
+    plan = planned(global_batch=100)
+    alone: BatchPlan = replace(plan.batches, workers=1)
+    assert replace(plan, batches=alone).as_dict() | {"workers": 4, "grad_accum_steps": 2} == plan.as_dict()

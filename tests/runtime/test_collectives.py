@@ -1,0 +1,128 @@
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.collectives import decided, from_main, gathered, greatest, together, total
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
+
+ALONE = World(torch.device("cpu"))
+
+
+def verbs(world: World) -> dict[str, Any]:
+    """What every verb gives on this rank."""
+    value = torch.tensor([world.rank + 1.0, 10.0])
+    summed = total(world, value)
+    return {
+        "total": summed.tolist(),
+        "in place": summed is value,
+        "greatest": greatest(world, [world.rank, -world.rank, 0.5]),
+        "gathered": [part.tolist() for part in gathered(world, torch.tensor([world.rank, 7]))],
+        "from_main": {name: str(value) for name, value in _told(world).items()},
+        "from_last": from_main(world, ["from", world.rank], source=world.size - 1),
+        "decided": decided(world, lambda: world.rank),
+        "together": together(world, lambda: world.rank * 2),
+    }
+
+
+def _told(world: World) -> dict[str, Any]:
+    told = from_main(world, {"who": world.rank, "tensor": torch.tensor([world.rank]), "none": None})
+    return dict(told)
+
+
+def test_a_world_of_one_talks_to_itself() -> None:
+    assert verbs(ALONE) == {
+        "total": [1.0, 10.0],
+        "in place": True,
+        "greatest": [0, 0, 0.5],
+        "gathered": [[0, 7]],
+        "from_main": {"who": "0", "tensor": "tensor([0])", "none": "None"},
+        "from_last": ["from", 0],
+        "decided": 0,
+        "together": 0,
+    }
+
+
+def test_three_ranks_hear_the_same() -> None:
+    for rank, heard in enumerate(each_rank(3, verbs)):
+        assert heard["total"] == [6.0, 30.0]
+        assert heard["in place"]
+        assert heard["greatest"] == [2, 0, 0.5]
+        assert heard["gathered"] == [[0, 7], [1, 7], [2, 7]]
+        assert heard["from_main"] == {"who": "0", "tensor": "tensor([0])", "none": "None"}
+        assert heard["from_last"] == ["from", 2]
+        assert heard["decided"] == 0
+        assert heard["together"] == 2 * rank
+
+
+def failing(*guilty: int, kind: type[TrainingError] = RequestError) -> Callable[[World], list[Any]]:
+    """Work that fails on some ranks, and what each rank then hears."""
+
+    def work(world: World) -> list[Any]:
+        def half() -> str:
+            if world.rank in guilty:
+                raise kind(f"rank {world.rank} can't", remedy=f"help {world.rank}")
+            return "done"
+
+        try:
+            outcome = [together(world, half)]
+        except TrainingError as error:
+            outcome = [type(error).__name__, error.problem, error.remedy, error.exit_code]
+        return [outcome, greatest(world, [1.0])]  # everybody is still in step
+
+    return work
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_nobody_fails(size: int) -> None:
+    assert each_rank(size, failing()) == [[["done"], [1.0]]] * size
+
+
+@pytest.mark.parametrize(("guilty", "first"), [((0,), 0), ((1,), 1), ((2,), 2), ((1, 2), 1), ((0, 1, 2), 0)])
+def test_one_error_becomes_everybodys(guilty: tuple[int, ...], first: int) -> None:
+    heard = each_rank(3, failing(*guilty))
+    for rank, (error, after) in enumerate(heard):
+        speaker = rank if rank in guilty else first
+        assert error == ["RequestError", f"rank {speaker} can't", f"help {speaker}", 2]
+        assert after == [1.0]
+
+
+def test_a_failed_training_stays_one() -> None:
+    for error, _ in each_rank(2, failing(1, kind=TrainingError)):
+        assert error == ["TrainingError", "rank 1 can't", "help 1", 1]
+
+
+def test_alone_the_error_itself_is_raised() -> None:
+    with pytest.raises(RequestError, match="mine"):
+        together(ALONE, lambda: _raise(RequestError("mine")))
+
+
+def test_what_rank_0_may_not_do_nobody_may() -> None:
+    def work(world: World) -> str:
+        try:
+            decided(world, lambda: _raise(RequestError("rank 0 may not")))
+        except RequestError as error:
+            return error.problem
+        return "?"
+
+    assert each_rank(2, work) == ["rank 0 may not"] * 2
+
+
+def test_no_code_travels_with_a_value() -> None:
+    def work(world: World) -> str:
+        try:
+            from_main(world, Path("anything but plain values"))
+        except UnpicklingError:
+            return "refused"
+        return "taken" if world.rank else "sent"
+
+    assert each_rank(2, work) == ["sent", "refused"]
+
+
+def _raise(error: Exception) -> None:
+    raise error

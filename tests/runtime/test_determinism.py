@@ -1,0 +1,79 @@
+import random
+
+import numpy
+import pytest
+import torch
+
+from multigpu_cli.runtime.determinism import (
+    be_deterministic,
+    seed_everything,
+    seed_micro_batch,
+    seed_weights,
+    share_threads,
+)
+
+CPU = torch.device("cpu")
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def test_all_three_generators_follow_the_seed() -> None:
+    seed_everything(7)
+    first = drawn()
+    seed_everything(8)
+    other = drawn()
+    seed_everything(7)
+    assert drawn() == first
+    assert all(one != two for one, two in zip(first, other, strict=True))
+
+
+def test_a_seed_may_have_63_bits() -> None:
+    seed_everything(2**63 - 1)
+
+
+def test_weights_have_a_stream_of_their_own() -> None:
+    seed_weights(42)
+    weights = torch.rand(5)
+    seed_micro_batch(42, 0, 0, CPU)
+    assert not torch.equal(torch.rand(5), weights)
+    seed_weights(42)
+    assert torch.equal(torch.rand(5), weights)
+
+
+def test_each_micro_batch_has_its_own_numbers_whoever_runs_it() -> None:
+    found = {}
+    for seed in (1, 2):
+        for step in range(3):
+            for index in range(3):
+                seed_micro_batch(seed, step, index, CPU)
+                found[seed, step, index] = float(torch.rand((), dtype=torch.float64))
+    assert len(set(found.values())) == 18
+    torch.rand(100)  # whatever was drawn in between
+    seed_micro_batch(1, 2, 1, CPU)
+    assert float(torch.rand((), dtype=torch.float64)) == found[1, 2, 1]
+
+
+def test_threads_are_shared_out() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert share_threads(2, 8, exact=False) == 4 == torch.get_num_threads()
+        assert share_threads(3, 8, exact=False) == 2
+        assert share_threads(8, 2, exact=False) == 1 == torch.get_num_threads()
+        assert share_threads(1, 8, exact=True) == 1, "the number of threads changes the order of sums"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        be_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory = benchmark, fill

@@ -1,0 +1,130 @@
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers import build_optimizer, set_rate
+from multigpu_cli.runtime.precision import Precision, choose_format
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_auto_is_full_precision_on_cpu() -> None:
+    assert choose_format("auto", CPU).name == "off"
+
+
+@pytest.mark.parametrize("wanted", ["off", "bf16"])
+def test_what_was_asked_for_is_taken(wanted: str) -> None:
+    assert choose_format(wanted, CPU) == (wanted, f"--amp {wanted}")
+
+
+def test_fp16_on_cpu_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError, match="--amp fp16 needs a GPU"):
+        choose_format("fp16", CPU)
+
+
+@pytest.mark.parametrize(("native", "name"), [(True, "bf16"), (False, "fp16")])
+def test_auto_on_cuda_asks_for_native_bf16(native: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def supported(*, including_emulation: bool) -> bool:
+        asked["emulation"] = including_emulation
+        return native
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    assert choose_format("auto", CUDA).name == name
+    assert asked == {"emulation": False}
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
+    model = nn.Linear(4, 2)
+    with Precision("bf16", CPU).autocast():
+        assert model(torch.ones(1, 4)).dtype == torch.bfloat16
+    assert model.weight.dtype == torch.float32
+    with Precision("off", CPU).autocast():
+        assert model(torch.ones(1, 4)).dtype == torch.float32
+
+
+class Step:
+    """One parameter with a gradient, and an optimizer as a run has it."""
+
+    def __init__(self, gradient: list[float], optimizer: str = "sgd", decay: float = 0.0) -> None:
+        self.model = nn.Linear(len(gradient), 1, bias=False)
+        nn.init.ones_(self.model.weight)
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(name=optimizer, weight_decay=decay))
+        set_rate(self.optimizer, 0.1)
+        self.give(gradient)
+
+    def give(self, gradient: list[float]) -> None:
+        self.model.weight.grad = torch.tensor([gradient])
+
+    def commit(self, max_norm: float | None = None) -> list[float]:
+        found = Precision("off", CPU).commit(self.optimizer, list(self.model.parameters()), max_norm)
+        return [float(value) for value in found]
+
+    @property
+    def weights(self) -> list[float]:
+        return self.model.weight.detach().flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_step_is_taken_and_measured() -> None:
+    step = Step([3.0, 4.0])
+    assert step.commit() == [5.0, 0.0]
+    assert step.weights == pytest.approx([1 - 0.1 * 1.9 * 3, 1 - 0.1 * 1.9 * 4]), "Nesterov's first step is 1.9 times g"
+    assert step.model.weight.grad is None
+
+
+def test_the_norm_is_measured_before_clipping_to_it() -> None:
+    step = Step([3.0, 4.0])
+    assert step.commit(max_norm=1.0) == [5.0, 0.0]
+    assert step.weights == pytest.approx([1 - 0.19 * 0.6, 1 - 0.19 * 0.8], rel=1e-4)
+
+
+def test_a_gradient_below_the_limit_is_left_alone() -> None:
+    free, limited = Step([0.3, 0.4]), Step([0.3, 0.4])
+    free.commit()
+    limited.commit(max_norm=1.0)
+    assert limited.weights == free.weights
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_step_that_is_not_finite_is_skipped_as_if_it_had_not_been(
+    optimizer: str, bad: float, max_norm: float | None
+) -> None:
+    step, undisturbed = (Step([0.3, 0.4], optimizer, decay=0.1) for _ in range(2))
+    for each in (step, undisturbed):
+        each.commit(max_norm)
+    before = step.weights
+    step.give([bad, 1.0])
+    norm, skipped = step.commit(max_norm)
+    assert skipped == 1.0
+    assert not torch.isfinite(torch.tensor(norm))
+    assert step.weights == before
+    assert step.model.weight.grad is None
+    for each in (step, undisturbed):
+        each.give([0.5, -0.2])
+        assert each.commit(max_norm)[1] == 0.0
+    assert step.weights == undisturbed.weights, "momentum and step counts must not have seen the skipped one"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_also_the_very_first_step_may_be_skipped(optimizer: str) -> None:
+    """Fused SGD makes its momentum buffers in the first step, of uninitialised memory if that is skipped."""
+    size = 4096
+    junk = [torch.full((1, size), 1e9) for _ in range(64)]  # what fresh memory would then show
+    del junk
+    step, undisturbed = Step([float("nan")] * size, optimizer), Step([0.5] * size, optimizer)
+    assert step.commit()[1] == 1.0
+    step.give([0.5] * size)
+    assert step.commit() == undisturbed.commit()
+    assert step.weights == undisturbed.weights
+
+
+def test_the_loss_scale_is_kept() -> None:
+    precision = Precision("off", CPU)
+    assert precision.state_dict() == {}
+    precision.load_state_dict({})

@@ -1,0 +1,100 @@
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.world import Rendezvous, World, joined
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_without_a_launcher_there_is_no_meeting() -> None:
+    assert Rendezvous.from_environment({}) is None
+    assert Rendezvous.from_environment({"MASTER_ADDR": "node0", "LOCAL_RANK": "0"}) is None
+
+
+def test_torchruns_variables_are_read() -> None:
+    assert Rendezvous.from_environment(TORCHRUN) == Rendezvous(
+        rank=5, size=8, local_rank=1, local_size=4, address="node0", port=29500, attempt=2, agent_store=True
+    )
+
+
+def test_another_launcher_may_leave_out_what_is_torchruns_own() -> None:
+    plain = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    meeting = Rendezvous.from_environment(plain)
+    assert meeting is not None
+    assert (meeting.local_size, meeting.attempt, meeting.agent_store) == (8, 0, False)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_half_set_environment_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=name) as refused:
+        Rendezvous.from_environment({key: value for key, value in TORCHRUN.items() if key != name})
+    assert "torchrun" in refused.value.remedy
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=r"must be numbers.*many"):
+        Rendezvous.from_environment(TORCHRUN | {name: "many"})
+
+
+def test_rank_0_is_the_one_that_speaks() -> None:
+    cpu = torch.device("cpu")
+    assert World(cpu).main
+    assert not World(cpu, rank=1, size=2).main
+
+
+def test_a_world_of_one_needs_no_group() -> None:
+    with joined(None, torch.device("cpu"), timeout=5) as world:
+        assert world == World(torch.device("cpu"), 0, 1, 0, 1)
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("agent_store", [False, True])
+def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
+    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if agent_store else None
+    port = agents.port if agents else _free_port()
+    meeting = Rendezvous(
+        rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=port, attempt=3, agent_store=agent_store
+    )
+    with joined(meeting, torch.device("cpu"), timeout=5) as world:
+        assert world == World(torch.device("cpu"), 0, 1, 0, 1)
+        assert dist.get_backend() == "gloo"
+        value = torch.ones(1)
+        dist.all_reduce(value)
+    assert not dist.is_initialized()
+    if agents:
+        assert any(key.startswith("attempt-3/") for key in agents.list_keys()), "restarts read no stale addresses"
+
+
+def test_a_group_is_left_also_after_an_error() -> None:
+    meeting = Rendezvous(
+        rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=_free_port(), attempt=0, agent_store=False
+    )
+    with pytest.raises(ZeroDivisionError), joined(meeting, torch.device("cpu"), timeout=5):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+def test_the_tests_themselves_were_not_launched() -> None:
+    assert Rendezvous.from_environment(os.environ) is None
+
+
+def _free_port() -> int:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    port = int(store.port)
+    del store
+    return port

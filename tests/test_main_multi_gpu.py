@@ -1,0 +1,379 @@
+"""The front door: options reach the trainer, errors become exit codes and one message, torch stays out till needed."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import main_multi_gpu
+from multigpu_cli.commands.options import with_train_options
+from multigpu_cli.config.environment import OWN_RUN_ID
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.errors import RequestError, TrainingError
+
+SCRIPT = Path(main_multi_gpu.__file__)
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Trainer:
+    """Stands in for train_multi_gpu: notes what it is asked and answers as told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Config, str, bool]] = []
+        self.answer: dict[str, Any] | BaseException = {"status": "completed"}
+
+    def train(self, config: Config, *, screen: str, dry_run: bool) -> Any:
+        self.asked.append((config, screen, dry_run))
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    trainer = Trainer()
+    module = types.ModuleType("train_multi_gpu")
+    module.train = trainer.train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "train_multi_gpu", module)
+    return trainer
+
+
+@pytest.fixture
+def door(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def call(*argv: str) -> Said:
+        code = main_multi_gpu.run(argv)
+        return Said(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    taken: list[float] = []
+    monkeypatch.setattr(main_multi_gpu.time, "sleep", taken.append)
+    return taken
+
+
+Door = Callable[..., Said]
+
+
+def test_flags_reach_the_trainer(door: Door, trainer: Trainer) -> None:
+    argv = [
+        "--epochs=3",
+        "--lr",
+        "4e-3",
+        "--sync-bn",
+        "--freeze",
+        "a.*",
+        "--freeze",
+        "b",
+        "--set",
+        "model.args.width=8",
+    ]
+    assert door(*argv) == (0, "", "")
+    [(config, screen, dry_run)] = trainer.asked
+    assert (config.length.epochs, config.rate.lr, config.model.sync_bn) == (3, 0.004, True)
+    assert (config.model.freeze, config.model.args) == (("a.*", "b"), {"width": 8})
+    assert config.explicit == {"epochs", "lr", "sync_bn", "freeze", "model.args"}
+    assert (screen, dry_run) == ("normal", False)
+
+
+def test_every_flag_is_parsed_with_its_own_value(door: Door, trainer: Trainer, tmp_path: Path) -> None:
+    values = {"gpu_ids": "0,1", "checkpoint_every": "10m", "bucket_cap_mb": "25", "num_workers": "2", "ema": "off"}
+    paths = {"data_dir": str(tmp_path), "save_dir": str(tmp_path / "run"), "resume": str(tmp_path)}
+    for key, value in (values | paths).items():
+        door(str(SETTINGS[key].flag), value)
+        config = trainer.asked[-1][0]
+        assert config.get(key) == SETTINGS[key].kind.parse(value)
+        assert config.explicit == {key}
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped", "failed"])
+def test_the_summarys_status_is_the_exit_code(door: Door, trainer: Trainer, status: str) -> None:
+    trainer.answer = {"status": status}
+    assert door().code == {"completed": 0, "stopped": 75, "failed": 1}[status]
+
+
+def test_a_dry_run_is_asked_for_and_succeeds(door: Door, trainer: Trainer) -> None:
+    trainer.answer = {}
+    assert door("--dry-run").code == 0
+    assert trainer.asked[0][2] is True
+
+
+@pytest.mark.parametrize(
+    ("argv", "screen"),
+    [(["--quiet"], "quiet"), (["--verbose"], "verbose"), (["--json"], "json"), (["--json", "--quiet"], "json")],
+)
+def test_the_screen_is_chosen(door: Door, trainer: Trainer, argv: list[str], screen: str) -> None:
+    door(*argv)
+    assert trainer.asked[0][1] == screen
+
+
+def test_screens_that_contradict_are_refused(door: Door) -> None:
+    assert door("--quiet", "--verbose")[::2] == (2, "error: --verbose together with --quiet\n  try: one of them\n")
+
+
+def test_no_amp_is_amp_off(door: Door, trainer: Trainer) -> None:
+    door("--no-amp")
+    assert trainer.asked[0][0].precision.amp == "off"
+    assert "--no-amp together with --amp bf16" in door("--no-amp", "--amp", "bf16").err
+
+
+def test_print_config_prints_yaml_that_config_takes(door: Door, trainer: Trainer, tmp_path: Path) -> None:
+    code, out, err = door("--print-config", "--epochs", "3")
+    assert (code, err, trainer.asked) == (0, "", [])
+    file = tmp_path / "config.yaml"
+    file.write_text(out)
+    assert door("--print-config", "--config", str(file)).out == out
+    assert "epochs: 3\n" in out
+
+
+def test_the_version_names_torch_without_importing_it(door: Door) -> None:
+    assert re.fullmatch(r"multigpu \S.* \(torch \S+, Python 3\.\d+\.\d+\)\n", door("--version").out)
+
+
+def test_help_lists_every_flag_whole_under_its_panel(door: Door) -> None:
+    code, out, err = door("--help")
+    assert (code, err) == (0, "")
+    for setting in SETTINGS.values():
+        if setting.flag:
+            assert re.search(rf"^  {setting.flag}\b", out, re.MULTILINE), setting.flag
+            assert f"\n{setting.panel}:\n" in out
+    for flag in ("--config", "--set", "--dry-run", "--print-config", "--quiet", "--json", "--debug", "--version"):
+        assert re.search(rf"^  {flag}\b", out, re.MULTILINE), flag
+    assert "[default: adamw]" in " ".join(out.split())
+    assert re.search(r"^  recipes ", out, re.MULTILINE)
+
+
+def test_an_option_before_a_command_is_refused_and_after_it_taken(door: Door) -> None:
+    code, out, err = door("--json", "recipes")
+    assert (code, out) == (2, "")
+    assert "--json stands before the command 'recipes'" in err
+    assert "recipes --json" in err
+    code, out, err = door("recipes", "--json")
+    assert (code, err) == (0, "")
+    assert isinstance(json.loads(out), list)
+
+
+def test_a_later_command_gets_the_same_options() -> None:
+    def plan(context: Any, **values: Any) -> None: ...
+
+    import inspect
+
+    names = inspect.signature(with_train_options(plan)).parameters
+    assert {key for key in SETTINGS if "." not in key} < set(names)
+
+
+def test_errors_of_the_request_and_of_training_have_their_codes(door: Door, trainer: Trainer) -> None:
+    trainer.answer = RequestError("--data-dir x: empty", remedy="fill it")
+    assert door() == (2, "", "error: --data-dir x: empty\n  try: fill it\n")
+    trainer.answer = TrainingError("the loss is NaN")
+    assert door() == (1, "", "error: the loss is NaN\n")
+
+
+def test_workers_that_spoke_themselves_leave_nothing_to_say(door: Door, trainer: Trainer) -> None:
+    trainer.answer = TrainingError("")
+    trainer.answer.exit_code = 75
+    assert door() == (75, "", "")
+
+
+def test_ctrl_c_is_130(door: Door, trainer: Trainer) -> None:
+    trainer.answer = KeyboardInterrupt()
+    assert door() == (130, "", "interrupted\n")
+
+
+def test_an_error_of_the_users_code_shows_where_it_was(
+    door: Door, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_net.py").write_text("def forward(x):\n    raise ValueError('label 12 is out\\nof range')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import importlib
+
+    my_net = importlib.import_module("my_net")
+    monkeypatch.setattr(sys.modules["train_multi_gpu"], "train", lambda *_, **__: my_net.forward(1))
+    code, out, err = door()
+    assert (code, out) == (1, "")
+    assert "error: training failed: ValueError: label 12 is out\n  of range\n" in err
+    assert "my_net.py:2 forward: raise ValueError" in err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) <= 15
+    assert "Traceback (most recent call last)" in door("--debug").err
+
+
+def test_long_messages_are_cut_to_a_screen_and_debug_shows_all(door: Door, trainer: Trainer) -> None:
+    trainer.answer = RequestError("\n".join(f"rule {number}" for number in range(40)))
+    err = door().err
+    assert len(err.splitlines()) < 15
+    assert "27 more lines" in err
+    assert "rule 39" in door("--debug").err
+
+
+RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def rank_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    return tmp_path / "error.json"
+
+
+def test_other_ranks_wait_and_say_nothing_at_the_door(door: Door, rank_1: Path, naps: list[float]) -> None:
+    assert door("--epochs", "0") == (2, "", "")
+    assert naps == [3.0]
+    assert "--epochs must be" in json.loads(rank_1.read_text())["message"]["message"]
+
+
+def test_the_first_rank_of_another_node_speaks_if_it_lives_on(
+    door: Door, rank_1: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert door("--data-dir", "/nowhere").err.startswith("rank 1: error: --data-dir /nowhere")
+    assert naps == [3.0]
+
+
+def test_a_rank_that_fails_in_training_speaks_unless_it_is_ended_first(
+    door: Door, trainer: Trainer, rank_1: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    trainer.answer = ValueError("a bad sample")
+    assert door().err.startswith("rank 1: error: ")
+    assert "Traceback" in json.loads(rank_1.read_text())["message"]["extraInfo"]["py_callstack"]
+    monkeypatch.setenv("RANK", "0")
+    trainer.answer = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
+    assert door().err.startswith("error: training failed: RuntimeError")
+    assert naps == [3.0, 3.0]  # rank 0 only lost its peer, so it lets the peer speak
+
+
+def test_only_rank_0_prints_answers(door: Door, rank_1: Path) -> None:
+    assert door("--print-config") == (0, "", "")
+    assert door("--version") == (0, "", "")
+
+
+def test_an_attempt_after_a_wrong_request_ends_at_once(
+    door: Door, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_RUN_ID}1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    trainer.answer = {"status": "stopped"}
+    assert door().code == 75
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert door() == (75, "", "")
+    assert len(trainer.asked) == 1
+
+
+def test_an_attempt_after_a_crash_trains(
+    door: Door, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_RUN_ID}1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    trainer.answer = OSError("disk gone")
+    assert door().code == 1
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    trainer.answer = {"status": "completed"}
+    assert door().code == 0
+
+
+def everything() -> list[str]:
+    """All flags with a value, as somebody would type them."""
+    argv = ["--config", "har", "--set", "a.b=v"]
+    for setting in SETTINGS.values():
+        if setting.flag:
+            argv += [setting.flag] if setting.default is False else [setting.flag, str(setting.default)]
+    return [*argv, "--dry-run", "--print-config", "--quiet", "--verbose", "--json", "--debug", "--version", "--no-amp"]
+
+
+def test_all_flags_pass_through_torchruns_own_parser() -> None:
+    from torch.distributed.run import get_args_parser, parse_args
+
+    given = everything()
+    assert parse_args(["--nproc-per-node=2", str(SCRIPT), *given]).training_script_args == given
+    theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
+    ours = [flag for flag in given if flag.startswith("--")]
+    assert not [(flag, option) for flag in ours for option in theirs if option != flag and option.startswith(flag)]
+
+
+def outside(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A real call of the script, and its seconds of CPU; the least of three, since the machine has other work."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, str(SCRIPT), *argv], capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return done, min(seconds)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["--help"], 0), (["--epoch", "3"], 2), (["--epochs", "0"], 2), (["--set", "epochs=[1"], 2), (["trian"], 2)],
+)
+def test_help_and_usage_errors_cost_a_quarter_second_of_cpu_at_most(argv: list[str], code: int) -> None:
+    done, seconds = outside(*argv)
+    assert done.returncode == code
+    assert seconds <= 0.25
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--epochs", "0"], ["--data", "no", "--config", "no"], ["recipes"]])
+def test_neither_torch_nor_pydantic_is_imported_for_answers(argv: list[str]) -> None:
+    heavy = "{'torch', 'pydantic', 'numpy'}"
+    ask = f"import sys, main_multi_gpu; main_multi_gpu.run(sys.argv[1:]); print({heavy} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", ask, *argv], capture_output=True, text=True, cwd=SCRIPT.parent, check=True
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    call = [sys.executable, str(SCRIPT), "--help"]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as help:
+        assert help.stdout
+        assert help.stderr
+        help.stdout.close()
+        assert help.stderr.read() == ""
+    assert help.returncode == 1
+
+
+def test_it_runs_as_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "main_multi_gpu", "--epochs", "x"],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPT.parent,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --epochs must be a whole number from 1 to 1000000000, not 'x'\n"
+
+
+def test_after_torch_the_process_ends_past_the_interpreters_exit() -> None:
+    ask = (
+        "import atexit, sys, types, main_multi_gpu\n"
+        "atexit.register(lambda: print('exit handlers ran'))\n"
+        "if sys.argv[1] == 'torch': sys.modules['torch'] = types.ModuleType('torch')\n"
+        "print('last words', end='')\n"
+        "main_multi_gpu.leave(75)\n"
+    )
+    for name, out in (("torch", "last words"), ("none", "last wordsexit handlers ran\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", ask, name], capture_output=True, text=True, cwd=SCRIPT.parent, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (75, out, "")

@@ -1,0 +1,260 @@
+"""Wrong requests: exit code 2, one short message on stderr that names what is wrong, no traceback, nothing touched."""
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import main_multi_gpu
+
+SCRIPT = Path(main_multi_gpu.__file__)
+TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+class Row(NamedTuple):
+    """One wrong request.
+
+    Attributes:
+        argv: the command line, as one would type it.
+        words: what the message must contain.
+        files: name → content of what lies in the current folder; None makes a folder.
+        environ: what a launcher has set.
+    """
+
+    argv: str
+    words: Sequence[str]
+    files: Mapping[str, bytes | None] = {}
+    environ: Mapping[str, str] = {}
+
+
+def yaml(content: str | bytes, *words: str) -> Row:
+    """A broken recipe."""
+    content = content if isinstance(content, bytes) else content.encode()
+    return Row("--config mine.yaml", ["mine.yaml", *words], {"mine.yaml": content})
+
+
+DOOR = [
+    # numbers
+    *(Row(f"--batch-size={value}", ["--batch-size", "from 1"]) for value in ("0", "-4", "many", "1.5", "nan", "")),
+    *(Row(f"--epochs={value}", ["--epochs", "from 1"]) for value in ("0", "-1", "inf", "1e99")),
+    *(Row(f"--lr={value}", ["--lr", "above 0"]) for value in ("nan", "inf", "-1", "0", "-inf", "fast")),
+    *(Row(f"--base-lr={value}", ["--base-lr", "above 0"]) for value in ("nan", "-0.1")),
+    Row("--weight-decay=-1", ["--weight-decay", "at least 0"]),
+    Row("--weight-decay=nan", ["--weight-decay"]),
+    Row("--warmup-epochs=-1", ["--warmup-epochs"]),
+    Row("--warmup-epochs=nan", ["--warmup-epochs"]),
+    Row("--warmup-epochs=30", ["--warmup-epochs 30", "--epochs 20"]),
+    Row("--max-grad-norm=0", ["--max-grad-norm", "off"]),
+    Row("--label-smoothing=1", ["--label-smoothing", "below 1"]),
+    Row("--ema=1", ["--ema", "off"]),
+    Row("--seed=-1", ["--seed"]),
+    Row("--max-steps=0", ["--max-steps"]),
+    Row("--grad-accum-steps=0", ["--grad-accum-steps"]),
+    Row("--global-batch-size=0", ["--global-batch-size"]),
+    Row("--num-workers=-1", ["--num-workers", "auto"]),
+    Row("--checkpoint-every=10s", ["--checkpoint-every", "10m"]),
+    Row("--hang-timeout=0", ["--hang-timeout"]),
+    Row("--keep=0", ["--keep"]),
+    # words
+    Row("--data digitz", ["--data digitz", "did you mean 'digits'?"]),
+    Row("--model convnett", ["--model convnett", "did you mean 'convnet'?"]),
+    Row("--task clasification", ["--task", "did you mean 'classification'?"]),
+    Row("--optimizer adam", ["--optimizer", "did you mean 'adamw'?"]),
+    Row("--mode flaten", ["--mode", "did you mean 'flatten'?"]),
+    Row("--amp fp8", ["--amp", "bf16"]),
+    Row("--multi-gpu dpp", ["--multi-gpu", "did you mean"]),
+    Row("--schedule cos", ["--schedule", "cosine"]),
+    Row("--model net.py:Net", ["--model net.py:Net", "module:factory"]),
+    Row("--model nets/net:Net", ["--model nets/net:Net", "module:factory"]),
+    # the command line itself
+    Row("--epoch 3", ["no such option: --epoch", "--epochs"]),
+    Row("--batchsize 3", ["no such option: --batchsize", "--batch-size"]),
+    Row("--lr", ["'--lr' requires an argument"]),
+    Row("--json=yes", ["--json"]),
+    Row("trian", ["'trian' is no command"]),
+    Row("recipe", ["'recipe' is no command", "recipes"]),
+    Row("--epochs 3 recipes", ["--epochs stands before the command 'recipes'"]),
+    Row("recipes --epochs 3", ["no such option: --epochs"]),
+    Row("--quiet --verbose", ["--verbose together with --quiet"]),
+    Row("--no-amp --amp bf16", ["--no-amp together with --amp bf16"]),
+    # --set
+    Row("--set epochs", ["--set epochs", "KEY=VALUE"]),
+    Row("--set =3", ["--set =3", "KEY=VALUE"]),
+    Row("--set epoch=3", ["--set epoch", "did you mean 'epochs'?"]),
+    Row("--set epochs=", ["--set epochs", "has no value"]),
+    Row("--set epochs=[1", ["--set epochs", "malformed"]),
+    Row("--set lr=!!python/name:os.system", ["--set lr", "tag"]),
+    Row("--set model.args.1=2", ["--set model.args.1"]),
+    Row("--set save-dir=x", ["--set save-dir", "did you mean 'save_dir'?"]),
+    Row("--set data.dir=x", ["--set data.dir", "data_dir"]),
+    # recipes
+    Row("--config none.yaml", ["--config none.yaml", "no such file"]),
+    Row("--config mine", ["--config mine", "is a directory"], {"mine": None}),
+    Row("--config mine.yam", ["mine.yam", "did you mean 'mine'?"], {"configs": None, "configs/mine.yaml": b"seed: 1"}),
+    yaml("epochs: 3\nmodel: mlp\nlearning-rate: 3\n", ":3: learning-rate", "no such setting"),
+    yaml("seed: 1\nbatch_sise: 3\n", ":2: batch_sise", "did you mean 'batch_size'?"),
+    yaml("model:\n  name: mlp\n  arg: {a: 1}\n", ":3: model.arg", "did you mean 'model.args'?"),
+    yaml("epochs: twenty\n", ":1: epochs must be a whole number"),
+    yaml("lr: .nan\n", ":1: lr must be a number"),
+    yaml("sync_bn: 3\n", ":1: sync_bn must be true or false"),
+    yaml("model: [mlp]\n", ":1: model must be a word"),
+    yaml("data:\n  args: 3\n", ":2: data.args must be a mapping"),
+    yaml("epochs:\n", ":1: epochs has no value"),
+    yaml("seed: 1\nseed: 2\n", ":2: 'seed' stands here again"),
+    yaml("seed: [1\n", "malformed"),
+    yaml("", ":1: empty"),
+    yaml("- seed\n", ":1: a list"),
+    yaml("seed\n", ":1: a single value"),
+    yaml(b"seed: 1\nmode: \xff\n", ":2: not UTF-8"),
+    yaml("#" * 2**21, "too large"),
+    yaml("seed: !!python/object/apply:os.system [ls]\n", ":1: the tag"),
+    yaml("seed: !mine 3\n", ":1: the tag !mine"),
+    yaml("a: &a [1]\nseed: *a\n", ":2: anchors"),
+    yaml("seed: " + "9" * 5000, ":1: seed must be"),
+    # settings that exclude each other
+    Row("--lr 1 --base-lr 2", ["--lr together with --base-lr"]),
+    Row("--lr 1 --set base_lr=2", ["--lr together with --set base_lr"]),
+    Row("--lr 1 --lr-scaling sqrt", ["--lr together with --lr-scaling"]),
+    Row("--grad-accum-steps 3 --global-batch-size 128", ["--grad-accum-steps 3", "--global-batch-size 128"]),
+    Row("--exact --multi-gpu dp", ["--exact together with --multi-gpu dp"]),
+    Row("--exact --sync-bn", ["--exact together with --sync-bn"]),
+    Row("--multi-gpu dp --sync-bn", ["--sync-bn together with --multi-gpu dp"]),
+    Row("--num-envs 4", ["--num-envs", "--task ppo"]),
+    # devices and launchers
+    *(Row(f"--gpu-ids={value}", ["--gpu-ids"]) for value in ("0,0", "-1", "a", "0,", "0;1", "")),
+    Row("--multi-gpu none --gpu-ids 0,1", ["--gpu-ids 0,1 together with --multi-gpu none"]),
+    Row("--multi-gpu dp --nproc-per-node 2", ["--nproc-per-node together with --multi-gpu dp"]),
+    Row("--nproc-per-node 3 --gpu-ids 0,1", ["--nproc-per-node 3", "--gpu-ids 0,1"]),
+    Row("--multi-gpu dp", ["--multi-gpu dp under torchrun"], environ=TORCHRUN),
+    Row("--multi-gpu ddp --gpu-ids 0,1", ["--gpu-ids 0,1 under torchrun", "CUDA_VISIBLE_DEVICES"], environ=TORCHRUN),
+    Row("--nproc-per-node 4", ["--nproc-per-node 4", "torchrun"], environ=TORCHRUN),
+    Row("--max-restarts 4", ["--max-restarts 4 under torchrun"], environ=TORCHRUN),
+    Row("", ["half set", "RANK", "MASTER_ADDR"], environ={"RANK": "0"}),
+    Row("", ["half set", "MASTER_PORT"], environ={key: TORCHRUN[key] for key in TORCHRUN if key != "MASTER_PORT"}),
+    Row("", ["WORLD_SIZE=two"], environ=TORCHRUN | {"WORLD_SIZE": "two"}),
+    # places
+    Row("--data-dir none", ["--data-dir none"]),
+    Row("--data-dir file", ["--data-dir file", "not a folder"], {"file": b""}),
+    Row("--init-from none.pt", ["--init-from none.pt", "no such file"]),
+    Row("--init-from run", ["--init-from run", "is a folder"], {"run": None}),
+    Row("--save-dir file", ["--save-dir file", "not a folder"], {"file": b""}),
+    Row("--save-dir file/run", ["--save-dir file/run", "not a folder"], {"file": b""}),
+    Row("--resume none", ["--resume none"]),
+    Row("--resume Auto", ["--resume Auto", "did you mean 'auto'?"]),
+    # several at once
+    Row(
+        "--epochs 0 --lr nan --data digitz --multi-gpu dp --sync-bn --data-dir none --set keep=0 --set word",
+        ["--epochs", "--lr", "'digits'", "--sync-bn", "--data-dir none", "--set keep", "KEY=VALUE"],
+    ),
+]
+ENGINE = [
+    Row("--multi-gpu dp --gpu-ids 900,901", ["--gpu-ids 900,901", "no GPU"]),
+    Row("--multi-gpu ddp --gpu-ids 900", ["--gpu-ids 900", "no GPU"]),
+    Row("--data har", ["--data har", "--data-dir", "archive.ics.uci.edu"]),
+    Row("--data har --data-dir empty", ["--data-dir empty", "archive.ics.uci.edu"], {"empty": None}),
+    Row("--data nowhere:load", ["--data nowhere:load", "no module 'nowhere'"]),
+    Row("--data json:nothing", ["--data json:nothing", "no 'nothing'"]),
+    Row("--model har-convnet", ["--model har-convnet", "(1, 8, 8)"]),
+    Row("--set model.args.widht=3", ["model.args.widht", "did you mean 'width'?"]),
+    Row("--set data.args.agment=3", ["data.args.agment", "did you mean 'augment'?"]),
+    Row("--grad-accum-steps 2 --global-batch-size 128", ["--global-batch-size 128", "--grad-accum-steps 2"]),
+    Row("--drop-last --batch-size 100000", ["--drop-last", "--batch-size"]),
+    Row("--init-from junk.pt", ["junk.pt", "no checkpoint"], {"junk.pt": b"junk"}),
+    Row("--resume empty", ["--resume empty", "no checkpoint"], {"empty": None}),
+    Row("--freeze nothing.*", ["--freeze", "nothing.*"]),
+]
+ON_CPU = [
+    Row("--sync-bn", ["--sync-bn"]),
+    Row("--amp fp16", ["--amp fp16", "--amp bf16"]),
+]
+"""Those that only torch, the devices, the dataset or a run folder can show."""
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Act on a row in an empty folder; exit code, stdout, stderr, and the files that it should have left alone."""
+
+    def act(row: Row) -> tuple[int, str, str]:
+        for name, content in row.files.items():
+            (tmp_path / name).mkdir() if content is None else (tmp_path / name).write_bytes(content)
+        for name, value in row.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        code = main_multi_gpu.run(row.argv.split())
+        assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == sorted(row.files)
+        return code, *capsys.readouterr()
+
+    return act
+
+
+def check(row: Row, code: int, err: str) -> None:
+    assert code == 2
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) < 15
+    assert "Traceback" not in err
+    assert all(word in err for word in row.words), err
+
+
+def name(row: Row) -> str:
+    """How pytest lists a row."""
+    content = row.files.get("mine.yaml", b"")
+    return f"{row.argv} {content[:20]!r}" if content else row.argv or " ".join(row.words)
+
+
+@pytest.mark.parametrize("row", DOOR, ids=name)
+def test_the_door_refuses(row: Row, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = types.ModuleType("train_multi_gpu")
+    closed.train = lambda *_, **__: pytest.fail("it came to training")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "train_multi_gpu", closed)
+    code, out, err = call(row)
+    check(row, code, err)
+    assert out == ""
+
+
+@pytest.mark.parametrize("row", ENGINE, ids=name)
+def test_the_engine_refuses(row: Row, call: Any) -> None:
+    code, _, err = call(row)  # the plan may stand on stdout by then
+    check(row, code, err)
+
+
+@pytest.mark.parametrize("row", ON_CPU, ids=name)
+def test_what_needs_a_gpu_is_refused_without_one(row: Row, call: Any) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, err = call(row)
+    check(row, code, err)
+
+
+def test_under_torchrun_one_rank_speaks_and_no_attempt_is_wasted(tmp_path: Path) -> None:
+    """torchrun's own box stands below and ends with our message; restarts find the verdict and end at once."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    done = subprocess.run(
+        [*torchrun, str(SCRIPT), "--multi-gpu", "ddp", "--epochs", "0"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1  # torchrun's, whatever ours was
+    assert done.stdout == ""
+    spoken = [line for line in done.stderr.splitlines() if line.startswith("error: --epochs must be")]
+    assert len(spoken) == 1
+    assert "exitcode  : 2" in done.stderr
+    assert "traceback : error: --epochs must be" in done.stderr
+    assert 'main_multi_gpu.py", line' not in done.stderr
