@@ -24,8 +24,8 @@
 
 # shellcheck disable=SC2329 # the checks are called by name
 #
-# Rules of this file: commands are arrays and nothing typed is evaluated; every number of the plan comes from the trainer's
-# own --dry-run --json; the conversation is on stderr, so stdout is the trainer's; nothing that bash 3.2 (macOS) lacks.
+# Rules of this file: commands are arrays and nothing typed is evaluated; every number of the plan comes from the
+# trainer's own --dry-run --json; the conversation is on stderr, stdout is the trainer's; nothing that bash 3.2 lacks.
 set -euo pipefail
 shopt -s nocasematch # DDP is ddp
 
@@ -55,7 +55,7 @@ show_choice() { # NUMBER NAME TEXT: one entry of a menu, folded to the terminal
         "$(fold -s -w $((columns > 60 ? columns - 21 : 40)) <<<"$3" | sed '2,$ s/^/                    /')" >&2
 }
 
-settle() { # FLAG VALUE QUESTION DEFAULT CHECK: obey or refuse a flag's value; under --yes the default; else ask until right
+settle() { # FLAG VALUE QUESTION DEFAULT CHECK: obey or refuse a flag's value; --yes: the default; else ask until right
     local line
     if [[ -n $2$YES ]]; then
         "$5" "${2:-$4}" || refuse "$1 ${2:-$4}: $WHY"
@@ -150,7 +150,7 @@ check_folder() {
 
 # --- The machine -----------------------------------------------------------------------------------------------------
 
-find_programs() { # the project's own environment where there is one; after `pip install` everything lies beside this script
+find_programs() { # the project's own environment where there is one; after `pip install` all lies beside this script
     local beside=$HERE/
     [[ $HERE -ef $PWD ]] && beside=''
     PYTHON=python3 MAIN=("${beside}main_multi_gpu.py")
@@ -214,8 +214,9 @@ preferred() { # N: that many GPUs as a list, idle ones first, then those with th
 }
 
 show_machine() {
-    say "${BOLD}This machine: $(counted ${#GPU_ID[@]} GPU) to use, $(counted "$CORES" "CPU core")$PLAIN${NO_GPU:+ ($NO_GPU)}"
-    ((${#GPU_ID[@]} == 0)) ||
+    local gpus=${#GPU_ID[@]}
+    say "${BOLD}This machine: $(counted "$gpus" GPU) to use, $(counted "$CORES" "CPU core")$PLAIN${NO_GPU:+ ($NO_GPU)}"
+    ((gpus == 0)) ||
         say "  $DIM$(printf '%3s  %-36s  %14s  %6s' GPU name 'free memory' load)$PLAIN" "${GPU_ROW[@]/#/  }"
 }
 
@@ -263,7 +264,8 @@ settle_devices() { # how many, and which
     settle --gpus "$GPUS" "Which of them" "$(preferred "$WORKERS")" check_gpus
     GPUS=$ANSWER
     for ((i = 0; i < gpus; i++)); do
-        [[ ${GPU_STATE[i]} == idle || ,$GPUS, != *,${GPU_ID[i]},* ]] || say "  Note: GPU ${GPU_ID[i]} is in use by others."
+        [[ ${GPU_STATE[i]} == idle || ,$GPUS, != *,${GPU_ID[i]},* ]] ||
+            say "  Note: GPU ${GPU_ID[i]} is in use by others."
     done
     # Under a CUDA_VISIBLE_DEVICES of the user's, --gpu-ids would count within it: narrow it, then count from 0.
     DP_IDS=$GPUS
@@ -349,22 +351,17 @@ plan_value() { "$PYTHON" -c 'import json, sys; print(json.loads(sys.argv[1])[sys
 
 show_plan() {
     say '' "${BOLD}The plan$PLAIN"
-    "$PYTHON" -c '
-import json, sys, textwrap
+    "$PYTHON" -c 'import json, sys
 plan = json.loads(sys.argv[1])
-rule = "used as given" if plan["base_lr"] is None else "{lr_rule} rule, from {base_lr:g} for a batch of {base_batch_size}"
-rows = {
-    "effective batch": "{global_batch_size} samples per step: {batch_size} per device, {grad_accum_steps} accumulated, "
-        "{workers} worker" + "s" * (plan["workers"] > 1),
-    "learning rate": "{learning_rate:.4g} (" + rule + "), after {warmup_steps} warm-up steps",
-    "length": "{total_steps} steps, {steps_per_epoch} per epoch",
-    "device": "{device}, mixed precision {precision}",
-    "starts": "{resume}",
-    "saves to": "{save_dir}",
-}
-for label, text in rows.items():
-    lines = textwrap.wrap(text.format(**plan), 61, break_on_hyphens=False, break_long_words=False)
-    print(f"  {label:<17}" + ("\n" + 19 * " ").join(lines))' "$PLAN" >&2
+scaled = "{lr_rule} rule, from {base_lr:g} at batch size {base_batch_size}"
+plan["how"] = "as given" if plan["base_lr"] is None else scaled.format(**plan)
+print("""\
+  effective batch  {global_batch_size}: {batch_size} per device, {grad_accum_steps} accumulated, workers: {workers}
+  learning rate    {learning_rate:.4g} ({how})
+  length           {total_steps} steps, {steps_per_epoch} per epoch, {warmup_steps} of warm-up
+  device           {device}, mixed precision {precision}
+  starts           {resume}
+  saves to         {save_dir}""".format(**plan))' "$PLAN" >&2
 }
 
 set_command() { # in SAVE_DIR, so that the same command goes on where it stopped, and the results are where we say
@@ -394,7 +391,9 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 os.execvp("env", sys.argv)' "${COMMAND[@]}" &
     trainer=$!
     # shellcheck disable=SC2064 # the trainer is known now
-    for signal in INT TERM HUP QUIT; do trap "signalled=yes STOPPED='was stopped'; kill -$signal $trainer || :" "$signal"; done
+    for signal in INT TERM HUP QUIT; do
+        trap "signalled=yes STOPPED='was stopped'; kill -$signal $trainer || :" "$signal"
+    done
     while [[ -n $signalled ]]; do # a signal ends the wait, but not yet the trainer
         signalled='' code=0
         wait "$trainer" || code=$?
@@ -407,9 +406,11 @@ tell_the_end() { # CODE: how it ended, and where the results are
     [[ $PYTHON != */* ]] || board=${PYTHON%/*}/tensorboard
     say ''
     (($1 == 0)) || say "${RED}Training $STOPPED (exit code $1).$PLAIN"
-    (($1 == 0)) || [[ ! -d $SAVE_DIR/checkpoints ]] || say "The command above, run again, goes on from the last checkpoint."
-    [[ ! -d $SAVE_DIR ]] || say "${BOLD}Results$PLAIN (summary.json: the figures; best.pt: the weights)" "  $SAVE_DIR" \
-        "${BOLD}Curves$PLAIN (then open http://localhost:6006)" "  $(quoted 99999 "$board" --logdir "$SAVE_DIR/tensorboard")"
+    (($1 == 0)) || [[ ! -d $SAVE_DIR/checkpoints ]] || say "The same command goes on from the last checkpoint."
+    [[ -d $SAVE_DIR ]] || return 0
+    say "${BOLD}Results$PLAIN (summary.json: the figures; best.pt: the weights)" "  $SAVE_DIR"
+    say "${BOLD}TensorBoard$PLAIN (then open http://localhost:6006)" \
+        "  $(quoted 99999 "$board" --logdir "$SAVE_DIR/tensorboard")"
 }
 
 parse_flags() {

@@ -141,12 +141,13 @@ def _outcome(argv: Sequence[str]) -> tuple[int, str]:
 def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
     whole = "".join(traceback.format_exception(error))
+    lost = "RANK" in os.environ and explained.is_consequence(error)
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
-    elastic.write_error(os.environ, message, message if foreseen else whole)
+    elastic.write_error(os.environ, message, message if foreseen or lost else whole)
     rank = _rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message
-    time.sleep(_GRACE * ((rank > 0) + ("RANK" in os.environ and explained.is_consequence(error))))
+    time.sleep(_GRACE * ((rank > 0) + lost))
     at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
     if rank == 0 or not at_the_door or os.environ.get("LOCAL_RANK") == "0":
         text = whole + message if "--debug" in argv else explained.shortened(message)

@@ -16,6 +16,7 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run import record
+from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Run, assemble
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.collectives import decided, gathered
@@ -54,9 +55,10 @@ def run(
         if dry_run:
             console.data(settled.plan.as_dict())
             return settled.plan.as_dict()
+        learner = build_learner(settled, choice, world)
         folder = stack.enter_context(ExitStack())
         decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
-        parts = assemble(settled, choice, world, console, stop, stack)
+        parts = assemble(learner, console, stop, stack)
         record.open_run(parts)
         return _trained(parts, startup=time.perf_counter() - began)
 

@@ -147,10 +147,17 @@ def the_environment_is_read_in_one_place(tree: Tree) -> Iterator[str]:
     for path, module in product(tree):
         if path in ENVIRONMENT_READERS:
             continue
+        excused = {id(node.func.value) for node in ast.walk(module) if sets_up_a_library(node)}  # type: ignore[attr-defined]
         for node in ast.walk(module):
             reads = isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"}
-            if reads or {"os.environ", "os.getenv"} & set(imported(node, path)):
+            if (reads and id(node) not in excused) or {"os.environ", "os.getenv"} & set(imported(node, path)):
                 yield f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+def sets_up_a_library(node: ast.AST) -> bool:
+    """Whether a call gives a library a setting that it takes from nowhere but the environment: cuBLAS's workspace."""
+    name = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    return called(node) == "os.environ.setdefault" and ast.unparse(name or node) == "'CUBLAS_WORKSPACE_CONFIG'"
 
 
 def loading_runs_no_code(tree: Tree) -> Iterator[str]:
@@ -213,6 +220,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (the_environment_is_read_in_one_place, "multigpu_cli/engine.py", "import os\nrank = os.environ['RANK']"),
     (the_environment_is_read_in_one_place, HOME, "from os import environ"),
     (the_environment_is_read_in_one_place, HOME, "import os\nos.getenv('RANK')"),
+    (the_environment_is_read_in_one_place, HOME, "import os\nos.environ.setdefault('RANK', '0')"),
     (loading_runs_no_code, HOME, "torch.load(path)"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=False)"),
     (loading_runs_no_code, HOME, "from torch import load"),
@@ -232,6 +240,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (low_floors_know_no_torch, HOME, "import torch"),
     (functions_are_short, HOME, LONG.removesuffix("    x = 1\n")),
     (only_the_console_prints, "multigpu_cli/commands/doctor.py", "print('fine')"),
+    (the_environment_is_read_in_one_place, HOME, "os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept OSError:\n    pass"),

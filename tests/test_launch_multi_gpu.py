@@ -175,8 +175,8 @@ def test_enter_alone_trains_with_ddp_on_the_idle_gpus(desk: Desk) -> None:
     child.expect_exact("1 of 80 GiB    97 %  in use")
     child.expect_exact("Recommended here: ddp, since 3 GPUs can share it.")
     answered(child, ("Mode [ddp]", ""), ("How many GPUs [3]", ""), ("Which of them [0,1,3]", ""), *ENTER[1:3])
-    child.expect(r"effective batch +96 samples per step: 32 per device, 1 accumulated, 3")
-    child.expect(r"learning rate +0.00777 \(sqrt rule, from 0.001 for a batch of 32\)")
+    child.expect(r"effective batch +96: 32 per device, 1 accumulated, workers: 3")
+    child.expect(r"learning rate +0.00777 \(sqrt rule, from 0.001 at batch size 32\)")
     child.expect_exact("CUDA_VISIBLE_DEVICES=0,1,3 torchrun --standalone --nproc_per_node=3 \\")
     answered(child, ENTER[3])
     child.expect_exact("training")
@@ -340,7 +340,7 @@ def test_a_batch_that_the_trainer_refuses_is_asked_again(desk: Desk) -> None:
     answered(child, ("Batch size per device [32]", "5000"))
     child.expect_exact("--batch-size 5000: larger than the dataset")
     answered(child, ("Batch size per device", "64"))
-    child.expect_exact("64 samples per step: 64 per device")
+    child.expect_exact("64: 64 per device")
     answered(child, ENTER[3])
     assert ended(child) == 0
 
@@ -522,7 +522,7 @@ def test_ctrl_c_reaches_the_trainer_once_and_its_exit_code_returns(desk: Desk) -
     child.sendintr()
     child.expect_exact(f"signals [{signal.SIGINT.value}]")
     child.expect_exact("Training was stopped (exit code 75).")
-    child.expect_exact("The command above, run again, goes on from the last checkpoint.")
+    child.expect_exact("The same command goes on from the last checkpoint.")
     assert ended(child) == 75
 
 
@@ -663,4 +663,4 @@ def test_a_real_training_on_two_cpu_processes(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 3, 2)
     assert f"checkpoints/digits/{folder.name}" in told.stderr
-    assert "64 samples per step: 32 per device, 1 accumulated, 2" in told.stderr
+    assert "64: 32 per device, 1 accumulated, workers: 2" in told.stderr

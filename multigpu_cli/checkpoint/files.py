@@ -49,7 +49,7 @@ def packed(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(content: bytes, path: Path) -> Any:
+def unpacked(content: bytes, origin: str) -> Any:
     """The state in a file's bytes; nothing but tensors and plain values is accepted, so no code runs.
 
     Raises:
@@ -59,6 +59,6 @@ def unpacked(content: bytes, path: Path) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError for a foreign file
         raise RequestError(
-            f"{path} is no checkpoint that can be loaded safely: {str(error).splitlines()[0][:200]}",
+            f"{origin} is no file of weights that can be loaded safely ({type(error).__name__})",
             remedy="a file saved by torch.save that holds only tensors and plain values",
         ) from error

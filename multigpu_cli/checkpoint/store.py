@@ -27,7 +27,7 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """What was saved; only tensors and plain values."""
         file = self.folder / "state.pt"
-        return dict(unpacked(file.read_bytes(), file))
+        return dict(unpacked(file.read_bytes(), str(file)))
 
 
 class Store:

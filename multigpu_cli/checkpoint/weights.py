@@ -29,18 +29,20 @@ def save_weights(path: Path, state: dict[str, Tensor], config: dict[str, Any], m
     publish(path, packed({"model": host_copy(state), "config": config, "metrics": metrics}))
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, flag: str = "") -> dict[str, Tensor]:
     """The state dict in best.pt, last.pt, a checkpoint's state.pt, or a plain `torch.save(model.state_dict())`.
 
     Raises:
-        RequestError: no such file, or no weights in it.
+        RequestError: no such file, or no weights in it; the message begins with the flag that named it.
     """
     if not path.is_file():
-        raise RequestError(f"there is no file {path}")
-    found = unpacked(path.read_bytes(), path)
+        raise RequestError(f"{flag} {path}: there is no such file".lstrip())
+    found = unpacked(path.read_bytes(), f"{flag} {path}".lstrip())
     state = found.get("model", found) if isinstance(found, dict) else found
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise RequestError(f"{path} holds no weights", remedy="a state dict, or a file with one under 'model'")
+        raise RequestError(
+            f"{flag} {path} holds no weights".lstrip(), remedy="a state dict, or a file with one under 'model'"
+        )
     return state
 
 
@@ -50,7 +52,7 @@ def warm_start(model: nn.Module, path: Path) -> None:
     Raises:
         RequestError: names or shapes differ; says which.
     """
-    state = read_weights(path)
+    state = read_weights(path, "--init-from")
     check_fit(model, state, f"--init-from {path}")
     model.load_state_dict(state)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+_DEEPEST = 50
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 _FLOAT = re.compile(r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")
 
@@ -31,11 +32,18 @@ class Line(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
+    depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise UnreadableError(f"nested more than {_DEEPEST} levels deep", self.get_mark().line + 1)
         if self.check_event(yaml.AliasEvent):
             mark = self.get_mark()
             raise UnreadableError("anchors and aliases (&x, *x) are not for settings", mark.line + 1)
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -77,8 +85,6 @@ def compose(text: str) -> yaml.Node | None:
         raise UnreadableError(
             f"malformed YAML: {error.problem or error.context}", mark.line + 1 if mark else 1
         ) from None
-    except RecursionError:
-        raise UnreadableError("nested too deeply", 1) from None
     return node
 
 

@@ -20,8 +20,8 @@ def as_float(inputs: Tensor) -> Tensor:
 class Source:
     """A dataset, split and ready to train on.
 
-    A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets (n,))
-    is held in memory and indexed by whole batches; anything else is fetched sample by sample through loader processes.
+    A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets
+    (n,)) is held in memory and indexed by whole batches; anything else is fetched sample by sample, by loader processes.
 
     Attributes:
         train, val, test: the splits; None where there is none.

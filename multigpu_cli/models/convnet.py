@@ -1,10 +1,8 @@
 """A small convolutional network for small images: pairs of 3×3 convolutions, halved in between (VGG style).
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015; with the
-group normalisation (Wu and He 2018) and global pooling (Lin et al. 2014) in place of the wide dense layers.
+normalisation of Ioffe and Szegedy 2015 and global pooling (Lin et al. 2014) in place of the wide dense layers.
 """
-
-from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +54,6 @@ class ConvNet(nn.Module):
 def _convolution(channels: int, width: int) -> list[nn.Module]:
     return [
         nn.Conv2d(channels, width, 3, padding=1, bias=False),
-        nn.GroupNorm(gcd(width, 8), width),
+        nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
     ]

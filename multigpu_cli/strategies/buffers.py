@@ -24,7 +24,7 @@ class StepBuffers:
     def __init__(
         self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor], *, always: bool = False
     ) -> None:
-        self._all = list(model.buffers())
+        self._all = [torch.view_as_real(b) if b.is_complex() else b for b in model.buffers()]
         self._together, self._total = workers > 1 or always, total
         self._micro_batches = 1
         self._start: list[Tensor] = []
@@ -47,7 +47,7 @@ class StepBuffers:
         """What the micro-batch that has just run changed; the buffers are back at the start afterwards."""
         changes = []
         for buffer, start in zip(self._all, self._start, strict=bool(self._start)):
-            changes.append(buffer.to(_wide(buffer)) - start.to(_wide(buffer)))
+            changes.append(_moved(start, buffer))
             buffer.copy_(start)
         return changes
 
@@ -68,6 +68,13 @@ class StepBuffers:
         """Move by the sum of all micro-batches' changes, divided by their number."""
         for buffer, change in zip(self._all, changes, strict=bool(changes)):
             buffer += (change / self._micro_batches).to(buffer.dtype)
+
+
+def _moved(start: Tensor, end: Tensor) -> Tensor:
+    """End minus start, where an infinite mask that stays has moved by zero; a counter may be beyond what floats hold."""
+    if not end.is_floating_point():
+        return (end.long() - start.long()).to(_wide(end))
+    return torch.where(end == start, 0.0, end - start)
 
 
 def _wide(buffer: Tensor) -> torch.dtype:

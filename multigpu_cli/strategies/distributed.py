@@ -1,6 +1,7 @@
 """DistributedDataParallel: one process per device, gradients averaged while backward is still running."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -46,7 +47,7 @@ class Distributed(Strategy):
 
     def __init__(self, model: nn.Module, world: World, config: CommunicationConfig) -> None:
         super().__init__(model, world.size)
-        self.loss_factor = float(world.size)
+        self._workers, self.loss_factor = world.size, float(world.size)
         self._replica = Replica(model)
         self._ddp = DistributedDataParallel(
             self._replica,
@@ -60,13 +61,29 @@ class Distributed(Strategy):
             self._ddp.register_comm_hook(None, hook)
         self.callable = self._ddp
 
+    def warm_up(self, loss: Callable[[], Tensor]) -> None:
+        """Let DDP lay its buckets out once and for all.
+
+        After its first backward pass DDP deals the gradients to buckets anew. With more than two workers a reduction
+        adds in an order that depends on a gradient's place in its bucket, so a run that starts again would otherwise
+        take its first step with other bits than the one that was not interrupted.
+        """
+        if self._workers <= 2:
+            return
+        kept = [buffer.clone() for buffer in self._replica.buffers()]
+        (loss() * 0).backward()
+        self._ddp.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in zip(self._replica.buffers(), kept, strict=True):
+                buffer.copy_(before)
+
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self._ddp.no_sync()
 
     def finish(self, *, idle: bool) -> None:
         if idle:
             self._replica.idle = True
-            self._ddp().backward()
+            self._ddp(None).backward()  # on CUDA, DDP moves inputs to the device and fails where there is none to move
             self._replica.idle = False
         super().finish(idle=idle)
 

@@ -1,9 +1,9 @@
 """One order of summation for any number of workers: a canonical binary tree over the micro-batches of a step.
 
 Leaves are numbered from the left. Two nodes of one level whose numbers are 2k and 2k+1 are buddies and make node k of
-the next level; what has no buddy at the end is added from the right. Which additions happen, and in which order, depends
-on the number of leaves alone: a worker sums its contiguous block as far as buddies allow, and the same tree goes on
-across workers.
+the next level; what has no buddy at the end is added from the right. Which additions happen, and in which order,
+depends on the number of leaves alone: a worker sums its contiguous block as far as buddies allow, and the same tree
+goes on across workers.
 """
 
 from collections.abc import Callable

@@ -36,9 +36,9 @@ def test_strength_tells_classes_apart_that_have_the_same_shape():
     signals = wave * (1 + labels)[:, None, None]
     model = build((1, 64), 2, width=8, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    for _ in range(100):
+    for _ in range(60):
         loss = torch.nn.functional.cross_entropy(model(signals), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.1
+    assert torch.equal(model(signals).argmax(1), labels)

@@ -1,0 +1,180 @@
+"""What learns, and from what: model, optimizer, task, strategy and data, before any file of the run is touched."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.snapshot import Kept, Progress
+from multigpu_cli.checkpoint.store import Checkpoint, read_manifest
+from multigpu_cli.checkpoint.weights import warm_start
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.build import build_model
+from multigpu_cli.optimizers import averaged, build_optimizer
+from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.settle import Settled
+from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime.collectives import decided, together
+from multigpu_cli.runtime.determinism import seed_weights
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.data_parallel import DataParallel
+from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.exact import Exact
+from multigpu_cli.strategies.single import Single
+from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.registry import TASKS
+
+
+@dataclass
+class Learner:
+    """The parts that a step and an evaluation need."""
+
+    settled: Settled
+    choice: Choice
+    world: World
+    task: Task
+    kept: Kept
+    precision: Precision
+    strategy: Strategy
+    train: Loader
+    val: Loader | None
+    test: Loader | None
+    trained: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trained = [p for p in self.kept.model.parameters() if p.requires_grad]
+
+    @property
+    def config(self) -> Config:
+        return self.settled.config
+
+    @property
+    def plan(self) -> Plan:
+        return self.settled.plan
+
+    @property
+    def progress(self) -> Progress:
+        return self.kept.progress
+
+    @property
+    def eval_batch(self) -> int:
+        """Samples in one batch of an evaluation: the same on any number of workers; it keeps no activations."""
+        return 4 * self.plan.batches.micro_batch
+
+
+def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
+    """Build everything that learns, on this rank's device, and bring it to where its checkpoint says.
+
+    Raises:
+        RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
+    """
+    train, val, test = together(world, lambda: _loaders(settled, world))
+    task, kept, precision = together(world, lambda: _on_this_rank(settled, world, train))
+    _restore(kept, settled, world)
+    model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
+    strategy = _strategy(model, choice, world, settled.config)
+    some = min(settled.plan.batches.micro_batch, train.size)
+    strategy.warm_up(lambda: task.loss_sum(strategy.callable, _any_batch(train, some)))
+    return Learner(settled, choice, world, task, kept, precision, strategy, train, val, test)
+
+
+def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, Kept, Precision]:
+    """What can be built without communication, so that errors can be compared."""
+    config, source = settled.config, settled.source
+    task = _task(settled)
+    offered = {
+        "input_shape": source.input_shape,
+        "num_classes": source.num_classes,
+        "mode": config.data.mode,
+        "seed": config.reproducibility.seed,
+    }
+    seed_weights(config.reproducibility.seed)
+    model = build_model(config.model, settled.model, offered)
+    if config.model.init_from and not settled.start.checkpoint:
+        warm_start(model, Path(config.model.init_from))
+    model.to(world.device).train()
+    precision = Precision(settled.plan.precision, world.device)
+    _try_a_batch(settled, task, model, precision, _any_batch(train, min(2, train.size)))
+    ema = config.optimizer.ema
+    average = None if ema == "off" else averaged(model, float(ema))
+    return task, Kept(model, build_optimizer(model, config.optimizer), precision, average, Progress()), precision
+
+
+def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
+    """Whether data, model and task fit together shows in one small evaluation, before anything is written."""
+    model.eval()
+    try:
+        with torch.inference_mode(), precision.autocast():
+            task.measure(model, batch)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        shape = tuple(getattr(batch.inputs, "shape", ())) or type(batch.inputs).__name__
+        raise RequestError(
+            f"--model {settled.model} does not take the first batch of --data {settled.config.data.name} "
+            f"(inputs {shape}): {type(error).__name__}: {str(error).splitlines()[0]}",
+            remedy=f"a model for inputs (n, {', '.join(map(str, settled.source.input_shape))}) "
+            f"and outputs as the task {settled.task} expects them; --debug shows where it failed",
+        ) from error
+    model.train()
+
+
+def _loaders(settled: Settled, world: World) -> tuple[Loader, Loader | None, Loader | None]:
+    source, config = settled.source, settled.config
+
+    def loader(split: Any) -> Loader:
+        seed, here = config.reproducibility.seed, world.local_size
+        return Loader(split, source, config.data, device=world.device, seed=seed, workers_here=here)
+
+    val, test = (None if split is None else loader(split) for split in (source.val, source.test))
+    return loader(source.train), val, test
+
+
+def _any_batch(loader: Loader, size: int) -> Batch:
+    """The first samples, unshuffled: alike on every rank, and at every start."""
+    return next(loader.held_out(size, 0, 1))
+
+
+def _task(settled: Settled) -> Task:
+    found = plugins.find(settled.task, TASKS, flag="--task")
+    offered = {"source": settled.source, "config": settled.config.task}
+    task = plugins.call(found, offered, settled.config.task.args, where="task")
+    if not isinstance(task, Task):
+        raise RequestError(f"--task {settled.task}: not a subclass of multigpu_cli.tasks.base.Task")
+    return task
+
+
+def _restore(kept: Kept, settled: Settled, world: World) -> None:
+    """Rank 0 reads the checkpoint; the others get it from there, so only one machine needs the file."""
+    if settled.start.checkpoint:
+        path = Path(settled.start.checkpoint)
+        state: dict[str, Any] = decided(world, lambda: Checkpoint(path, read_manifest(path)).state())
+        kept.restore(state, settled.start.checkpoint)
+        if not settled.same_length:  # more epochs are a new chance for a run that had stopped early
+            kept.progress.stopped_early, kept.progress.stale_epochs = False, 0
+
+
+def _strategy(model: nn.Module, choice: Choice, world: World, config: Config) -> Strategy:
+    if config.reproducibility.exact:
+        return Exact(model, world)
+    if choice.strategy == "dp":
+        return DataParallel(model, choice.devices)
+    if choice.strategy == "ddp":
+        return Distributed(model, world, config.communication)
+    return Single(model)
+
+
+def _compiled(model: nn.Module, wanted: str, device: torch.device) -> nn.Module:
+    if wanted == "off":
+        return model
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        raise RequestError(f"--compile {wanted} on CPU needs a C++ compiler, and there is none", remedy="--compile off")
+    return torch.compile(model, mode=None if wanted == "default" else wanted)  # type: ignore[return-value]

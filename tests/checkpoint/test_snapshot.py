@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.files import packed, unpacked
+from multigpu_cli.checkpoint.snapshot import Kept, Progress
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+from multigpu_cli.runtime.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: int = 0) -> Kept:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    return Kept(
+        model,
+        build_optimizer(model, OptimizerConfig(name=optimizer)),
+        Precision("off", CPU),
+        averaged(model, 0.9) if ema else None,
+        Progress(),
+    )
+
+
+def train(live: Kept, steps: int) -> None:
+    for _ in range(steps):
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(live.progress.step))
+        live.model(inputs).square().mean().backward()
+        set_rate(live.optimizer, 0.05)
+        live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
+        if live.average:
+            live.average.update_parameters(live.model)
+        live.progress.step += 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) -> None:
+    undisturbed = kept(optimizer, ema=ema)
+    train(undisturbed, 6)
+    interrupted = kept(optimizer, ema=ema)
+    train(interrupted, 3)
+    interrupted.progress.best = {"accuracy": 0.5, "epoch": 1}
+    state = unpacked(packed(interrupted.capture()), Path("state.pt"))
+    resumed = kept(optimizer, ema=ema, seed=99)
+    resumed.restore(state, "state.pt")
+    assert resumed.progress == interrupted.progress
+    train(resumed, 3)
+    assert fingerprint(resumed.model.state_dict()) == fingerprint(undisturbed.model.state_dict())
+    assert fingerprint(resumed.for_use().state_dict()) == fingerprint(undisturbed.for_use().state_dict())
+
+
+def test_a_capture_stays_when_training_goes_on() -> None:
+    live = kept()
+    train(live, 2)
+    state = live.capture()
+    before = packed(state)
+    train(live, 2)
+    assert packed(state) == before
+    assert state["progress"]["step"] == 2
+
+
+def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> None:
+    def leaves(value: object) -> list[object]:
+        if isinstance(value, dict):
+            return [leaf for entry in value.values() for leaf in leaves(entry)]
+        if isinstance(value, (list, tuple)):
+            return [leaf for entry in value for leaf in leaves(entry)]
+        return [value]
+
+    live = kept()
+    train(live, 1)
+    for leaf in leaves(live.capture()):
+        assert isinstance(leaf, (Tensor, str, int, float, bool, type(None))), type(leaf)
+        assert not isinstance(leaf, Tensor) or leaf.device == CPU
+
+
+def test_the_average_is_what_is_used_where_there_is_one() -> None:
+    averaging, plain = kept(), kept(ema=False)
+    assert averaging.for_use() is not averaging.model
+    assert plain.for_use() is plain.model
+    assert list(averaging.for_use().state_dict()) == list(averaging.model.state_dict()), "no prefix of a wrapper"
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match=r"step_7 does not fit the model(.|\n)*0\.weight is \(8, 3\)"):
+        kept(width=4).restore(kept(width=8).capture(), "step_7")
+
+
+def test_progress_begins_at_nothing() -> None:
+    assert Progress() == Progress(
+        step=0, best={}, score=[], stale_epochs=0, train_seconds=0.0, startup_seconds=0.0, last={}, faults=[]
+    )

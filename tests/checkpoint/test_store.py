@@ -1,0 +1,222 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.store import MANIFEST, Store, damage_in, read_manifest
+
+STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}
+FACTS = {"settings": {"epochs": 3}, "pins": {"lr": 0.004}, "world_size": 2}
+
+
+def filled(folder: Path, *steps: int, keep: int = 10) -> Store:
+    store = Store(folder / "checkpoints", keep)
+    for step in steps:
+        store.save(step, STATE | {"progress": {"step": step}}, FACTS)
+    return store
+
+
+def names(store: Store) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    size = store.save(120, STATE, FACTS)
+    found, passed_over = store.newest()
+    assert found is not None
+    assert (found.step, passed_over) == (120, [])
+    assert found.folder == tmp_path / "checkpoints" / "step_00000120"
+    assert torch.equal(found.state()["model"]["weight"], STATE["model"]["weight"])  # type: ignore[call-overload]
+    assert sorted(path.name for path in found.folder.iterdir()) == [MANIFEST, "state.pt"]
+    assert (found.folder / "state.pt").stat().st_size == size
+
+
+def test_the_manifest_lists_files_and_facts(tmp_path: Path) -> None:
+    store = filled(tmp_path, 7)
+    manifest = json.loads((store.folder / "step_00000007" / MANIFEST).read_text())
+    assert FACTS.items() <= manifest.items()
+    assert manifest["step"] == 7
+    assert set(manifest["files"]["state.pt"]) == {"size", "sha256"}
+
+
+def test_nothing_is_newest_where_nothing_is(tmp_path: Path) -> None:
+    assert Store(tmp_path / "checkpoints", 3).newest() == (None, [])
+
+
+def test_the_newest_is_the_one_with_the_highest_step_not_the_latest_file(tmp_path: Path) -> None:
+    found, _ = filled(tmp_path, 300, 20).newest()
+    assert found is not None
+    assert found.step == 300
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_only_the_newest_few_stay(keep: int, tmp_path: Path) -> None:
+    store = filled(tmp_path, 10, 20, 30, 40, 50, keep=keep)
+    assert names(store) == [f"step_{step:08d}" for step in (10, 20, 30, 40, 50)[-keep:]]
+
+
+def torn(folder: Path) -> None:
+    content = (folder / "state.pt").read_bytes()
+    (folder / "state.pt").write_bytes(content[:-1])
+
+
+def flipped(folder: Path) -> None:
+    content = bytearray((folder / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "state.pt").write_bytes(bytes(content))
+
+
+def without_state(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+
+
+def without_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def torn_manifest(folder: Path) -> None:
+    content = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).write_bytes(content[: len(content) // 2])
+
+
+def other_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text('{"step": 30, "files": {"state.pt": {}}}')
+
+
+def list_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[1, 2, 3]")
+
+
+DAMAGE = {
+    torn: "state.pt has",
+    flipped: "state.pt does not match its checksum",
+    without_state: "state.pt is missing",
+    without_manifest: "manifest.json can't be read (FileNotFoundError)",
+    torn_manifest: "manifest.json can't be read",
+    other_manifest: "manifest.json can't be read",
+    list_manifest: "manifest.json can't be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_passed_over_and_named_and_stays(damage: Any, tmp_path: Path) -> None:
+    store = filled(tmp_path, 10, 20, 30)
+    damage(store.folder / "step_00000030")
+    left = sorted((store.folder / "step_00000030").iterdir())
+    found, passed_over = store.newest()
+    assert found is not None
+    assert found.step == 20
+    assert len(passed_over) == 1
+    assert f"passed over {store.folder / 'step_00000030'}: {DAMAGE[damage]}" in passed_over[0]
+    assert sorted((store.folder / "step_00000030").iterdir()) == left
+
+
+def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
+    store = filled(tmp_path, 10, 20, 30)
+    for folder, damage in zip(sorted(store.folder.iterdir()), (torn, flipped, without_manifest), strict=True):
+        damage(folder)
+    found, passed_over = store.newest()
+    assert found is None
+    assert [note.split("step_")[1][:8] for note in passed_over] == ["00000030", "00000020", "00000010"]
+
+
+def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
+    """It holds what the run was started with: a wrong digit there would be another run."""
+    folder = filled(tmp_path, 30).folder / "step_00000030"
+    whole = (folder / MANIFEST).read_bytes()
+    for at in range(len(whole)):
+        content = bytearray(whole)
+        content[at] ^= 1
+        (folder / MANIFEST).write_bytes(bytes(content))
+        assert damage_in(folder), bytes(content[max(0, at - 20) : at + 20])
+    (folder / MANIFEST).write_bytes(whole)
+    assert damage_in(folder) is None
+
+
+def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
+    """After falling back, the fresh checkpoint has a lower number than the damaged one that was passed over."""
+    store = filled(tmp_path, 10, 20)
+    flipped(store.folder / "step_00000020")
+    store.keep = 1
+    store.save(15, STATE | {"progress": {"step": 15}}, FACTS)
+    found, passed_over = store.newest()
+    assert found is not None
+    assert found.step == 15
+    assert len(passed_over) == 1, "and it is still there to be looked at"
+
+
+def test_going_on_from_an_older_checkpoint_keeps_what_is_saved_then(tmp_path: Path) -> None:
+    store = filled(tmp_path, 10, 20, 30, keep=2)
+    store.save(25, STATE, FACTS)
+    assert "step_00000025" in names(store)
+
+
+def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
+    store = filled(tmp_path, 10, 20)
+    store.save(20, STATE | {"progress": {"step": 999}}, FACTS)
+    found, passed_over = store.newest()
+    assert found is not None
+    assert (found.state()["progress"]["step"], passed_over) == (999, [])
+    assert len(names(store)) == 2
+
+
+def test_drafts_of_a_killed_run_are_no_checkpoints_and_are_swept(tmp_path: Path) -> None:
+    store = filled(tmp_path, 10)
+    shutil.copytree(store.folder / "step_00000010", store.folder / ".draft_step_00000020")
+    found, passed_over = store.newest()
+    assert found is not None
+    assert (found.step, passed_over) == (10, [])
+    store.save(20, STATE, FACTS)
+    assert names(store) == ["step_00000010", "step_00000020"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from multigpu_cli.checkpoint import store
+left = int(sys.argv[2])
+def counted(original):
+    def call(*given, **named):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*given, **named)
+    return call
+os.fsync, os.rename, Path.rename, Path.replace, Path.mkdir, store.shutil.rmtree = map(
+    counted, (os.fsync, os.rename, Path.rename, Path.replace, Path.mkdir, store.shutil.rmtree))
+store.Store(Path(sys.argv[1]), 1).save(20, {"w": torch.ones(1000)}, {})
+print("saved")
+"""
+
+
+@pytest.mark.slow
+def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(tmp_path: Path) -> None:
+    finished = False
+    for moment in range(40):
+        folder = tmp_path / str(moment)
+        store = Store(folder, 1)
+        store.save(10, STATE, FACTS)
+        script = [sys.executable, "-c", KILLED, str(folder), str(moment)]
+        ended = subprocess.run(script, cwd=Path(__file__).parents[2], timeout=60, capture_output=True, text=True)
+        found, passed_over = store.newest()
+        assert found is not None
+        assert passed_over == []
+        finished = "saved" in ended.stdout
+        assert found.step == 20 if finished else found.step in (10, 20)
+        if finished:
+            break
+    assert finished
+    assert moment > 6
+
+
+def test_a_manifest_is_read_back(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3)
+    assert read_manifest(store.folder / "step_00000003")["pins"] == {"lr": 0.004}

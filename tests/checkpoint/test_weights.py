@@ -1,0 +1,121 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.checkpoint.files import packed
+from multigpu_cli.checkpoint.weights import check_fit, fingerprint, host_copy, read_weights, save_weights, warm_start
+from multigpu_cli.errors import RequestError
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_weights_for_use_load_with_weights_only(tmp_path: Path) -> None:
+    model = network()
+    save_weights(tmp_path / "best.pt", model.state_dict(), {"data": "digits", "epochs": 3}, {"accuracy": 0.97})
+    found = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert set(found) == {"model", "config", "metrics"}
+    assert (found["config"]["epochs"], found["metrics"]["accuracy"]) == (3, 0.97)
+    other = network(seed=1)
+    other.load_state_dict(found["model"])
+    assert fingerprint(other.state_dict()) == fingerprint(model.state_dict())
+
+
+def test_the_fingerprint_is_of_names_order_and_bytes() -> None:
+    """SHA-256 over the bytes of the tensors in order of names, worked out by hand."""
+    from hashlib import sha256
+
+    state = {"b": torch.tensor([1.0, 2.0]), "a": torch.tensor([[3, 4], [5, 6]]).t(), "c": torch.tensor(7.5).double()}
+    by_hand = sha256(
+        torch.tensor([[3, 5], [4, 6]]).numpy().tobytes()
+        + torch.tensor([1.0, 2.0]).numpy().tobytes()
+        + torch.tensor(7.5).double().numpy().tobytes()
+    )
+    assert fingerprint(state) == by_hand.hexdigest()
+    assert fingerprint(dict(reversed(state.items()))) == by_hand.hexdigest()
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var", "1.num_batches_tracked"])
+def test_any_weight_or_buffer_changes_the_fingerprint(name: str) -> None:
+    model = network()
+    before = fingerprint(model.state_dict())
+    value = model.state_dict()[name]
+    value.view(-1)[-1] += 1
+    assert fingerprint(model.state_dict()) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_every_number_format_has_a_fingerprint(dtype: torch.dtype) -> None:
+    assert fingerprint({"x": torch.ones(3).to(dtype)}) != fingerprint({"x": torch.zeros(3).to(dtype)})
+
+
+def test_a_host_copy_stays_when_training_goes_on() -> None:
+    model = network()
+    copy = host_copy(model.state_dict())
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert copy["0.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("layout", ["best.pt", "state.pt", "plain"])
+def test_weights_are_found_in_each_kind_of_file(layout: str, tmp_path: Path) -> None:
+    state = network().state_dict()
+    contents = {
+        "best.pt": {"model": state, "config": {}, "metrics": {}},
+        "state.pt": {"model": state, "optimizer": {"state": {}}, "progress": {"step": 1}},
+        "plain": dict(state),
+    }
+    (tmp_path / "file.pt").write_bytes(packed(contents[layout]))
+    model = network(seed=1)
+    warm_start(model, tmp_path / "file.pt")
+    assert fingerprint(model.state_dict()) == fingerprint(state)
+
+
+@pytest.mark.parametrize("content", [{"model": {}}, {"model": {"x": 1}}, [torch.ones(1)], {}, torch.ones(2), "text"])
+def test_a_file_without_weights_is_refused(content: object, tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(packed(content))
+    with pytest.raises(RequestError, match=r"file\.pt holds no weights"):
+        read_weights(tmp_path / "file.pt")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"there is no file .*nowhere\.pt"):
+        read_weights(tmp_path / "nowhere.pt")
+
+
+def test_a_malicious_file_is_refused_unrun(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "attacked"),)
+
+    torch.save({"model": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(RequestError, match=r"evil\.pt"):
+        warm_start(network(), tmp_path / "evil.pt")
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_what_does_not_fit_is_listed_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = network()
+    before = fingerprint(model.state_dict())
+    state = model.state_dict() | {"0.weight": torch.zeros(9, 9), "extra": torch.zeros(1)}
+    del state["2.bias"]
+    (tmp_path / "file.pt").write_bytes(packed({name: value + 1 for name, value in state.items()}))
+    with pytest.raises(RequestError) as refused:
+        warm_start(model, tmp_path / "file.pt")
+    assert "--init-from" in refused.value.problem
+    assert "2.bias is missing" in refused.value.problem
+    assert "extra is not in the model" in refused.value.problem
+    assert "0.weight is (9, 9), the model has (4, 3)" in refused.value.problem
+    assert fingerprint(model.state_dict()) == before
+
+
+def test_a_long_list_is_cut() -> None:
+    with pytest.raises(RequestError) as refused:
+        check_fit(network(), {}, "it")
+    assert refused.value.problem.count(" is missing") == 6
+    assert "… 3 more" in refused.value.problem

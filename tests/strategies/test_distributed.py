@@ -1,0 +1,157 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # seconds; DDP imports it, and here it is done once rather than in each forked rank
+import torch.distributed as dist
+
+from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.single import Single
+from tests.gloo import each_rank
+from tests.strategies.one_step import network, reduce_step, state
+
+SHARES = {
+    "even": BatchPlan(samples=24, micro_batch=4, global_batch=24, workers=3),
+    "uneven": BatchPlan(samples=23, micro_batch=3, global_batch=23, workers=3),  # 2, 3 and 3 micro-batches, one short
+    "idle": BatchPlan(samples=6, micro_batch=3, global_batch=6, workers=3),
+    "one works": BatchPlan(samples=4, micro_batch=4, global_batch=4, workers=3),
+}
+
+
+def steps(
+    plan: BatchPlan, *, norm: bool, count: int = 3, **communication: Any
+) -> Callable[[World], list[dict[str, list[float]]]]:
+    """The reduced state after each of a few steps; gradients are dropped in between, as the engine does."""
+
+    def work(world: World) -> list[dict[str, list[float]]]:
+        model = network(norm=norm)
+        config = CommunicationConfig(**communication)
+        strategy = Distributed(model, world, config) if world.size > 1 else Single(model)
+        found = []
+        for _ in range(count):
+            reduce_step(strategy, plan, world.rank)
+            found.append(state(model))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        return found
+
+    return work
+
+
+def alone(plan: BatchPlan, *, norm: bool) -> list[dict[str, list[float]]]:
+    one = BatchPlan(samples=plan.samples, micro_batch=plan.micro_batch, global_batch=plan.global_batch, workers=1)
+    return steps(one, norm=norm)(World(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batchnorm"])
+@pytest.mark.parametrize("share", SHARES)
+def test_workers_together_do_what_one_does(share: str, norm: bool) -> None:
+    plan = SHARES[share]
+    expected = alone(plan, norm=norm)
+    for rank, found in enumerate(each_rank(3, steps(plan, norm=norm))):
+        for one, other in zip(found, expected, strict=True):
+            for name, value in other.items():
+                assert one[name] == pytest.approx(value, rel=1e-12, abs=1e-14), f"rank {rank}: {name}"
+
+
+def test_the_mean_over_workers_is_undone_in_the_loss() -> None:
+    def work(world: World) -> float:
+        return Distributed(network(), world, CommunicationConfig()).loss_factor
+
+    assert each_rank(2, work) == [2.0, 2.0]
+
+
+def test_gradients_travel_only_with_the_last_micro_batch() -> None:
+    plan = BatchPlan(samples=24, micro_batch=2, global_batch=24, workers=2)
+
+    def work(world: World) -> list[str]:
+        model = network(norm=False)
+        strategy = Distributed(model, world, CommunicationConfig())
+        seen: list[str] = []
+
+        def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            seen.append("sent")
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        strategy._ddp.register_comm_hook(None, hook)
+        original = strategy.micro_batch_done
+
+        def counted(number: int) -> None:
+            seen.append(f"micro-batch {number}")
+            original(number)
+
+        strategy.micro_batch_done = counted  # type: ignore[method-assign]
+        reduce_step(strategy, plan, world.rank)
+        return seen
+
+    first, second = each_rank(2, work)
+    assert first == [*(f"micro-batch {number}" for number in range(5)), "sent", "micro-batch 5"]
+    assert second == [*(f"micro-batch {number}" for number in range(6, 11)), "sent", "micro-batch 11"]
+
+
+def test_an_idle_worker_on_cuda_has_something_to_move_to_its_device() -> None:
+    """With device_ids, as on CUDA, DDP moves its inputs and fails where there are none."""
+
+    def work(world: World) -> list[float]:
+        model = network(norm=False)
+        strategy = Distributed(model, world, CommunicationConfig())
+        strategy._ddp.device_ids = [0]
+        reduce_step(strategy, SHARES["idle"], world.rank)
+        return state(model)["0.weight.grad"]
+
+    expected = alone(SHARES["idle"], norm=False)[0]["0.weight.grad"]
+    for found in each_rank(3, work):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradients_can_travel_as_fp16() -> None:
+    plan = SHARES["uneven"]
+    expected = alone(plan, norm=False)[0]
+    compressed = each_rank(3, steps(plan, norm=False, count=1, grad_compression="fp16"))
+    values = [value for [found] in compressed for value in found["0.weight.grad"]]
+    assert values[: len(values) // 3] == values[len(values) // 3 : 2 * len(values) // 3]
+    assert compressed[0][0]["0.weight.grad"] == pytest.approx(expected["0.weight.grad"], rel=1e-2, abs=1e-3)
+    assert compressed[0][0]["0.weight.grad"] != pytest.approx(expected["0.weight.grad"], rel=1e-9)
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_a_parameter_that_a_step_skips(find: bool) -> None:
+    """With --find-unused-parameters it counts as zero; without, DDP says which flag is missing."""
+
+    class Sometimes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.used(inputs)
+            return result
+
+    def work(world: World) -> str:
+        torch.manual_seed(1)
+        model = Sometimes()
+        strategy = Distributed(model, world, CommunicationConfig(find_unused_parameters=find))
+        try:
+            for _ in range(2):
+                reduce_step(strategy, BatchPlan(samples=8, micro_batch=2, global_batch=8, workers=2), world.rank)
+        except RuntimeError as error:
+            return "find_unused_parameters" if "find_unused_parameters" in str(error) else str(error)
+        return "trained"
+
+    assert each_rank(2, work) == (["trained"] * 2 if find else ["find_unused_parameters"] * 2)
+
+
+def test_buckets_can_be_sized() -> None:
+    def work(world: World) -> int:
+        strategy = Distributed(network(), world, CommunicationConfig(bucket_cap_mb=3))
+        return int(strategy._ddp.bucket_bytes_cap)
+
+    assert each_rank(2, work) == [3 * 1024 * 1024] * 2

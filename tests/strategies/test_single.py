@@ -1,0 +1,38 @@
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.strategies.single import Single
+from tests.strategies.one_step import network, reduce_step, samples, state
+
+
+@pytest.mark.parametrize("micro_batch", [32, 16, 7, 1])
+def test_the_gradient_is_that_of_the_whole_batch_however_it_is_cut(micro_batch: int) -> None:
+    model, whole = network(norm=False), network(norm=False)
+    reduce_step(Single(model), BatchPlan(samples=32, micro_batch=micro_batch, global_batch=32, workers=1), 0)
+    inputs, targets = samples(32)
+    cross_entropy(whole(inputs), targets).backward()
+    for name, value in state(model).items():
+        assert value == pytest.approx(state(whole)[name], abs=1e-14), name
+
+
+def test_a_short_last_batch_is_divided_by_its_own_size() -> None:
+    model, whole = network(norm=False), network(norm=False)
+    plan = BatchPlan(samples=42, micro_batch=8, global_batch=32, workers=1)
+    reduce_step(Single(model), plan, 0, step=1)
+    inputs, targets = samples(42)
+    cross_entropy(whole(inputs[32:]), targets[32:]).backward()
+    assert state(model)["0.weight.grad"] == pytest.approx(state(whole)["0.weight.grad"], abs=1e-14)
+
+
+def test_one_micro_batch_moves_batchnorm_as_torch_does() -> None:
+    model, plain = network(), network()
+    reduce_step(Single(model), BatchPlan(samples=16, micro_batch=16, global_batch=16, workers=1), 0)
+    plain(samples(16)[0])
+    assert torch.equal(dict(model.named_buffers())["1.running_var"], dict(plain.named_buffers())["1.running_var"])
+
+
+def test_it_is_one_lane_without_any_averaging() -> None:
+    strategy = Single(network())
+    assert (strategy.name, strategy.lanes, strategy.loss_factor) == ("single", 1, 1.0)
