@@ -59,23 +59,24 @@ def run(
         folder = stack.enter_context(ExitStack())
         decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
         parts = assemble(learner, console, stop, stack)
+        parts.progress.startup_seconds += time.perf_counter() - began
         record.open_run(parts)
-        return _trained(parts, startup=time.perf_counter() - began)
+        return _trained(parts)
 
 
-def _trained(run: Run, startup: float) -> dict[str, Any]:
+def _trained(run: Run) -> dict[str, Any]:
     """Fit, conclude, and leave a summary whichever way it ends."""
     try:
         status = fit(run)
-        ending = record.conclude(run) if status == "completed" else {}
+        ending = record.conclude(run) if status == "completed" else record.leave(run)
     except BaseException as error:
         failed = {"error": f"{type(error).__name__}: {error}"}
-        record.close_run(run, record.summary(run, "failed", failed, startup))
+        record.close_run(run, record.summary(run, "failed", failed))
         raise
     finally:
         run.bar.close()
     ending["peak_memory_bytes"] = [int(peak) for peak in gathered(run.world, record.peak_memory_here(run))]
-    found = record.summary(run, status, ending, startup)
+    found = record.summary(run, status, ending)
     record.close_run(run, found)
     run.console.report(found, found.get("per_class"), found.get("confusion"), run.settled.source.class_names)
     return found

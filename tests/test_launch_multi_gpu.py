@@ -50,7 +50,7 @@ if "--dry-run" in argv:
         "base_lr": 0.001, "base_batch_size": 32, "lr_rule": "sqrt", "warmup_steps": 24, "steps_per_epoch": 12,
         "total_steps": 240, "precision": "bf16", "save_dir": folder,
         "resume": "goes on from step 120" if os.path.exists(folder + "/config.yaml") else "a new run"})))
-environment = {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
+environment = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "DATA_"))}
 with open("runs.jsonl", "a") as file:
     print(json.dumps({"through": os.environ.get("THROUGH", ""), "argv": argv, "cuda": environment}), file=file)
 signals = []
@@ -256,6 +256,22 @@ def test_where_all_are_in_use_the_emptiest_is_taken(desk: Desk) -> None:
     assert "Note: GPU 1 is in use by others." in told.stderr
 
 
+@machine(
+    ("desk", "state"),
+    [
+        (["0, A, 81920, 79000, 0"], "idle"),  # what a desktop or a driver takes
+        (["0, A, 8192, 7200, 10"], "idle"),
+        (["0, A, 81920, 81000, 11"], "in use"),
+        (["0, A, 81920, 73000, 0"], "in use"),
+        (["0, A, 8192, 7000, 0"], "in use"),
+        (["0, A, 0, 0, 0"], "idle"),
+    ],
+    indirect=["desk"],
+)
+def test_idle_means_little_memory_in_use_and_little_load(desk: Desk, state: str) -> None:
+    assert re.search(rf"%  {state}$", desk.tell("--yes", "--dry-run").stderr, re.MULTILINE)
+
+
 @machine("desk", [["0, NVIDIA T4, 15360, 15000, 0", "1, NVIDIA H100, 81559, 81000, 0"]], indirect=True)
 def test_unlike_gpus_are_numbered_as_nvidia_smi_does(desk: Desk) -> None:
     desk.tell("--yes")
@@ -278,6 +294,12 @@ def test_gpus_hidden_by_the_user_stay_hidden(
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": cuda}
     argv = desk.run["argv"]
     assert (argv[argv.index("--gpu-ids") + 1] if "--gpu-ids" in argv else None) == ids
+
+
+def test_what_the_user_exported_reaches_the_trainer(desk: Desk) -> None:
+    desk.tell("--yes", "--gpus", "none", "--data-dir", ".", DATA_DIR="mine")
+    assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "", "DATA_DIR": "mine"}
+    assert not re.findall(r"^ *[A-Z_]+=", LAUNCHER.read_text(), re.MULTILINE)
 
 
 def test_gpus_none_keeps_to_the_cpu(desk: Desk) -> None:
@@ -345,16 +367,23 @@ def test_a_batch_that_the_trainer_refuses_is_asked_again(desk: Desk) -> None:
     assert ended(child) == 0
 
 
+@pytest.mark.parametrize("flags", [[], ["--save-dir", "checkpoints/digits/RUN"]], ids=["newest", "named"])
 @pytest.mark.parametrize(("answer", "folder"), [("", "RUN"), ("n", "RUN-2")])
-def test_a_run_that_is_there_is_continued_or_left_alone(desk: Desk, answer: str, folder: str) -> None:
+def test_a_run_that_is_there_is_continued_or_left_alone(desk: Desk, answer: str, folder: str, flags: list[str]) -> None:
     run = desk.folder / "checkpoints" / "digits" / "RUN"
     run.mkdir(parents=True)
     (run / "config.yaml").touch()
-    child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits")
+    child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits", *flags)
     child.expect_exact("goes on from step 120")
     answered(child, ("Continue it?", answer), *(ENTER[2:] if answer else ENTER[3:]))
     assert ended(child) == 0
     assert desk.run["argv"][4:] == ["--save-dir", f"checkpoints/digits/{folder}"]
+
+
+def test_resume_auto_still_asks_the_rest(desk: Desk) -> None:
+    child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits", "--resume", "auto")
+    answered(child, *ENTER[2:])
+    assert ended(child) == 0
 
 
 def test_no_is_an_answer(desk: Desk) -> None:
@@ -628,7 +657,7 @@ def test_nothing_that_bash_3_2_lacks_is_used(construct: str) -> None:
 
 def test_possibly_empty_arrays_are_expanded_as_bash_3_2_needs_it() -> None:
     bare = re.findall(r'(?<!\+)"\$\{(\w+)\[@\][^"]*"', LAUNCHER.read_text())
-    never_empty = {"CHOICES", "COMMAND", "FLAGS", "GPU_ID", "GPU_ROW", "MAIN", "TORCHRUN"}
+    never_empty = {"choices", "command", "flags", "gpu_id", "gpu_row", "main", "torchrun"}
     assert set(bare) <= never_empty
 
 

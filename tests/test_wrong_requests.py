@@ -171,7 +171,7 @@ ENGINE = [
     Row("--set data.args.agment=3", ["data.args.agment", "did you mean 'augment'?"]),
     Row("--grad-accum-steps 2 --global-batch-size 128", ["--global-batch-size 128", "--grad-accum-steps 2"]),
     Row("--drop-last --batch-size 100000", ["--drop-last", "--batch-size"]),
-    Row("--init-from junk.pt", ["junk.pt", "no checkpoint"], {"junk.pt": b"junk"}),
+    Row("--init-from junk.pt", ["--init-from junk.pt", "no file of weights"], {"junk.pt": b"junk"}),
     Row("--resume empty", ["--resume empty", "no checkpoint"], {"empty": None}),
     Row("--freeze nothing.*", ["--freeze", "nothing.*"]),
 ]

@@ -99,6 +99,10 @@ def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, n
 
 
 def _from_path(path: Path, save_dir: str | None) -> Start:
+    if save_dir and not path.resolve().is_relative_to(Path(save_dir).resolve()):
+        own = _in_folder(Path(save_dir))
+        if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
+            return own
     if (path / MANIFEST).is_file():
         if damage := damage_in(path):
             raise RequestError(f"--resume {path}: {damage}", remedy="an older checkpoint beside it, or its run folder")

@@ -54,12 +54,13 @@ class Store:
         content = packed(state)
         publish(draft / "state.pt", content)
         listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
-        publish(draft / MANIFEST, json.dumps({"step": step, "files": listed} | facts, indent=1).encode())
+        publish(draft / MANIFEST, _signed({"step": step, "files": listed} | facts))
         if final.exists():  # the same step once more, after a resume from an older checkpoint
             shutil.rmtree(final)
         draft.rename(final)
         flush_folder(self.folder)
-        for old in self._folders()[self.keep :]:
+        upto = [folder for folder in self._folders() if folder.name <= final.name]  # beyond lie only damaged ones
+        for old in upto[self.keep :]:
             shutil.rmtree(old)
         return len(content)
 
@@ -88,6 +89,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / MANIFEST).read_text()))
 
 
+def _signed(manifest: dict[str, Any]) -> bytes:
+    """As JSON, with a checksum over itself: one wrong digit among the settings would be another run."""
+    return json.dumps(manifest | {"sha256": _sum(manifest)}, indent=1).encode()
+
+
+def _sum(manifest: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(manifest))
+    return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
 def damage_in(folder: Path) -> str | None:
     """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole."""
     return next(_damages(folder), None)
@@ -96,12 +107,13 @@ def damage_in(folder: Path) -> str | None:
 def _damages(folder: Path) -> Iterator[str]:
     try:
         manifest = read_manifest(folder)
-        files = dict(manifest["files"])
-        int(manifest["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         yield f"{MANIFEST} can't be read ({type(error).__name__})"
         return
-    for name, listed in files.items():
+    if manifest.pop("sha256", None) != _sum(manifest):
+        yield f"{MANIFEST} does not match its own checksum"
+        return
+    for name, listed in manifest["files"].items():
         file = folder / name
         if not file.is_file():
             yield f"{name} is missing"

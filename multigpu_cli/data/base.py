@@ -21,7 +21,7 @@ class Source:
     """A dataset, split and ready to train on.
 
     A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets
-    (n,)) is held in memory and indexed by whole batches; anything else is fetched sample by sample, by loader processes.
+    (n,)) is held in memory and indexed by whole batches; anything else is fetched one by one, by loader processes.
 
     Attributes:
         train, val, test: the splits; None where there is none.

@@ -73,6 +73,10 @@ class Loader:
             self._fetch = _Items(split, device, seed, _loader_processes(config.num_workers, workers_here))
         self.where = self._fetch.where
 
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        self._fetch.close()
+
     def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[Iterator[Batch]]:
         """The steps of an epoch from step `start` on: each an iterator over this worker's batches.
 
@@ -122,6 +126,9 @@ class _Memory:
         self.inputs, self.targets = (tensor.to(home) for tensor in tensors)
         self.where = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def stream(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[_Fetched]:
         home = self.inputs.device
         for indices in chunks:
@@ -152,6 +159,12 @@ class _Items:
         self._chunks.now = [[(epoch, index) for index in chunk.tolist()] for chunk in chunks]
         for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
             yield self._moved(inputs), self._moved(targets), indices
+
+    def close(self) -> None:
+        """Not left to the garbage collector: the process may end past it, and its children must not outlive it."""
+        if (iterator := self._loader._iterator) is not None and self._loader.num_workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            self._loader._iterator = None
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, Tensor):

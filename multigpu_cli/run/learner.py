@@ -1,7 +1,8 @@
 """What learns, and from what: model, optimizer, task, strategy and data, before any file of the run is touched."""
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,11 @@ class Learner:
     train: Loader
     val: Loader | None
     test: Loader | None
-    trained: list[Tensor] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.trained = [p for p in self.kept.model.parameters() if p.requires_grad]
+    @cached_property
+    def trained(self) -> list[Tensor]:
+        """The parameters that the optimizer moves."""
+        return [p for p in self.kept.model.parameters() if p.requires_grad]
 
     @property
     def config(self) -> Config:

@@ -4,7 +4,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from torch import Tensor
+
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.faults.nonfinite import Nonfinite
 from multigpu_cli.faults.stop import Agreement, StopRequest
 from multigpu_cli.monitor.console import Console
@@ -21,6 +24,7 @@ class Run(Learner):
     """Everything that a training loop touches."""
 
     store: Store
+    writer: Writer
     journal: Journal
     tensorboard: TensorBoard | None
     console: Console
@@ -30,6 +34,7 @@ class Run(Learner):
     stop: StopRequest
     agreement: Agreement
     trace: SampleTrace | None
+    best: dict[str, Tensor] | None = None  # host copy of the best weights, until the next checkpoint writes them
 
     @property
     def folder(self) -> Path:
@@ -45,10 +50,14 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, stack: ExitS
     trace = None
     if config.log.trace_samples:
         trace = stack.enter_context(SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch))
+    for loader in (learner.train, learner.val, learner.test):
+        if loader is not None:
+            stack.callback(loader.close)
     return Run(
-        **{entry.name: getattr(learner, entry.name) for entry in fields(Learner) if entry.init},
+        **{entry.name: getattr(learner, entry.name) for entry in fields(Learner)},
         store=Store(folder / "checkpoints", config.checkpoint.keep),
         journal=stack.enter_context(journal),
+        writer=stack.enter_context(Writer()),
         tensorboard=board,
         console=console,
         bar=console.progress(plan.schedule.total_steps, learner.progress.step),

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.run_folder import write_summary
-from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
+from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights, save_weights
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
-from multigpu_cli.runtime.collectives import decided, gathered
+from multigpu_cli.runtime.collectives import decided, gathered, together
 from multigpu_cli.tasks.base import Evaluation
 
 
@@ -114,7 +116,9 @@ def judge(run: Run) -> None:
         epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
         progress.score, progress.stale_epochs = score, 0
         progress.best = {"epoch": epoch, "step": progress.step, **found.metrics}
-        publish_weights(run, "best.pt", progress.best)
+        if run.world.main:
+            with run.meters.paused():
+                run.best = host_copy(run.kept.for_use().state_dict())
     else:
         progress.stale_epochs += 1
         if run.config.length.patience and progress.stale_epochs >= run.config.length.patience:
@@ -122,49 +126,82 @@ def judge(run: Run) -> None:
             run.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
 
 
-def publish_weights(run: Run, name: str, metrics: dict[str, Any]) -> None:
-    if run.world.main:
-        with run.meters.paused():
-            save_weights(run.folder / name, run.kept.for_use().state_dict(), settings(run.settled.words), metrics)
-
-
 def save(run: Run) -> None:
-    """Write a checkpoint; rank 0 does, the others have nothing that it lacks."""
-    if not run.world.main:
-        return
+    """Copy what must survive, and have it written while training goes on; rank 0 does, the others have nothing more.
+
+    best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
+    """
     with run.meters.paused():
+        check_replicas(run.kept.model, run.world, run.progress.step)
+        if not run.world.main:
+            return
         began = time.perf_counter()
-        live = run.progress
-        before, live.train_seconds = live.train_seconds, live.train_seconds + run.meters.seconds
-        state = run.kept.capture()
-        live.train_seconds = before
-        facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
-        size = run.store.save(live.step, state, facts)
-        seconds = time.perf_counter() - began
-        run.journal.write("checkpoint", step=live.step, seconds=seconds, stall_seconds=seconds, bytes=size)
+        step, best, state = run.progress.step, run.best, _captured(run)
+        best_metrics, run.best = dict(run.progress.best), None
+        stalled = time.perf_counter() - began
+
+        def write() -> None:
+            if best is not None:
+                save_weights(run.folder / "best.pt", best, settings(run.settled.words), best_metrics)
+            facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
+            size = run.store.save(step, state, facts)
+            seconds = time.perf_counter() - began
+            run.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stalled, bytes=size)
+
+        if error := run.writer.submit(write):
+            note_fault(run, "checkpoint", f"a checkpoint was not written ({error}); training goes on")
+        stalled = time.perf_counter() - began
+
+
+def _captured(run: Run) -> dict[str, Any]:
+    """The state for a checkpoint, with the seconds of this attempt in its totals."""
+    live = run.progress
+    before, live.train_seconds = live.train_seconds, live.train_seconds + run.meters.seconds
+    state = run.kept.capture()
+    live.train_seconds = before
+    return state
+
+
+def settle_writes(run: Run) -> None:
+    """Wait for the last checkpoint.
+
+    Raises:
+        TrainingError: it could not be written; earlier ones are as they were.
+    """
+    if error := run.writer.settle():
+        raise TrainingError(
+            f"the last checkpoint could not be written to {run.folder}: {error}",
+            remedy="make room, or mend the folder, and run the same command again: it goes on from the one before",
+        )
 
 
 def conclude(run: Run) -> dict[str, Any]:
     """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
+    together(run.world, lambda: settle_writes(run))
     progress, state = run.progress, run.kept.for_use().state_dict()
     mark = fingerprint(state)
-    publish_weights(run, "last.pt", dict(progress.last))
-    if run.val is None:
-        publish_weights(run, "best.pt", dict(progress.last))
-    else:
+    if run.world.main:
+        words = settings(run.settled.words)
+        save_weights(run.folder / "last.pt", state, words, dict(progress.last))
+        if run.val is None:
+            save_weights(run.folder / "best.pt", state, words, dict(progress.last))
+    if run.val is not None:
         run.kept.for_use().load_state_dict(decided(run.world, lambda: read_weights(run.folder / "best.pt")))
-    details: dict[str, Any] = {}
-    if run.test is not None:
-        details = evaluate(run, "test", run.test).details
+    details = evaluate(run, "test", run.test).details if run.test is not None else {}
     return {"fingerprint": mark, **details}
 
 
-def summary(run: Run, status: str, ending: dict[str, Any], startup: float) -> dict[str, Any]:
+def leave(run: Run) -> dict[str, Any]:
+    """The end of a run that was asked to stop: nothing but the checkpoint."""
+    together(run.world, lambda: settle_writes(run))
+    return {}
+
+
+def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
     """What summary.json holds; every rank computes it, rank 0 writes it.
 
     Args:
         ending: fingerprint and details of a completed run; the error of a failed one.
-        startup: seconds from the start of this attempt to its first step.
     """
     progress, batches = run.progress, run.plan.batches
     names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
@@ -181,7 +218,7 @@ def summary(run: Run, status: str, ending: dict[str, Any], startup: float) -> di
         "samples": batches.samples_after(progress.step),
         "global_batch_size": batches.global_batch,
         "train_seconds": seconds,
-        "startup_seconds": progress.startup_seconds + startup,
+        "startup_seconds": progress.startup_seconds,
         "samples_per_second": run.meters.samples_per_second if run.meters.steps else None,
         "step_ms": run.meters.step_ms() if run.meters.steps else {"p50": None, "p95": None},
         "final": {name: progress.last.get(name) for name in names} | progress.last,

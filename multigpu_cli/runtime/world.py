@@ -1,5 +1,8 @@
 """Who we are among the processes of this run: read once from the environment, then a value."""
 
+import ctypes
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -92,6 +96,7 @@ def joined(
     if meeting is None:
         yield World(device)
         return
+    _die_with_parent()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(
         backend,
@@ -105,6 +110,12 @@ def joined(
         yield World(device, meeting.rank, meeting.size, meeting.local_rank, meeting.local_size)
     finally:
         dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """An agent that is killed must not leave its workers training beside the run that follows (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _store(meeting: Rendezvous, timeout: float) -> dist.Store:

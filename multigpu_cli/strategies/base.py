@@ -30,13 +30,12 @@ class Strategy(ABC):
         self.callable: Callable[..., Tensor] = model
         self._buffers = StepBuffers(model, workers, self._total)
 
-    def warm_up(self, loss: Callable[[], Tensor]) -> None:
+    def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Whatever has to happen before the first step so that a resumed run goes on with the same bits.
 
         Args:
             loss: forward pass of a micro-batch that is the same on every rank, and at every start of the run.
         """
-        return None
 
     def begin(self, micro_batches: int) -> None:
         """Start a step that has so many micro-batches over all workers."""

@@ -71,7 +71,7 @@ class StepBuffers:
 
 
 def _moved(start: Tensor, end: Tensor) -> Tensor:
-    """End minus start, where an infinite mask that stays has moved by zero; a counter may be beyond what floats hold."""
+    """End minus start; an infinite mask that stays has moved by zero, and a counter may be beyond what floats hold."""
     if not end.is_floating_point():
         return (end.long() - start.long()).to(_wide(end))
     return torch.where(end == start, 0.0, end - start)

@@ -2,8 +2,7 @@ import errno
 import io
 import os
 import pickle
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from multigpu_cli.checkpoint import files
 from multigpu_cli.checkpoint.files import packed, publish, unpacked
 from multigpu_cli.errors import RequestError
+from tests.forked import exit_code
 
 
 def test_a_file_gets_its_content(tmp_path: Path) -> None:
@@ -48,22 +48,12 @@ def test_the_name_appears_only_after_the_bytes_are_on_disk(tmp_path: Path, monke
     assert order == ["fsync", "replace", "flush_folder", "fsync"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from multigpu_cli.checkpoint import files
-def killed(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(*{"write": (os, "fsync", killed), "rename": (Path, "replace", killed)}[sys.argv[2]])
-files.publish(Path(sys.argv[1]), b"new" * 1000)
-"""
-
-
-@pytest.mark.parametrize("moment", ["write", "rename"])
-def test_a_kill_leaves_the_old_file(moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "replace")])
+def test_a_kill_leaves_the_old_file(owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(tmp_path / "a.txt", b"old")
-    script = [sys.executable, "-c", KILLED, str(tmp_path / "a.txt"), moment]
-    assert subprocess.run(script, cwd=Path(__file__).parents[2], timeout=60).returncode == -9
+    with monkeypatch.context() as deadly:
+        deadly.setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert exit_code(lambda: publish(tmp_path / "a.txt", b"new" * 1000)) == -signal.SIGKILL
     assert (tmp_path / "a.txt").read_bytes() == b"old"
     publish(tmp_path / "a.txt", b"next")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "the draft of the killed one is used again"
@@ -71,7 +61,7 @@ def test_a_kill_leaves_the_old_file(moment: str, tmp_path: Path) -> None:
 
 def test_a_state_comes_back() -> None:
     state = {"w": torch.arange(4.0), "n": [1, None, "x", 2.5], "deep": {"flag": True}}
-    found = unpacked(packed(state), Path("state.pt"))
+    found = unpacked(packed(state), "state.pt")
     assert torch.equal(found.pop("w"), state.pop("w"))
     assert found == state
 
@@ -94,8 +84,8 @@ class Evil:
 def test_no_code_runs_from_a_malicious_file(kind: str, tmp_path: Path) -> None:
     target, content = tmp_path / "attacked", io.BytesIO()
     torch.save({"model": Evil(target)}, content) if kind == "torch" else pickle.dump(Evil(target), content)
-    with pytest.raises(RequestError, match=r"foreign\.pt is no checkpoint that can be loaded safely"):
-        unpacked(content.getvalue(), Path("foreign.pt"))
+    with pytest.raises(RequestError, match=r"foreign\.pt is no file of weights that can be loaded safely"):
+        unpacked(content.getvalue(), "foreign.pt")
     assert not target.exists()
     torch.load(io.BytesIO(content.getvalue()), weights_only=False) if kind == "torch" else pickle.loads(  # noqa: S301
         content.getvalue()
@@ -106,4 +96,4 @@ def test_no_code_runs_from_a_malicious_file(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"hello", packed({"w": torch.ones(100)})[:-10]])
 def test_a_foreign_or_torn_file_is_named(content: bytes) -> None:
     with pytest.raises(RequestError, match=r"foreign\.pt"):
-        unpacked(content, Path("foreign.pt"))
+        unpacked(content, "foreign.pt")

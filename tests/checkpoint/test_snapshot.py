@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,7 +44,7 @@ def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) ->
     interrupted = kept(optimizer, ema=ema)
     train(interrupted, 3)
     interrupted.progress.best = {"accuracy": 0.5, "epoch": 1}
-    state = unpacked(packed(interrupted.capture()), Path("state.pt"))
+    state = unpacked(packed(interrupted.capture()), "state.pt")
     resumed = kept(optimizer, ema=ema, seed=99)
     resumed.restore(state, "state.pt")
     assert resumed.progress == interrupted.progress

@@ -1,7 +1,9 @@
 import json
+import os
 import shutil
-import subprocess
-import sys
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.store import MANIFEST, Store, damage_in, read_manifest
+from tests.forked import exit_code
 
 STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}
 FACTS = {"settings": {"epochs": 3}, "pins": {"lr": 0.004}, "world_size": 2}
@@ -99,7 +102,7 @@ DAMAGE = {
     without_state: "state.pt is missing",
     without_manifest: "manifest.json can't be read (FileNotFoundError)",
     torn_manifest: "manifest.json can't be read",
-    other_manifest: "manifest.json can't be read",
+    other_manifest: "manifest.json does not match its own checksum",
     list_manifest: "manifest.json can't be read",
 }
 
@@ -176,45 +179,49 @@ def test_drafts_of_a_killed_run_are_no_checkpoints_and_are_swept(tmp_path: Path)
     assert names(store) == ["step_00000010", "step_00000020"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from multigpu_cli.checkpoint import store
-left = int(sys.argv[2])
-def counted(original):
-    def call(*given, **named):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*given, **named)
-    return call
-os.fsync, os.rename, Path.rename, Path.replace, Path.mkdir, store.shutil.rmtree = map(
-    counted, (os.fsync, os.rename, Path.rename, Path.replace, Path.mkdir, store.shutil.rmtree))
-store.Store(Path(sys.argv[1]), 1).save(20, {"w": torch.ones(1000)}, {})
-print("saved")
-"""
+STEPS_ON_DISK = (
+    (os, "fsync"),
+    (Path, "mkdir"),
+    (Path, "replace"),
+    (Path, "rename"),
+    (Path, "unlink"),
+    (shutil, "rmtree"),
+)
 
 
-@pytest.mark.slow
-def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(tmp_path: Path) -> None:
-    finished = False
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step once more"])
+def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first step on disk, before its second, … until it comes through."""
+    left = 0
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*given, **named)
+
+        return call
+
     for moment in range(40):
-        folder = tmp_path / str(moment)
-        store = Store(folder, 1)
-        store.save(10, STATE, FACTS)
-        script = [sys.executable, "-c", KILLED, str(folder), str(moment)]
-        ended = subprocess.run(script, cwd=Path(__file__).parents[2], timeout=60, capture_output=True, text=True)
+        store = filled(tmp_path / str(moment), 10, *([20] if again else []), keep=2)
+        with monkeypatch.context() as deadly:
+            for owner, name in STEPS_ON_DISK:
+                deadly.setattr(owner, name, counted(getattr(owner, name)))
+            left = moment
+            ended = exit_code(partial(store.save, 20, STATE, FACTS))
         found, passed_over = store.newest()
         assert found is not None
         assert passed_over == []
-        finished = "saved" in ended.stdout
-        assert found.step == 20 if finished else found.step in (10, 20)
-        if finished:
+        if ended == 0:
             break
-    assert finished
-    assert moment > 6
+        assert ended == -signal.SIGKILL
+    assert ended == 0
+    assert found.step == 20
+    assert moment > 6, "and there were moments at which it was killed"
 
 
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:

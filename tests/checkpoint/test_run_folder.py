@@ -1,0 +1,323 @@
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.run_folder import (
+    Start,
+    choose_start,
+    holds_run,
+    is_locked,
+    owned,
+    read_summary,
+    write_summary,
+)
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.pinned import settings, with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+from tests.forked import exit_code
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def asked(save_dir: str | None = None, resume: str = "auto", recipe: str | None = None, **changed: Any) -> Config:
+    config = with_settings(Config(recipe=recipe), changed)
+    return replace(config, checkpoint=replace(config.checkpoint, save_dir=save_dir, resume=resume))
+
+
+def run_in(folder: Path, *steps: int, config: Config | None = None, status: str | None = None) -> Path:
+    """A run folder as training leaves it."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("data: digits\n")
+    store = Store(folder / "checkpoints", 10)
+    for step in steps:
+        store.save(step, {"w": torch.ones(2)}, {"settings": settings(config or asked()), "pins": {}, "world_size": 1})
+    if status:
+        write_summary(folder, json.dumps({"status": status}))
+    return folder
+
+
+def aged(folder: Path, seconds: int) -> None:
+    os.utime(folder, (1e9 - seconds, 1e9 - seconds))
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "state.pt").write_bytes(b"torn")
+
+
+def tree(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def test_a_start_is_plain_values(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", 10)
+    start = choose_start(asked("run"), attempt=0)
+    assert Start(**json.loads(json.dumps(start.as_dict()))) == start
+
+
+# -- without --save-dir
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_where_nothing_is_a_new_run_gets_a_new_folder(resume: str, tmp_path: Path) -> None:
+    starts = [choose_start(asked(resume=resume), attempt=0) for _ in range(5)]
+    assert len({start.folder for start in starts}) == 5
+    assert all(Path(start.folder).parent == Path("checkpoints/digits") for start in starts)
+    assert all((start.checkpoint, start.because) == (None, "a new run") for start in starts)
+    assert tree(tmp_path) == set(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("config", "home"),
+    [
+        (asked(recipe="har"), "checkpoints/har"),
+        (asked(data="synthetic"), "checkpoints/synthetic"),
+        (asked(data="my.module:load"), "checkpoints/my.module-load"),
+    ],
+)
+def test_the_folder_is_named_after_recipe_or_data(config: Config, home: str) -> None:
+    assert str(Path(choose_start(config, attempt=0).folder).parent) == home
+
+
+def test_the_newest_unfinished_run_of_the_same_configuration_goes_on() -> None:
+    home = Path("checkpoints/digits")
+    for age, name in enumerate(("newest", "older", "oldest")):
+        run_in(home / name, 10, 20)
+        aged(home / name, age)
+    start = choose_start(asked(), attempt=0)
+    assert start.folder == str(home / "newest")
+    assert start.checkpoint == str(home / "newest/checkpoints/step_00000020")
+    assert start.manifest is not None
+    assert start.manifest["step"] == 20
+    assert "goes on from step 20" in start.because
+
+
+def test_what_may_not_go_on_is_passed_over() -> None:
+    home = Path("checkpoints/digits")
+    run_in(home / "e_completed", 10, status="completed")
+    run_in(home / "d_other_rate", 10, config=asked(lr=0.5))
+    run_in(home / "c_without_checkpoint")
+    run_in(home / "b_longer", 10, config=asked(epochs=99))
+    (home / "a_no_run").mkdir()
+    run_in(home / "right", 10, config=asked(log_interval=7, multi_gpu="ddp"), status="stopped")
+    for age, folder in enumerate(sorted(home.iterdir())):
+        aged(folder, age)
+    assert choose_start(asked(), attempt=0).folder == str(home / "right")
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed"])
+def test_stopped_and_failed_runs_are_unfinished(status: str) -> None:
+    run_in(Path("checkpoints/digits/x"), 10, status=status)
+    start = choose_start(asked(), attempt=0)
+    assert start.folder == "checkpoints/digits/x"
+    assert start.summary == {"status": status}
+
+
+def test_a_run_at_work_is_left_alone() -> None:
+    home = Path("checkpoints/digits")
+    run_in(home / "idle", 10)
+    run_in(home / "at_work", 10)
+    aged(home / "idle", 100)
+    with owned(home / "at_work"):
+        assert choose_start(asked(), attempt=0).folder == str(home / "idle")
+    aged(home / "at_work", 0)
+    assert choose_start(asked(), attempt=0).folder == str(home / "at_work")
+
+
+def test_never_starts_afresh_beside_an_unfinished_run() -> None:
+    run_in(Path("checkpoints/digits/x"), 10)
+    assert choose_start(asked(resume="never"), attempt=0).checkpoint is None
+    assert choose_start(asked(resume="never"), attempt=1).checkpoint is not None, "a restart is no fresh command"
+
+
+# -- with --save-dir
+
+
+def test_an_empty_or_missing_folder_is_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing", "deep/er"):
+        start = choose_start(asked(name), attempt=0)
+        assert (start.folder, start.checkpoint, start.because) == (name, None, "a new run")
+    assert tree(tmp_path) == {tmp_path / "empty"}
+
+
+def test_a_folder_with_a_run_goes_on_whatever_its_configuration() -> None:
+    """Whether the words agree is judged later, against what the checkpoint pins."""
+    run_in(Path("mine"), 10, config=asked(lr=0.5), status="completed")
+    start = choose_start(asked("mine"), attempt=0)
+    assert start.checkpoint == "mine/checkpoints/step_00000010"
+    assert start.summary == {"status": "completed"}
+
+
+def test_a_folder_whose_run_has_no_checkpoint_yet_starts_over() -> None:
+    run_in(Path("mine"))
+    start = choose_start(asked("mine"), attempt=0)
+    assert start.checkpoint is None
+    assert start.because == "from the beginning: the folder has no whole checkpoint"
+
+
+def test_never_into_a_folder_that_holds_a_run_is_refused_at_the_first_attempt_only() -> None:
+    run_in(Path("mine"), 10)
+    with pytest.raises(RequestError, match="--resume never, but mine already holds a run"):
+        choose_start(asked("mine", "never"), attempt=0)
+    assert choose_start(asked("mine", "never"), attempt=1).checkpoint is not None
+    assert choose_start(asked("other", "never"), attempt=0).because == "a new run"
+
+
+def test_damaged_checkpoints_are_named_and_older_ones_used() -> None:
+    run_in(Path("mine"), 10, 20, 30)
+    damage(Path("mine/checkpoints/step_00000030"))
+    damage(Path("mine/checkpoints/step_00000020"))
+    start = choose_start(asked("mine"), attempt=0)
+    assert start.checkpoint == "mine/checkpoints/step_00000010"
+    assert len(start.notes) == 2
+    assert "step_00000030: state.pt has 4 bytes" in start.notes[0]
+
+
+def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_says_so() -> None:
+    run_in(Path("mine"), 10)
+    damage(Path("mine/checkpoints/step_00000010"))
+    start = choose_start(asked("mine"), attempt=0)
+    assert (start.checkpoint, len(start.notes)) == (None, 1)
+    assert "no whole checkpoint" in start.because
+
+
+def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
+    Path("file").write_text("")
+    for name in ("file", "file/inside"):
+        with pytest.raises(RequestError, match=rf"--save-dir {name}: .*file"):
+            choose_start(asked(name), attempt=0)
+
+
+# -- --resume PATH
+
+
+@pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000020"])
+def test_resume_names_a_run_or_a_checkpoint(path: str) -> None:
+    run_in(Path("there"), 10, 20)
+    start = choose_start(asked(resume=path), attempt=0)
+    assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000020")
+
+
+def test_resume_can_go_back_to_an_older_checkpoint() -> None:
+    run_in(Path("there"), 10, 20, status="completed")
+    start = choose_start(asked(resume="there/checkpoints/step_00000010"), attempt=0)
+    assert start.checkpoint == "there/checkpoints/step_00000010"
+    assert start.summary is None, "so it is not taken for complete"
+
+
+@pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000010"])
+def test_with_a_save_dir_the_run_goes_on_in_another_folder(path: str) -> None:
+    run_in(Path("there"), 10, status="completed")
+    start = choose_start(asked("fresh", path), attempt=0)
+    assert (start.folder, start.checkpoint) == ("fresh", "there/checkpoints/step_00000010")
+    assert start.summary is None
+
+
+def test_resume_can_go_back_in_its_own_folder_by_either_name() -> None:
+    run_in(Path("there"), 10, 20)
+    start = choose_start(asked("there", "there/checkpoints/step_00000010"), attempt=0)
+    assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000010")
+
+
+@pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000010"])
+def test_the_same_command_again_goes_on_where_it_was_stopped(path: str) -> None:
+    """Not from the other run's checkpoint once more: exit code 75 promises it."""
+    run_in(Path("there"), 10)
+    run_in(Path("fresh"), 15, status="stopped")
+    assert choose_start(asked("fresh", path), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
+
+
+def test_resume_of_a_damaged_checkpoint_is_refused() -> None:
+    run_in(Path("there"), 10, 20)
+    damage(Path("there/checkpoints/step_00000020"))
+    with pytest.raises(RequestError, match=r"step_00000020: state\.pt has 4 bytes") as refused:
+        choose_start(asked(resume="there/checkpoints/step_00000020"), attempt=0)
+    assert "an older checkpoint" in refused.value.remedy
+    start = choose_start(asked(resume="there"), attempt=0)
+    assert start.checkpoint == "there/checkpoints/step_00000010"
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty"])
+def test_resume_of_nothing_is_refused(path: str) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
+        choose_start(asked(resume=path), attempt=0)
+
+
+def test_resume_of_damaged_checkpoints_only_says_why() -> None:
+    run_in(Path("there"), 10)
+    damage(Path("there/checkpoints/step_00000010"))
+    with pytest.raises(RequestError, match=r"no checkpoint there\n.*step_00000010: state\.pt has"):
+        choose_start(asked(resume="there"), attempt=0)
+
+
+# -- ownership and small files
+
+
+def another_process(work: Callable[[], object]) -> bool:
+    """Whether it succeeds in a process of its own."""
+    return exit_code(work) == 0
+
+
+def take(folder: Path) -> None:
+    with owned(folder):
+        pass
+
+
+def test_one_process_owns_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    assert not is_locked(folder)
+    with owned(folder):
+        assert folder.is_dir()
+        assert is_locked(folder)
+        assert not another_process(lambda: take(folder))
+        with pytest.raises(RequestError, match=r"another run is at work in .*run"), owned(folder):
+            pass
+        assert is_locked(folder), "asking does not break the lock"
+    assert not is_locked(folder)
+    assert another_process(lambda: take(folder))
+
+
+def test_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
+    def killed() -> None:
+        with owned(tmp_path):
+            os.kill(os.getpid(), 9)
+
+    assert exit_code(killed) == -9
+    assert not is_locked(tmp_path)
+    take(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match=r"--save-dir .*file/run"), owned(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_folder_holds_a_run_once_its_settings_are_there(tmp_path: Path) -> None:
+    assert not holds_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    assert holds_run(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "\udcff".encode("utf-8", "surrogateescape")])
+def test_a_summary_that_cannot_be_read_is_none(content: str | bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "summary.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    assert read_summary(tmp_path) is None
+
+
+def test_a_summary_is_read_back(tmp_path: Path) -> None:
+    write_summary(tmp_path, '{"status": "completed"}')
+    assert read_summary(tmp_path) == {"status": "completed"}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -1,0 +1,57 @@
+"""Replicas that differ are found, and named."""
+
+import pytest
+import torch
+from tests.gloo import each_rank
+from torch import nn
+
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.runtime.world import World
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def verdict(world: World, change_on: int | None) -> str:
+    model = network()
+    if world.rank == change_on:
+        with torch.no_grad():
+            model[2].weight[0, 0] = torch.nextafter(model[2].weight[0, 0], torch.tensor(9.0))
+    try:
+        check_replicas(model, world, 7)
+    except TrainingError as error:
+        return error.problem
+    return ""
+
+
+def test_equal_replicas_pass() -> None:
+    assert each_rank(3, lambda world: verdict(world, None)) == ["", "", ""]
+
+
+def test_one_bit_is_enough_and_every_rank_hears_of_it() -> None:
+    said = each_rank(3, lambda world: verdict(world, 1))
+    assert len(set(said)) == 1
+    assert "step 7" in said[0]
+    assert "rank 1 differs in 2.weight" in said[0]
+
+
+def test_of_two_ranks_either_may_be_wrong() -> None:
+    assert all("rank 0 or 1" in text or "rank 1 or 0" in text for text in each_rank(2, lambda w: verdict(w, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_number_formats(dtype: torch.dtype) -> None:
+    def differs(world: World) -> bool:
+        model = network().to(dtype)
+        if world.rank:
+            model[0].bias.data[1] = 3.0
+        try:
+            check_replicas(model, world, 1)
+        except TrainingError:
+            return True
+        return False
+
+    assert each_rank(2, differs) == [True, True]
