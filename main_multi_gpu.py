@@ -8,6 +8,7 @@ torch is imported only when training starts, so that --help and every usage erro
 """
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -61,6 +62,23 @@ def recipes(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = F
         return 0
 
     return listing
+
+
+@app.command(cls=Command)
+def verify(
+    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="folder of a run")],
+    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="folder of another run")],
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> Action:
+    """Say whether two runs are the same to the last bit, and if not, at which step they part."""
+
+    def verdict() -> int:
+        from multigpu_cli.commands.verify import compared, show
+
+        show(found := compared(run_a, run_b), as_json=as_json)
+        return 0 if found.same else FAILED
+
+    return verdict
 
 
 def _train(values: Mapping[str, Any]) -> int:
@@ -178,7 +196,12 @@ def leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The console script `multigpu`."""
+    """The console script `multigpu`.
+
+    Until the training takes signals over, Ctrl-C ends the process at once: a KeyboardInterrupt in the middle of an import
+    may get lost, and torchrun would wait half a minute for a process that has not heard.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave(run(sys.argv[1:]))
 
 

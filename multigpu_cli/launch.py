@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,34 +62,45 @@ def _run_workers(config: Config, choice: Choice, screen: str) -> None:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
         flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=choice.launch,
-            run_id=OWN_RUN_ID + uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=config.fault.max_restarts,
-            monitor_interval=0.1,
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        )
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        try:
-            if choice.devices[0].type == "cuda":
-                os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
-            elastic_launch(launch, sys.executable)(str(_FRONT_DOOR), *flags)
-        except ChildFailedError as failure:
-            codes = [error.exitcode for error in failure.failures.values()]
-            raise WorkersFailed(next((code for code in codes if code > 0), FAILED)) from failure
-        finally:
-            if before is None:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            else:
-                os.environ["CUDA_VISIBLE_DEVICES"] = before
+        run_workers(choice, flags, max_restarts=config.fault.max_restarts)
+
+
+def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -> None:
+    """Run the front door with these words in `choice.launch` processes on this machine, and wait for them.
+
+    Raises:
+        WorkersFailed: some worker ended with a non-zero exit code.
+        SignalException: a signal ended them.
+    """
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=choice.launch,
+        run_id=OWN_RUN_ID + uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    )
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
+        elastic_launch(launch, sys.executable)(str(_FRONT_DOOR), *argv)
+    except ChildFailedError as failure:
+        codes = [error.exitcode for error in failure.failures.values()]
+        raise WorkersFailed(next((code for code in codes if code > 0), FAILED)) from failure
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _visible(choice: Choice, before: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees."""
+    """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees, nothing where that is the CPU."""
+    if choice.devices[0].type == "cpu":
+        return ""
     names: list[Any] = before.split(",") if before else list(range(1024))
     return ",".join(str(names[device.index or 0]) for device in choice.devices)

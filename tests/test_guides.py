@@ -1,8 +1,9 @@
 """The guides say what is there: their map is the disk, their flags are the schema's, their commands run.
 
-`python -m tests.test_guides` writes the flag table of QUICK_REFERENCE.md anew.
+`python -m tests.test_guides` writes the map of the code and the table of flags anew.
 """
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,7 +22,17 @@ from tests.test_readme import NO_COMMANDS, Block, blocks, is_reason, project, ru
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE, REFERENCE = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md"
 GUIDES = (GUIDE, REFERENCE)
-BEGIN, END = "<!-- flags: python -m tests.test_guides writes this table -->", "<!-- end of the flags -->"
+BEGIN, END = "<!-- python -m tests.test_guides writes this table -->", "<!-- end of the table -->"
+OTHER_FILES = {
+    "CHANGELOG.md": "What changed for users, newest first.",
+    "LICENSE": "MIT.",
+    "MULTI_GPU_GUIDE.md": "This guide.",
+    "Makefile": "`make quickstart`, `make test` and the rest; `make` lists them.",
+    "QUICK_REFERENCE.md": "One page: one command per task, and all flags.",
+    "README.md": "The short start, and what this is for.",
+    "launch_multi_gpu.sh": "Asks how to train, shows the plan and the command, runs it.",
+    "pyproject.toml": "What is installed, what it needs, and the settings of ruff, mypy and pytest.",
+}
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard and the launcher
     *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"),
     *("--logdir", "--yes", "--mode", "--gpus", "--help"),
@@ -56,11 +67,25 @@ def mapped() -> list[tuple[str, str]]:
 def on_disk() -> list[str]:
     top = [file for pattern in ("*.py", "*.sh", "*.md", "*.toml", "Makefile", "LICENSE") for file in ROOT.glob(pattern)]
     code = [file for file in ROOT.glob("multigpu_cli/**/*.py") if file.name != "__init__.py"]
-    return sorted(file.relative_to(ROOT).as_posix() for file in [*top, *code, *ROOT.glob("configs/*")])
+    return sorted(file.relative_to(ROOT).as_posix() for file in [*top, *code])
+
+
+def map_table() -> str:
+    """A row for each file: a module says itself what it does, in the first line of its docstring."""
+    rows = []
+    for path in on_disk():
+        floor, does = "-", OTHER_FILES.get(path, "")
+        if path.endswith(".py"):
+            floor = str(FLOOR[room_of(module_of(path)) or ""])
+            does = (ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").partition("\n")[0]
+        rows.append((-int(floor) if floor != "-" else 1, f"| {floor} | `{path}` | {does} |"))
+    return "\n".join(["| floor | file | what it does |", "|-|-|-|", *(row for _, row in sorted(rows))])
 
 
 def test_the_map_is_the_disk() -> None:
+    """A new file needs a row: python -m tests.test_guides writes it."""
     assert sorted(path for _, path in mapped()) == on_disk()
+    assert sorted(OTHER_FILES) == [path for path in on_disk() if not path.endswith(".py")]
 
 
 def test_the_map_knows_the_floors() -> None:
@@ -136,7 +161,9 @@ def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
     for code in CODE.findall(prose(guide)):
         if PLACE.fullmatch(code):
             assert (ROOT / code).exists() or code.startswith("my_"), code
-        unknown = {flag.replace("\\", "") for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)} - ours - OTHERS_FLAGS
+        unknown = (
+            {flag.replace("\\", "") for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)} - ours - OTHERS_FLAGS
+        )
         assert not unknown, code
 
 
@@ -144,7 +171,10 @@ def test_what_is_not_there_yet_is_said() -> None:
     section = GUIDE.read_text().partition("## Not yet")[2].partition("\n## ")[0]
     for missing in NOT_YET.values():
         asked = missing.problem.partition(":")[0].partition(" is not")[0]
-        assert f"`{asked}`" in section
+        assert f"`{asked}`" in " ".join(section.split())
+    promised = re.search(r"^- commands: ([\w, ]+)\.", section, re.MULTILINE)
+    assert promised
+    assert not set(promised[1].split(", ")) & {command.name for command in main_multi_gpu.app.registered_commands}
 
 
 # --- The commands ----------------------------------------------------------------------------------------------------
@@ -171,20 +201,19 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
     for flag in ("--data-dir", "--resume"):
         if flag in words:
             (tmp_path / words[words.index(flag) + 1]).mkdir(parents=True)
-    for file in ("--config", "--init-from"):
-        if file in words and "/" in words[words.index(file) + 1]:
-            (tmp_path / words[words.index(file) + 1]).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / words[words.index(file) + 1]).write_text("epochs: 2\n")
+    for flag in ("--config", "--init-from"):
+        file = tmp_path / words[words.index(flag) + 1] if flag in words else tmp_path
+        if file.suffix:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("epochs: 2\n")
     context = typer.main.get_command(main_multi_gpu.app).make_context("multigpu", words[at + 1 :])
     environment = {}
     if "torchrun" in words[:at]:
         count = next(re.sub(r".*=", "", word) for word in words[:at] if "nproc" in word)
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         environment = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    if context.params["config"] is None or "/" in context.params["config"]:
+    if context.invoked_subcommand is None:
         requested(context.params, environment)
-    else:
-        requested(context.params | {"config": str(ROOT / "configs" / f"{context.params['config']}.yaml")}, environment)
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
@@ -193,7 +222,9 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert len(runnable()) >= 5
 
 
-@pytest.mark.parametrize(("guide", "block"), runnable(), ids=lambda part: str(getattr(part, "name", part[0])))
+@pytest.mark.parametrize(
+    ("guide", "block"), runnable(), ids=lambda part: part.name if isinstance(part, Path) else f"line-{part.line}"
+)
 def test_a_block_runs(
     guide: Path,
     block: Block,
@@ -225,5 +256,6 @@ def test_the_reference_is_one_page() -> None:
 
 
 if __name__ == "__main__":
-    before, _, rest = REFERENCE.read_text().partition(BEGIN)
-    REFERENCE.write_text(f"{before}{BEGIN}\n{flag_table()}\n{END}{rest.partition(END)[2]}")
+    for guide, table in ((GUIDE, map_table()), (REFERENCE, flag_table())):
+        before, _, rest = guide.read_text().partition(BEGIN)
+        guide.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")

@@ -12,7 +12,7 @@ _LONGEST = 15  # lines
 
 def usage(error: Any) -> str:
     """Typer's own complaint in our words."""
-    message = error.message.rstrip(".")
+    message = (error.message or error.format_message()).rstrip(".")  # a missing argument has only the second
     remedy = ", ".join(sorted(getattr(error, "possibilities", None) or ())) or "--help lists all options"
     return f"error: {message[:1].lower()}{message[1:]}\n  try: {remedy}"
 

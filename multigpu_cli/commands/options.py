@@ -72,11 +72,15 @@ class Group(TyperGroup):
 
 
 def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a Typer command all train options; it receives them as keywords, absent ones as None, False or empty."""
+    """Give a Typer command all train options; it receives them as keywords, absent ones as None, False or empty.
+
+    Its own keyword-only parameters stay, and are listed first.
+    """
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     extra = [_option(name, kind, metavar, help, _CALL) for name, kind, metavar, help in _EXTRA]
     settings = [_of(setting) for setting in SETTINGS.values() if setting.flag]
-    command.__signature__ = inspect.Signature([context, *extra, *settings])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([context, *own, *extra, *settings])  # type: ignore[attr-defined]
     return command
 
 

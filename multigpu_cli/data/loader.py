@@ -98,6 +98,15 @@ class Loader:
         for index, fetched in zip(mine, self._fetch.stream(chunks, _HELD_OUT), strict=True):
             yield self._finished(fetched, index, 0, train=False)
 
+    def samples(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
+        """Any samples in any order, as an epoch's training meets them.
+
+        Args:
+            chunks: (n,) int64 each, the samples of one batch.
+        """
+        for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
+            yield self._finished(fetched, index, epoch, train=True)
+
     def _finished(self, fetched: "_Fetched", index: int, epoch: int, *, train: bool) -> Batch:
         inputs, targets, indices = fetched
         if isinstance(inputs, Tensor):

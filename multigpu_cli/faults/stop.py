@@ -52,7 +52,8 @@ class Agreement:
     def __init__(self, world: World) -> None:
         self._world = world
         self._next = 0
-        self._last_step, self._last_time = 0, time.monotonic()
+        self._last_step: int | None = None  # a resumed run begins at any step
+        self._last_time = time.monotonic()
 
     def on(self, step: int, wishes: Iterable[bool]) -> list[bool]:
         """Which wishes somebody has; all False between meetings."""
@@ -68,6 +69,6 @@ class Agreement:
     def _proposal(self, step: int) -> int:
         """Steps that fit into the interval, from the pace since the last meeting."""
         now = time.monotonic()
-        pace = (now - self._last_time) / max(1, step - self._last_step)
+        pace = (now - self._last_time) / max(1, step - (step if self._last_step is None else self._last_step))
         self._last_step, self._last_time = step, now
         return max(1, min(_MOST_STEPS, int(_INTERVAL / max(pace, 1e-6))))

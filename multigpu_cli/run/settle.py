@@ -73,8 +73,12 @@ class Settled:
         return all(self.words.get(key) == stored.get(key) for key in ("epochs", "max_steps"))
 
 
-def settle(config: Config, choice: Choice, world: World, *, attempt: int) -> Settled:
+def settle(config: Config, choice: Choice, world: World, *, attempt: int, source: Source | None = None) -> Settled:
     """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
+
+    Args:
+        attempt: how often the launcher restarted us.
+        source: the dataset, where it has been loaded already.
 
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
@@ -86,7 +90,7 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int) -> Set
         pins = start.manifest["pins"]
         words = merged(config, start.manifest["settings"], pins, start.folder)
     config = with_settings(words, _resolved(pins)) if pins else words
-    source = together(world, lambda: open_source(config.data, config.reproducibility.seed))
+    source = source or together(world, lambda: open_source(config.data, config.reproducibility.seed))
     plan = _plan(words, config, choice, world, start, source)
     _check(config, plan, source, start)
     return Settled(

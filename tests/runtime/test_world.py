@@ -1,4 +1,7 @@
 import os
+import signal
+import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -7,6 +10,7 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import Rendezvous, World, joined
+from tests.forked import exit_code
 
 TORCHRUN = {
     "RANK": "5",
@@ -65,28 +69,55 @@ def test_a_world_of_one_needs_no_group() -> None:
 
 @pytest.mark.parametrize("agent_store", [False, True])
 def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
-    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if agent_store else None
-    port = agents.port if agents else _free_port()
+    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     meeting = Rendezvous(
-        rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=port, attempt=3, agent_store=agent_store
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        address="localhost",
+        port=agents.port if agent_store else _free_port(),
+        attempt=3,
+        agent_store=agent_store,
     )
-    with joined(meeting, torch.device("cpu"), timeout=5) as world:
-        assert world == World(torch.device("cpu"), 0, 1, 0, 1)
-        assert dist.get_backend() == "gloo"
-        value = torch.ones(1)
-        dist.all_reduce(value)
-    assert not dist.is_initialized()
-    if agents:
-        assert any(key.startswith("attempt-3/") for key in agents.list_keys()), "restarts read no stale addresses"
+
+    def work() -> None:
+        with joined(meeting, torch.device("cpu"), timeout=5) as world:
+            assert world == World(torch.device("cpu"), 0, 1, 0, 1)
+            assert dist.get_backend() == "gloo"
+            dist.all_reduce(torch.ones(1))
+        assert not dist.is_initialized()
+        with pytest.raises(ZeroDivisionError), joined(replace(meeting, attempt=4), torch.device("cpu"), timeout=5):
+            raise ZeroDivisionError
+        assert not dist.is_initialized(), "left also after an error"
+
+    assert exit_code(work) == 0
+    if agent_store:
+        prefixes = {key.split("/")[0] for key in agents.list_keys()}
+        assert {"attempt-3", "attempt-4"} <= prefixes, "restarts read no stale addresses"
 
 
-def test_a_group_is_left_also_after_an_error() -> None:
+def test_a_worker_ends_with_its_agent() -> None:
+    """A killed agent must not leave workers behind that train beside the run that follows."""
     meeting = Rendezvous(
         rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=_free_port(), attempt=0, agent_store=False
     )
-    with pytest.raises(ZeroDivisionError), joined(meeting, torch.device("cpu"), timeout=5):
-        raise ZeroDivisionError
-    assert not dist.is_initialized()
+    read, write = os.pipe()
+
+    def agent() -> None:
+        if os.fork() == 0:
+            with joined(meeting, torch.device("cpu"), timeout=5):
+                os.write(write, b"joined")
+                time.sleep(20)
+            os._exit(0)
+        assert os.read(read, 6) == b"joined"
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(agent) == -signal.SIGKILL
+    os.close(write)
+    began = time.monotonic()
+    assert os.read(read, 1) == b"", "the pipe ends when the last of them is gone"
+    assert time.monotonic() - began < 10
 
 
 def test_the_tests_themselves_were_not_launched() -> None:

@@ -1,0 +1,230 @@
+"""Whether two runs are the same, and where they part if they are not; read from their folders alone, without torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.journal import read, valid_json
+
+_RESOLVED = (  # of the plan in the `start` event: what these words of a config stand for
+    "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
+)
+_WORDS_FOR_THEM = (
+    "data model task batch_size grad_accum_steps global_batch_size drop_last lr base_lr base_batch_size lr_scaling "
+    "schedule warmup_epochs amp"
+)
+_SHOULD_NOT_MATTER = "exact compile grad_checkpointing bucket_cap_mb find_unused_parameters grad_compression"
+_TRAIN = ("loss", "grad_norm", "lr", "samples")
+_POSITION = {"event", "time", "epoch", "step", "split"}
+
+
+class Parting(NamedTuple):
+    """Where two journals differ first.
+
+    Attributes:
+        step: optimizer steps done.
+        what: "train", or the split of an evaluation.
+        name: the field.
+        values: what either run wrote there.
+    """
+
+    step: int
+    what: str
+    name: str
+    values: tuple[Any, Any]
+
+    @property
+    def relative(self) -> float | None:
+        """The difference relative to the greater value; None where they are not both finite numbers."""
+        one, other = self.values
+        if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
+            return None
+        return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found out about two runs.
+
+    Attributes:
+        same: the fingerprints of the final weights and buffers are equal.
+        fingerprints: None for a run that was not completed.
+        parting: the first line in which the journals differ, None where they agree.
+        agreed_until: last step before it at which both wrote a line, and the same one; 0 where there is none.
+        lines: journal lines that both runs have.
+        notes: what else is different about the runs.
+    """
+
+    runs: tuple[str, str]
+    same: bool
+    fingerprints: tuple[str | None, str | None]
+    parting: Parting | None
+    agreed_until: int
+    lines: int
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        if self.parting:
+            found["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
+        return found
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run folder says.
+
+    Attributes:
+        words: the settings by key.
+        start: the last `start` event.
+        lines: (step, order, what) → fields; after a resume, those of the steps that count.
+        summary: summary.json, or empty.
+    """
+
+    folder: str
+    words: dict[str, Any]
+    start: dict[str, Any]
+    lines: dict[tuple[int, int, str], dict[str, Any]]
+    summary: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self.summary.get("fingerprint") if self.summary.get("status") == "completed" else None
+
+
+def compared(run_a: str, run_b: str) -> Comparison:
+    """Compare two run folders.
+
+    Raises:
+        RequestError: no run there, two runs that were never meant to be the same, or one that is not over and shows no
+            difference so far.
+    """
+    a, b = _opened(run_a), _opened(run_b)
+    if differing := list(_apart(a, b)):
+        listed = "\n".join(f"    {line}" for line in differing)
+        raise RequestError(
+            f"{run_a} and {run_b} are runs of different settings, so nothing can be said about them:\n{listed}",
+            remedy="two runs that differ in the number of workers only, or in where and how they ran",
+        )
+    both = [place for place in sorted(a.lines) if place in b.lines]
+    parting = next(_differences(a, b, both), None)
+    before = [step for step, _, _ in both if parting is None or step < parting.step]
+    prints = (a.fingerprint, b.fingerprint)
+    if None in prints and not parting:
+        raise _not_over(a if a.fingerprint is None else b, len(both))
+    same = None not in prints and prints[0] == prints[1]
+    notes = list(_notes(a, b))
+    return Comparison((run_a, run_b), same, prints, parting, max(before, default=0), len(both), notes)
+
+
+def show(found: Comparison, *, as_json: bool) -> None:
+    """Print the verdict, and where the runs part."""
+    if as_json:
+        print(valid_json(found.as_dict(), indent=2))
+        return
+    print("\n".join(_lines(found)))
+
+
+def _lines(found: Comparison) -> Iterator[str]:
+    parting, (a, b) = found.parting, found.runs
+    if found.same:
+        yield f"same: {found.fingerprints[0]}"
+        yield f"  {_agreeing(found)}" if not parting else "  the final weights are equal, but the journals are not"
+    else:
+        yield "different: " + " and ".join(print or "not completed" for print in found.fingerprints)
+    if parting:
+        upto = f", equal up to step {found.agreed_until}" if found.agreed_until else ""
+        yield f"  they part at step {parting.step}{upto}: {parting.what} {parting.name}"
+        wide = max(len(a), len(b))
+        yield from (f"    {run:<{wide}}  {value!r}" for run, value in zip(found.runs, parting.values, strict=True))
+        if parting.relative is not None:
+            yield f"    relative difference {parting.relative:.2g}"
+    elif not found.same:
+        yield f"  {_agreeing(found)}: --log-interval 1 shows where"
+    yield from (f"  note: {note}" for note in found.notes)
+
+
+def _agreeing(found: Comparison) -> str:
+    return (
+        f"all {found.lines} journal lines that both have agree" if found.lines else "no journal line of both to compare"
+    )
+
+
+def _opened(folder: str) -> Trace:
+    path = Path(folder)
+    if not (path / "journal.jsonl").is_file():
+        raise RequestError(f"{folder} holds no run: there is no journal.jsonl", remedy="the --save-dir of a run")
+    start: dict[str, Any] = {}
+    lines: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for entry in read(path / "journal.jsonl"):
+        match entry["event"]:
+            case "start":
+                start = entry
+                lines = lines if entry.get("resumed_from") else {}
+            case "resume":
+                lines = {place: line for place, line in lines.items() if place[0] <= entry["step"]}
+            case "train":
+                lines[entry["step"], 0, "train"] = {name: entry.get(name) for name in _TRAIN}
+            case "eval":
+                split = entry["split"]
+                fields = {name: value for name, value in entry.items() if name not in _POSITION}
+                lines[entry["step"], 1 + (split == "test"), split] = fields
+    words = settings(resolve({}, [], str(path / "config.yaml")))
+    return Trace(folder, words, start, lines, _summary(path))
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "summary.json").read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise RequestError(f"{path / 'summary.json'} is damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _apart(a: Trace, b: Trace) -> Iterator[str]:
+    """The settings that make two runs different ones, with both values."""
+    plans = (a.start.get("plan", {}), b.start.get("plan", {}))
+    yield from _unequal(_RESOLVED.split(), *plans)
+    passed_over = {*_WORDS_FOR_THEM.split(), *_SHOULD_NOT_MATTER.split()}
+    words = [key for key, setting in SETTINGS.items() if not setting.free and key in a.words and key not in passed_over]
+    yield from _unequal(words, a.words, b.words)
+
+
+def _notes(a: Trace, b: Trace) -> Iterator[str]:
+    """What should not change the numbers, or only their rounding."""
+    yield from _unequal(_SHOULD_NOT_MATTER.split(), a.words, b.words)
+    yield from _unequal(["world_size", "versions", "devices"], a.start, b.start)
+    yield from _unequal(["device", "threads"], a.start.get("plan", {}), b.start.get("plan", {}))
+    sizes = {a.start.get("world_size"), b.start.get("world_size")}
+    if len(sizes) > 1 and not (a.words["exact"] and b.words["exact"]):
+        yield "without --exact, another number of workers adds up in another order: equal to rounding only"
+
+
+def _unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in names:
+        if one.get(name) != other.get(name):
+            yield f"{name}: {one.get(name)} and {other.get(name)}"
+
+
+def _differences(a: Trace, b: Trace, places: list[tuple[int, int, str]]) -> Iterator[Parting]:
+    for place in places:
+        one, other = a.lines[place], b.lines[place]
+        for name in sorted(one.keys() | other.keys()) if place[1] else _TRAIN:
+            if one.get(name) != other.get(name):
+                yield Parting(place[0], place[2], name, (one.get(name), other.get(name)))
+
+
+def _not_over(run: Trace, lines: int) -> RequestError:
+    status = run.summary.get("status", "not over")
+    agree = f"its {lines} journal lines agree with the other's" if lines else "it has no journal line to compare"
+    return RequestError(
+        f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
+    )
