@@ -198,7 +198,7 @@ def leave(code: int) -> NoReturn:
 def main() -> NoReturn:
     """The console script `multigpu`.
 
-    Until the training takes signals over, Ctrl-C ends the process at once: a KeyboardInterrupt in the middle of an import
+    Until the training takes signals over, Ctrl-C ends the process at once: a KeyboardInterrupt amid an import
     may get lost, and torchrun would wait half a minute for a process that has not heard.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

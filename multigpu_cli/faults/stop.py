@@ -69,6 +69,7 @@ class Agreement:
     def _proposal(self, step: int) -> int:
         """Steps that fit into the interval, from the pace since the last meeting."""
         now = time.monotonic()
-        pace = (now - self._last_time) / max(1, step - (step if self._last_step is None else self._last_step))
+        steps = 1 if self._last_step is None else step - self._last_step
+        pace = (now - self._last_time) / steps
         self._last_step, self._last_time = step, now
         return max(1, min(_MOST_STEPS, int(_INTERVAL / max(pace, 1e-6))))

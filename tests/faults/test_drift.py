@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.gloo import each_rank
 from torch import nn
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
 
 
 def network() -> nn.Module:
