@@ -65,6 +65,32 @@ def recipes(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = F
 
 
 @app.command(cls=Command)
+@with_train_options
+def selftest(
+    context: typer.Context,
+    *,
+    steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of the runs that are compared")] = "4",
+    results: Annotated[str | None, typer.Option(hidden=True)] = None,
+    **values: Any,
+) -> Action:
+    """Check on your own model and data that 1 worker and several do the same; exit code 0 only if all holds."""
+
+    def test() -> int:
+        from multigpu_cli.commands.request import requested
+        from multigpu_cli.commands.selftest import examined, show, work
+
+        config = requested(values, os.environ)
+        if results is not None:
+            work(config, Path(results), os.environ)
+            return 0
+        report = examined(config, steps, os.environ)
+        show(report, as_json=values["json"])
+        return 0 if report.holds else FAILED
+
+    return test
+
+
+@app.command(cls=Command)
 def verify(
     run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="folder of a run")],
     run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="folder of another run")],

@@ -18,6 +18,7 @@ from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run import record
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Run, assemble
+from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
@@ -51,16 +52,20 @@ def run(
             return settled.start.summary or {}
         if settled.config.reproducibility.exact:
             be_deterministic()
-        console.plan(settled.plan.rows(), "Plan")
         if dry_run:
+            console.plan(settled.plan.rows(), "Plan")
             console.data(settled.plan.as_dict())
             return settled.plan.as_dict()
         learner = build_learner(settled, choice, world)
+        notes = rehearse(learner)
+        console.plan(learner.plan.rows(), "Plan")
         folder = stack.enter_context(ExitStack())
         decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
         parts = assemble(learner, console, stop, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
         record.open_run(parts)
+        for note in notes:
+            record.note_fault(parts, "out of memory", note)
         return _trained(parts)
 
 
@@ -84,12 +89,16 @@ def _trained(run: Run) -> dict[str, Any]:
 
 def fit(run: Run) -> str:
     """Train until the planned steps are done, nothing improves any more, or somebody asks us to stop."""
-    progress, batches, every = run.progress, run.plan.batches, Rhythm(run.config.checkpoint)
-    total = run.plan.schedule.total_steps
+    progress, every, total = run.progress, Rhythm(run.config.checkpoint), run.plan.schedule.total_steps
     while progress.step < total and not progress.stopped_early:
+        batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
-            outcome = step(run, progress.step, work)
+            try:
+                outcome = step(run, progress.step, work)
+            except torch.OutOfMemoryError:
+                record.survive_out_of_memory(run)
+                break  # the same step again, in smaller micro-batches
             progress.step += 1
             run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
             run.bar.update(progress.step)

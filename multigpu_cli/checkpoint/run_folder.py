@@ -18,6 +18,8 @@ from multigpu_cli.config.pinned import same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
+_NOTE = "next_attempt.json"
+
 
 @dataclass(frozen=True)
 class Start:
@@ -87,6 +89,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def _in_folder(folder: Path) -> Start:
     newest, notes = Store(folder / "checkpoints", 1).newest()
+    if newest and (told := read_note(folder)):
+        newest.manifest["pins"].update(told)
+        notes.append(f"out of memory in an earlier attempt: micro-batches of {told['batch_size']}")
     if newest is None:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no whole checkpoint"
         return Start(str(folder), None, None, None, notes, because)
@@ -175,6 +180,19 @@ def owned(folder: Path) -> Iterator[None]:
                 f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir"
             ) from error
         yield
+
+
+def leave_note(folder: Path, settings: dict[str, Any]) -> None:
+    """Let the next attempt know of settings that it must use instead of the last checkpoint's."""
+    publish(folder / _NOTE, json.dumps(settings).encode())
+
+
+def read_note(folder: Path) -> dict[str, Any]:
+    """What an earlier attempt left for us, or nothing."""
+    try:
+        return dict(json.loads((folder / _NOTE).read_text()))
+    except FileNotFoundError:
+        return {}
 
 
 def write_summary(folder: Path, text: str) -> None:

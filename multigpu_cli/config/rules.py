@@ -43,14 +43,9 @@ class Missing(NamedTuple):
 
 
 NOT_YET: dict[str, Missing] = {
-    "batch_size": Missing(lambda c: c.batch.size == "auto", "--batch-size auto: measuring the batch is not there yet"),
     "grad_compression": Missing(
         lambda c: c.communication.grad_compression == "powersgd",
         "--grad-compression powersgd is not there yet",
-    ),
-    "on_oom": Missing(
-        lambda c: c.fault.on_oom == "shrink" and "on_oom" in c.explicit,
-        "--on-oom shrink: going on with a smaller micro-batch is not there yet",
     ),
 }
 

@@ -68,6 +68,8 @@ def _dataset(found: Any, name: str) -> Dataset[Any]:
             f"--data {name}: the factory returned a {type(found).__name__}",
             remedy="return a map-style dataset: an object with __len__ and __getitem__(index) → (input, target)",
         )
+    if len(found) == 0:
+        raise RequestError(f"--data {name}: the dataset is empty", remedy="return None where there is no such split")
     return found  # type: ignore[no-any-return]
 
 

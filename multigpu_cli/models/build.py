@@ -1,11 +1,12 @@
 """The network that a run trains, as the user asked for it."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import ModelConfig
@@ -61,7 +62,7 @@ def checkpoint_activations(model: nn.Module) -> None:
             checkpoint,
             block.forward,
             use_reentrant=False,
-            context_fn=partial(_contexts, [m for m in block.modules() if isinstance(m, _BatchNorm)]),
+            context_fn=partial(_contexts, block),
         )
 
 
@@ -72,20 +73,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
 
 
-def _contexts(norms: list[_BatchNorm]) -> tuple["_Recomputing", "_Recomputing"]:
-    return _Recomputing([]), _Recomputing(norms)
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _buffers_kept(block)
 
 
-class _Recomputing:
+@contextmanager
+def _buffers_kept(block: nn.Module) -> Iterator[None]:
     """While a block runs a second time its running statistics stay as the first time left them."""
-
-    def __init__(self, norms: list[_BatchNorm]) -> None:
-        self._norms = [norm for norm in norms if norm.track_running_stats]
-
-    def __enter__(self) -> None:
-        for norm in self._norms:
-            norm.track_running_stats = False
-
-    def __exit__(self, *_: object) -> None:
-        for norm in self._norms:
-            norm.track_running_stats = True
+    before = [buffer.clone() for buffer in block.buffers()]
+    try:
+        yield
+    finally:  # it is left by an exception as soon as backward has what it needs
+        for buffer, kept in zip(block.buffers(), before, strict=True):
+            buffer.copy_(kept)

@@ -37,7 +37,7 @@ class Journal:
 
     def __init__(self, path: Path | str | None, listeners: Sequence[Callable[[Event], None]] = ()) -> None:
         self._file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._at_line_start = self._file is None or _ends_whole(self._file)
+        self._at_line_start = self._file is None or ends_whole(self._file)
         self._listeners = tuple(listeners)
         self._lock = threading.Lock()  # checkpoints are written, and journalled, by a thread of their own
 
@@ -89,7 +89,8 @@ def read(path: Path | str) -> Iterator[Event]:
                 yield entry
 
 
-def _ends_whole(file: int) -> bool:
+def ends_whole(file: int) -> bool:
+    """Whether an open file is empty or ends with a whole line; a kill may have torn the last one."""
     size = os.fstat(file).st_size
     return size == 0 or os.pread(file, 1, size - 1) == b"\n"
 

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from multigpu_cli.monitor.journal import ends_whole
 from multigpu_cli.runtime.collectives import gathered
 from multigpu_cli.runtime.world import World
 
@@ -24,7 +25,9 @@ class SampleTrace:
 
     def __init__(self, path: Path, world: World, most: int) -> None:
         self._world, self._most = world, most
-        self._file = open(path, "a") if world.main else None  # noqa: SIM115 - a context manager itself
+        self._file = open(path, "a+") if world.main else None  # noqa: SIM115 - a context manager itself
+        if self._file and not ends_whole(self._file.fileno()):
+            self._file.write("\n")
 
     def write(self, step: int, fetched: list[Tensor]) -> None:
         """Add one step; every rank calls it, with the (n,) int64 indices of its batches."""

@@ -69,7 +69,7 @@ class Learner:
     @property
     def eval_batch(self) -> int:
         """Samples in one batch of an evaluation: the same on any number of workers; it keeps no activations."""
-        return 4 * self.plan.batches.micro_batch
+        return 2 * self.plan.batches.micro_batch
 
 
 def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
@@ -84,7 +84,7 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
     strategy = _strategy(model, choice, world, settled.config)
     some = min(settled.plan.batches.micro_batch, train.size)
-    strategy.warm_up(lambda: task.loss_sum(strategy.callable, _any_batch(train, some)))
+    strategy.warm_up(lambda: task.loss_sum(strategy.callable, first_batch(train, some)))
     return Learner(settled, choice, world, task, kept, precision, strategy, train, val, test)
 
 
@@ -104,7 +104,7 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
     precision = Precision(settled.plan.precision, world.device)
-    _try_a_batch(settled, task, model, precision, _any_batch(train, min(2, train.size)))
+    _try_a_batch(settled, task, model, precision, first_batch(train, min(2, train.size)))
     ema = config.optimizer.ema
     average = None if ema == "off" else averaged(model, float(ema))
     return task, Kept(model, build_optimizer(model, config.optimizer), precision, average, Progress()), precision
@@ -140,7 +140,7 @@ def _loaders(settled: Settled, world: World) -> tuple[Loader, Loader | None, Loa
     return loader(source.train), val, test
 
 
-def _any_batch(loader: Loader, size: int) -> Batch:
+def first_batch(loader: Loader, size: int) -> Batch:
     """The first samples, unshuffled: alike on every rank, and at every start."""
     return next(loader.held_out(size, 0, 1))
 

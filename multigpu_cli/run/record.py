@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.run_folder import write_summary
+from multigpu_cli.checkpoint.run_folder import leave_note, write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights, save_weights
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import dump
@@ -19,6 +19,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
+from multigpu_cli.run.rehearsal import shrink
 from multigpu_cli.runtime.collectives import decided, gathered, together
 from multigpu_cli.tasks.base import Evaluation
 
@@ -89,6 +90,28 @@ def note_fault(run: Run, kind: str, action: str) -> None:
     run.journal.write("fault", kind=kind, action=action, step=run.progress.step)
     run.progress.faults.append({"kind": kind, "action": action, "step": run.progress.step})
     run.console.warn(f"step {run.progress.step}: {action}")
+
+
+def survive_out_of_memory(run: Run) -> None:
+    """A step ran out of memory: forget it, and go on with micro-batches of half the size.
+
+    With several processes the others are in the middle of a reduction by now, so the run has to start again: the next
+    attempt finds the note that is left in the folder.
+
+    Raises:
+        TrainingError: several processes, or nothing left to halve.
+    """
+    run.strategy.abandon()
+    run.kept.optimizer.zero_grad(set_to_none=True)
+    text = shrink(run)
+    if run.world.size == 1:
+        note_fault(run, "out of memory", text)
+        return
+    leave_note(run.folder, {"batch_size": run.plan.batches.micro_batch})
+    raise TrainingError(
+        f"rank {run.world.rank} ran out of memory at step {run.progress.step}",
+        remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
+    )
 
 
 def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:

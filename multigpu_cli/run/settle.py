@@ -1,6 +1,6 @@
 """From what was asked for to what will happen: folder, data and plan, all checked before anything is written."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
+
+_PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,19 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int, source
     )
 
 
+def with_batch(settled: Settled, size: int, choice: Choice, world: World) -> Settled:
+    """The same request with another micro-batch, measured since.
+
+    A global batch that somebody fixed, or a run that has begun, keeps its size; --batch-size auto settles it now.
+    """
+    before, measured = settled.plan, settled.words.batch.size == "auto" and not settled.start.manifest
+    if measured:
+        config = with_settings(settled.config, {"batch_size": size})
+        plan = _plan(settled.words, config, choice, world, settled.start, settled.source)
+        return replace(settled, config=config, plan=plan)
+    return replace(settled, plan=replace(before, batches=replace(before.batches, micro_batch=size)))
+
+
 def _resolved(pins: dict[str, Any]) -> dict[str, Any]:
     """Settings that stand for the pins: accumulation is derived anew from the number of workers."""
     return {key: value for key, value in pins.items() if key in SETTINGS} | {"grad_accum_steps": None, "base_lr": None}
@@ -107,7 +122,7 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
     batches = plan_batches(
         samples=len(source.train),  # type: ignore[arg-type]
-        micro_batch=int(config.batch.size),
+        micro_batch=_PROVISIONAL if config.batch.size == "auto" else int(config.batch.size),
         workers=workers,
         accumulation=config.batch.grad_accum_steps,
         global_batch=config.batch.global_size,

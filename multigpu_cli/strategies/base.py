@@ -53,6 +53,10 @@ class Strategy(ABC):
         """End the step: whatever has not been reduced is reduced now; an idle worker takes part with zeros."""
         self._buffers.finish()
 
+    def abandon(self) -> None:
+        """Forget a step that could not be finished; buffers are as at its start where more than one pass was planned."""
+        self._buffers.abandon()
+
     def _total(self, values: Tensor) -> Tensor:
         """The sum over workers, in place."""
         return values

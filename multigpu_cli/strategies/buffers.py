@@ -56,6 +56,13 @@ class StepBuffers:
         for change, fresh in zip(self._change, self.taken(), strict=True):
             change += fresh
 
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Go back to the start of a step that can't be finished."""
+        for buffer, start in zip(self._all, self._start, strict=bool(self._start)):
+            buffer.copy_(start)
+        self._start, self._change = [], []
+
     def finish(self) -> None:
         """After the last: move by the mean change of all micro-batches on all workers."""
         if self._change:

@@ -52,6 +52,10 @@ class Exact(Strategy):
             parameter.grad = None
         self._tree.push(0, number, leaf + self._buffers.taken())
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._tree.nodes.clear()
+
     @torch.no_grad()
     def finish(self, *, idle: bool) -> None:
         whole = self._tree.total() if self._world.size == 1 else self._across_workers()

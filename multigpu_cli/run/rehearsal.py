@@ -1,0 +1,106 @@
+"""Before the first step: does a micro-batch fit into memory on every rank? If not, a smaller one that does.
+
+A micro-batch runs forward and backward without communication, and its gradients are thrown away; then the ranks vote. Out
+of memory on one rank in the middle of a reduction could not be survived: the others would wait for it for ever.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.run.learner import Learner, first_batch
+from multigpu_cli.run.settle import with_batch
+from multigpu_cli.runtime.collectives import greatest
+
+_MOST_WITHOUT_GPU = 256  # where memory has no edge that can be felt, a larger micro-batch gains nothing
+_REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, or --amp bf16"
+
+
+def rehearse(learner: Learner) -> list[str]:
+    """Find the micro-batch that this run can use, and put it into the plan; what was changed, in words.
+
+    Raises:
+        TrainingError: not even one sample fits, or the policy is to stop.
+    """
+    if learner.settled.words.batch.size == "auto" and not learner.settled.start.manifest:
+        return [_largest(learner)]
+    size, notes = learner.plan.batches.micro_batch, []
+    while not _fits(learner, size):
+        notes.append(shrink(learner))
+        size = learner.plan.batches.micro_batch
+    return notes
+
+
+def shrink(learner: Learner) -> str:
+    """Halve the micro-batch; the global batch, and so the gradient, stay as they are.
+
+    Raises:
+        TrainingError: it can't be halved, or must not be.
+    """
+    size, config = learner.plan.batches.micro_batch, learner.config
+    if config.fault.on_oom == "stop" or config.reproducibility.exact or size == 1:
+        why = "--on-oom stop" if config.fault.on_oom == "stop" else "--exact" if size > 1 else "one sample"
+        raise TrainingError(f"out of memory with micro-batches of {size} ({why})", remedy=_REMEDY)
+    learner.settled = with_batch(learner.settled, size // 2, learner.choice, learner.world)
+    affected = sorted(
+        {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
+    )
+    text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
+    return text + (f"; {', '.join(affected)} now work(s) on smaller micro-batches" if affected else "")
+
+
+def _largest(learner: Learner) -> str:
+    """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share."""
+    batches = learner.plan.batches
+    share = learner.config.batch.global_size or learner.train.size
+    limit = max(1, -(-share // batches.workers))
+    if learner.world.device.type != "cuda":
+        limit = min(limit, _MOST_WITHOUT_GPU)
+    size, best = 1, 0
+    while size <= limit and _fits(learner, size):
+        size, best = size * 2, size
+    if not best:
+        raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
+    learner.settled = with_batch(learner.settled, best, learner.choice, learner.world)
+    return f"--batch-size auto: {best} fits" + (f", {size} does not" if size <= limit else "")
+
+
+def _fits(learner: Learner, size: int) -> bool:
+    """Whether every rank can run forward and backward with so many samples, beside the optimizer's state."""
+    failed = False
+    kept = [buffer.clone() for buffer in learner.kept.model.buffers()]
+    try:
+        _run(learner, size)
+    except torch.OutOfMemoryError:
+        failed = True
+    learner.kept.model.zero_grad(set_to_none=True)
+    _put_back(learner.kept.model, kept)
+    if learner.world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return greatest(learner.world, [float(failed)])[0] == 0
+
+
+def _run(learner: Learner, size: int) -> None:
+    """Twice on a GPU: in the second pass the first one's gradients take their room, as in accumulation."""
+    reserved = [] if learner.kept.optimizer.state else _room_for_state(learner)
+    batch = first_batch(learner.train, min(size * learner.strategy.lanes, learner.train.size))
+    for _ in range(2 if learner.world.device.type == "cuda" else 1):
+        with learner.strategy.accumulating(last=False), learner.precision.autocast():
+            loss = learner.task.loss_sum(learner.strategy.callable, batch)
+            (loss * 0).backward()
+    del reserved
+
+
+def _room_for_state(learner: Learner) -> list[Tensor]:
+    """What the optimizer will allocate at its first step: two tensors for each parameter (Adam)."""
+    if learner.world.device.type != "cuda":
+        return []
+    return [torch.empty_like(p) for p in learner.trained for _ in range(2)]
+
+
+@torch.no_grad()
+def _put_back(model: nn.Module, buffers: list[Tensor]) -> None:
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)

@@ -1,0 +1,172 @@
+"""Two runs compared: by fingerprint, by journal, and not at all where they were never meant to be the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import main_multi_gpu
+from multigpu_cli.commands.verify import compared, show
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import dump
+from multigpu_cli.errors import RequestError
+
+PLAN = {"global_batch_size": 64, "batch_size": 32, "learning_rate": 0.1, "total_steps": 6, "contents": "mlp on digits"}
+Line = dict[str, Any]
+
+
+def train(step: int, loss: float | str, **more: Any) -> Line:
+    fields = {"samples": 64 * step, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "step_ms": step + len(str(loss))}
+    return {"event": "train", "step": step} | fields | more
+
+
+def evaluated(step: int, loss: float, split: str = "val") -> Line:
+    return {"event": "eval", "epoch": 1, "step": step, "split": split, "samples": 9, "loss": loss, "accuracy": 0.5}
+
+
+def start(resumed_from: str | None = None, *, workers: int = 1, **plan: Any) -> Line:
+    return {"event": "start", "plan": PLAN | plan, "world_size": workers, "resumed_from": resumed_from}
+
+
+LINES = [train(2, 2.0), train(4, 1.5), evaluated(4, 1.4), train(6, 1.0)]
+
+
+def run(
+    folder: Path,
+    lines: list[Line],
+    *,
+    fingerprint: str | None = "a" * 64,
+    first: Line | None = None,
+    **settings: Any,
+) -> str:
+    """A run folder as a training leaves it."""
+    folder.mkdir()
+    journal = [first or start(), *lines]
+    (folder / "journal.jsonl").write_text("".join(json.dumps({"time": 1.0} | line) + "\n" for line in journal))
+    (folder / "config.yaml").write_text(dump(with_settings(Config(), settings)))
+    status = "completed" if fingerprint else "stopped"
+    (folder / "summary.json").write_text(json.dumps({"status": status, "fingerprint": fingerprint}))
+    return str(folder)
+
+
+def test_equal_fingerprints_are_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, first=start(workers=4), exact=True))
+    assert (found.same, found.parting, found.lines) == (True, None, 4)
+    assert found.notes[:2] == ["exact: False and True", "world_size: 1 and 4"]
+    show(found, as_json=False)
+    assert capsys.readouterr().out.startswith(f"same: {'a' * 64}\n  all 4 journal lines that both have agree\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "place"),
+    [
+        (train(4, 1.5000000000000002), (4, "train", "loss", (1.5, 1.5000000000000002))),
+        (train(4, 1.5, grad_norm=1.25), (4, "train", "grad_norm", (1.0, 1.25))),
+        (train(4, 1.5, lr=0.2), (4, "train", "lr", (0.1, 0.2))),
+        (train(4, "NaN"), (4, "train", "loss", (1.5, "NaN"))),
+        (evaluated(4, 1.3), (4, "val", "loss", (1.4, 1.3))),
+    ],
+)
+def test_the_first_step_at_which_they_part_is_named(tmp_path: Path, changed: Line, place: tuple[Any, ...]) -> None:
+    altered = [changed if (line["event"], line["step"]) == (changed["event"], 4) else line for line in LINES]
+    altered[-1] = train(6, 0.5)
+    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", altered, fingerprint="b" * 64))
+    assert not found.same
+    assert found.parting is not None
+    assert tuple(found.parting) == place
+    assert found.agreed_until == 2
+
+
+def test_both_values_and_their_distance_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(2, 2.5)], fingerprint="b" * 64))
+    show(found, as_json=False)
+    out = capsys.readouterr().out
+    assert "they part at step 2: train loss\n" in out
+    assert f"{tmp_path}/a  2.0\n" in out
+    assert f"{tmp_path}/b  2.5\n    relative difference 0.2\n" in out
+    show(found, as_json=True)
+    parting = json.loads(capsys.readouterr().out)["parting"]
+    assert parting == {"step": 2, "what": "train", "name": "loss", "values": [2.0, 2.5], "relative": 0.2}
+
+
+def test_after_a_resume_only_the_steps_that_count_are_compared(tmp_path: Path) -> None:
+    again = [{"event": "resume", "step": 2, "from_world_size": 2, "world_size": 1}, train(4, 1.5), evaluated(4, 1.4)]
+    lost = [train(2, 2.0), train(3, 9.0), train(4, 9.0), start("…"), *again, train(6, 1.0)]
+    assert compared(run(tmp_path / "a", LINES), run(tmp_path / "b", lost)).parting is None
+    from_scratch = [train(2, 9.0), train(6, 9.0), start(None), *LINES]
+    assert compared(run(tmp_path / "c", from_scratch), str(tmp_path / "a")).parting is None
+
+
+def test_only_steps_that_both_wrote_are_compared(tmp_path: Path) -> None:
+    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(3, 1.7), train(6, 1.0)]))
+    assert (found.parting, found.lines, found.agreed_until) == (None, 1, 6)
+
+
+def test_equal_journals_with_other_weights_ask_for_more_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(
+        compared(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, fingerprint="b" * 64)),
+        as_json=False,
+    )
+    assert "all 4 journal lines that both have agree: --log-interval 1 shows where" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "said"),
+    [
+        ({"global_batch_size": 128}, {}, "global_batch_size: 64 and 128"),
+        ({"batch_size": 16}, {}, "batch_size: 32 and 16"),
+        ({"total_steps": 9}, {}, "total_steps: 6 and 9"),
+        ({"contents": "mlp on har"}, {}, "contents: mlp on digits and mlp on har"),
+        ({}, {"seed": 7}, "seed: 42 and 7"),
+        ({}, {"optimizer": "sgd"}, "optimizer: adamw and sgd"),
+        ({}, {"model.args": {"width": 8}}, "model.args: {} and {'width': 8}"),
+    ],
+)
+def test_runs_of_other_settings_are_not_compared(
+    tmp_path: Path, plan: Line, settings: dict[str, Any], said: str
+) -> None:
+    other = run(tmp_path / "b", LINES, first=start(**plan), **settings)
+    with pytest.raises(RequestError) as refused:
+        compared(run(tmp_path / "a", LINES), other)
+    assert said in refused.value.problem.splitlines()[1]
+    assert len(refused.value.problem.splitlines()) == 2
+
+
+def test_the_same_batch_in_other_words_is_compared(tmp_path: Path) -> None:
+    other = run(tmp_path / "b", LINES, global_batch_size=64, log_interval=2, num_workers=3, compile="default")
+    assert compared(run(tmp_path / "a", LINES, grad_accum_steps=2), other).same
+
+
+def test_a_run_that_is_not_over_can_only_be_told_to_be_different(tmp_path: Path) -> None:
+    unfinished = run(tmp_path / "b", LINES[:1], fingerprint=None)
+    with pytest.raises(RequestError, match="is stopped; so far its 1 journal lines agree"):
+        compared(run(tmp_path / "a", LINES), unfinished)
+    other = run(tmp_path / "c", [train(2, 7.0)], fingerprint=None)
+    assert not compared(str(tmp_path / "a"), other).same
+
+
+def test_a_folder_without_a_run_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"holds no run: there is no journal\.jsonl"):
+        compared(str(tmp_path), str(tmp_path))
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = run(tmp_path / "a", LINES), run(tmp_path / "b", LINES[:2], fingerprint="b" * 64)
+    assert main_multi_gpu.run(["verify", a, a]) == 0
+    assert main_multi_gpu.run(["verify", a, b, "--json"]) == 1
+    capsys.readouterr()
+    assert main_multi_gpu.run(["verify", a, str(tmp_path)]) == 2
+    assert main_multi_gpu.run(["verify", a]) == 2
+    assert "RUN_B" in capsys.readouterr().err
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys, multigpu_cli.commands.verify; print({'torch', 'numpy'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"

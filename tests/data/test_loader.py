@@ -1,0 +1,281 @@
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.sampler import epoch_order
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import BatchPlan
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
+
+CPU = torch.device("cpu")
+PLAN = BatchPlan(samples=37, micro_batch=4, global_batch=12, workers=1)
+
+
+class Noisy(Dataset[Any]):
+    """A user's dataset: each item draws from all three generators, and says which process made it."""
+
+    def __init__(self, count: int = 37) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
+        draws = torch.stack([torch.rand(()), torch.tensor(random.random()), torch.tensor(numpy.random.rand())])
+        return {"x": torch.tensor(float(index)), "draws": draws, "process": os.getpid()}, index % 3
+
+
+def source(split: Dataset[Any], **changed: Any) -> Source:
+    return replace(Source(train=split, val=None, test=None, input_shape=(1,), num_classes=3), **changed)
+
+
+def in_memory(count: int = 37) -> TensorDataset:
+    return TensorDataset(torch.arange(count).view(-1, 1).float(), torch.arange(count) % 3)
+
+
+def loader(split: Dataset[Any], processes: int | str = 0, seed: int = 42, **changed: Any) -> Loader:
+    return Loader(split, source(split, **changed), DataConfig(num_workers=processes), device=CPU, seed=seed)
+
+
+def epoch(
+    served: Loader, plan: BatchPlan = PLAN, number: int = 0, *, start: int = 0, rank: int = 0, lanes: int = 1
+) -> list[list[Batch]]:
+    return [list(work) for work in served.epoch(plan, number, start, rank, lanes)]
+
+
+def indices(steps: list[list[Batch]]) -> list[list[list[int]]]:
+    return [[batch.indices.tolist() for batch in work] for work in steps]
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Loader]]:
+    """Loaders whose processes end with the test."""
+    opened: list[Loader] = []
+    yield opened
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize("kind", [in_memory, Noisy])
+def test_an_epoch_follows_the_order_and_the_plan(kind: Any) -> None:
+    order = epoch_order(37, 42, 0)
+    expected = [
+        [order[start:stop].tolist() for _, start, stop in PLAN.micro_batches_of(step)]
+        for step in range(PLAN.steps_per_epoch)
+    ]
+    steps = epoch(loader(kind()))
+    assert indices(steps) == expected
+    assert [[batch.index for batch in work] for work in steps] == [[0, 1, 2]] * 3 + [[0]]
+    assert sorted(order.tolist()) == list(range(37))
+
+
+@pytest.mark.parametrize("kind", [in_memory, Noisy])
+def test_inputs_and_targets_belong_to_their_indices(kind: Any) -> None:
+    for work in epoch(loader(kind())):
+        for batch in work:
+            inputs = batch.inputs["x"] if isinstance(batch.inputs, dict) else batch.inputs.flatten()
+            assert inputs.tolist() == batch.indices.tolist()
+            assert batch.targets.tolist() == [index % 3 for index in batch.indices.tolist()]
+            assert len(batch) == len(batch.indices)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 13])
+@pytest.mark.parametrize("kind", [in_memory, Noisy])
+def test_workers_together_get_what_one_gets(workers: int, kind: Any) -> None:
+    alone = indices(epoch(loader(kind())))
+    shared = replace(PLAN, workers=workers)
+    ranks = [indices(epoch(loader(kind()), shared, rank=rank)) for rank in range(workers)]
+    assert [[batch for work in step for batch in work] for step in zip(*ranks, strict=True)] == alone
+
+
+def drawn(steps: list[list[Batch]]) -> dict[int, list[float]]:
+    """The random numbers that each sample met."""
+    return {
+        int(index): draws.tolist()
+        for work in steps
+        for batch in work
+        for index, draws in zip(batch.indices, batch.inputs["draws"], strict=True)
+    }
+
+
+def test_items_draw_the_same_numbers_in_any_process_and_on_any_worker(closing: list[Loader]) -> None:
+    here = loader(Noisy())
+    expected = drawn(epoch(here))
+    for processes in (1, 2):
+        other = loader(Noisy(), processes)
+        closing.append(other)
+        steps = epoch(other)
+        assert drawn(steps) == expected
+        makers = {int(maker) for work in steps for batch in work for maker in batch.inputs["process"]}
+        assert len(makers) == processes
+        assert os.getpid() not in makers
+    halves = [drawn(epoch(here, replace(PLAN, workers=2), rank=rank)) for rank in range(2)]
+    assert halves[0] | halves[1] == expected
+
+
+def test_items_draw_other_numbers_in_other_epochs_and_with_other_seeds() -> None:
+    first, second = (drawn(epoch(loader(Noisy()), number=number)) for number in (0, 1))
+    other = drawn(epoch(loader(Noisy(), seed=43)))
+    for index in range(37):
+        numbers = [first[index], second[index], other[index]]
+        assert all(one != two for column in zip(*numbers, strict=True) for one, two in [column[:2], column[1:]])
+
+
+def test_no_two_samples_draw_the_same_numbers() -> None:
+    found = drawn(epoch(loader(Noisy())))
+    assert len({tuple(numbers) for numbers in found.values()}) == 37
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_epoch_can_be_entered_at_any_step(processes: int, closing: list[Loader]) -> None:
+    served = loader(Noisy(), processes)
+    closing.append(served)
+    whole = epoch(served)
+    for start in (1, 3, 4):
+        later = epoch(loader(Noisy()), start=start)
+        assert indices(later) == indices(whole)[start:]
+        assert drawn(later).items() <= drawn(whole).items()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next(processes: int, closing: list[Loader]) -> None:
+    served = loader(Noisy(), processes)
+    closing.append(served)
+    for work in islice(served.epoch(PLAN, 0, 0, 0, 1), 2):
+        list(work)
+    again = epoch(served, number=1)
+    assert indices(again) == indices(epoch(loader(Noisy()), number=1))
+    assert drawn(again) == drawn(epoch(loader(Noisy()), number=1))
+
+
+def test_lanes_join_neighbouring_micro_batches() -> None:
+    plain, joined = (indices(epoch(loader(in_memory()), replace(PLAN, workers=2), lanes=lanes)) for lanes in (1, 2))
+    whole = indices(epoch(loader(in_memory())))
+    assert len(joined) == len(plain)
+    assert [[[*work[0], *work[1]], work[2]] for work in whole[:3]] == joined[:3]
+    assert joined[3] == whole[3]
+
+
+@pytest.mark.parametrize("kind", [in_memory, Noisy])
+@pytest.mark.parametrize("workers", [1, 2, 5, 20])
+def test_held_out_samples_are_served_once_in_order(kind: Any, workers: int) -> None:
+    batches = [batch for rank in range(workers) for batch in loader(kind()).held_out(4, rank, workers)]
+    assert [index for batch in batches for index in batch.indices.tolist()] == list(range(37))
+    assert [batch.index for batch in batches] == list(range(10))
+    assert {len(batch) for batch in batches[:-1]} == {4}
+
+
+def test_held_out_items_never_change() -> None:
+    served = loader(Noisy())
+    first, second = (drawn([list(served.held_out(4, 0, 1))]) for _ in range(2))
+    assert first == second
+    assert first[0] != drawn(epoch(served))[0], "and have numbers of their own"
+
+
+def augmenting(inputs: Tensor, draws: Draws) -> Tensor:
+    return inputs + draws.uniform(0)
+
+
+def test_augmentation_belongs_to_the_sample_and_is_for_training_only() -> None:
+    served = loader(in_memory(), augment=augmenting, prepare=lambda inputs: inputs * 10)
+    noise: dict[int, float] = {}
+    for work in epoch(served):
+        for batch in work:
+            added = batch.inputs.flatten() / 10 - batch.indices
+            noise |= dict(zip(batch.indices.tolist(), added.tolist(), strict=True))
+    assert all(-1e-5 <= value < 1.0001 for value in noise.values())
+    assert len(set(noise.values())) == 37
+    for rank in range(3):
+        for work in epoch(served, replace(PLAN, workers=3), rank=rank):
+            for batch in work:
+                added = batch.inputs.flatten() / 10 - batch.indices
+                assert added.tolist() == [noise[index] for index in batch.indices.tolist()]
+    for batch in served.held_out(4, 0, 1):
+        assert batch.inputs.flatten().tolist() == [10.0 * index for index in batch.indices.tolist()]
+
+
+def test_bytes_become_numbers_from_0_to_1_where_nothing_else_is_asked_for() -> None:
+    split = TensorDataset(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]))
+    [batch] = loader(split).held_out(4, 0, 1)
+    assert batch.inputs.flatten().tolist() == [0.0, 1.0]
+
+
+def test_nested_inputs_stay_nested() -> None:
+    class Nested(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            return [torch.ones(2), {"deep": (torch.zeros(1), index)}], 0
+
+    [batch] = loader(Nested(3)).held_out(4, 0, 1)
+    assert batch.inputs[0].shape == (3, 2)
+    assert batch.inputs[1]["deep"][1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("item", [torch.ones(2), (1, 2, 3), {"input": 1, "target": 2}])
+def test_an_item_that_is_no_pair_is_named(item: Any) -> None:
+    class Wrong(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            return item
+
+    with pytest.raises(RequestError, match=r"sample \d+ must be \(input, target\), not"):
+        epoch(loader(Wrong()))
+
+
+def test_a_tensor_dataset_of_one_or_three_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"\(input, target\), not 3 tensors"):
+        loader(TensorDataset(*[torch.ones(3)] * 3))
+
+
+def test_in_memory_batches_are_copies() -> None:
+    split = in_memory()
+    for work in epoch(loader(split)):
+        for batch in work:
+            batch.inputs.zero_()
+    assert split.tensors[0].sum() > 0
+
+
+def test_loader_processes_do_not_die_of_a_signal_to_the_whole_group(closing: list[Loader]) -> None:
+    """Ctrl-C reaches them too, and the trainer still needs them to finish its step."""
+    served = loader(Noisy(), 1)
+    closing.append(served)
+    stream = served.epoch(PLAN, 0, 0, 0, 1)
+    first = list(next(stream))
+    maker = int(first[0].inputs["process"][0])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(maker, number)
+    rest = [list(work) for work in stream]
+    assert len(rest) == 3
+    assert {int(batch.inputs["process"][0]) for work in rest for batch in work} == {maker}
+
+
+def test_closing_ends_the_loader_processes() -> None:
+    served = loader(Noisy(), 1)
+    maker = int(epoch(served)[0][0].inputs["process"][0])
+    served.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(maker, 0)
+    served.close()
+
+
+@pytest.mark.parametrize(("cores", "workers", "expected"), [(8, 1, 4), (8, 2, 3), (4, 4, 0), (1, 1, 0), (2, 8, 0)])
+def test_auto_leaves_a_core_for_each_trainer(
+    cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    split = Noisy()
+    served = Loader(split, source(split), DataConfig(), device=CPU, seed=1, workers_here=workers)
+    assert served.where == (f"fetched by {expected} loader process(es)" if expected else "fetched in this process")

@@ -1,0 +1,110 @@
+"""A user's own dataset and networks, as --data and --model name them; some of them kill or stop their run.
+
+OWN_DEED=RANK:COUNT:SIGNAL[:WHOM] in the environment: at its COUNT-th training pass that rank sends the signal, to
+itself or to its parent (the agent). OWN_PAUSE: seconds that each training pass takes longer.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from multigpu_cli.models.registry import MODELS
+from multigpu_cli.runtime import plugins
+
+
+def tensors(split: str, seed: int, train: int = 60, shape: Sequence[int] = (6,)) -> TensorDataset:
+    """Samples of three classes that can be told apart, mostly."""
+    count = {"train": train, "val": 21, "test": 22}[split]
+    generator = torch.Generator().manual_seed(seed + len(split))
+    targets = torch.arange(count) % 3
+    noise = torch.randn(count, *shape, generator=generator)
+    return TensorDataset(noise + 0.7 * (targets - 1).view(-1, *[1] * len(shape)), targets)
+
+
+def no_validation(split: str, seed: int) -> TensorDataset | None:
+    return None if split == "val" else tensors(split, seed)
+
+
+class Items(Dataset[tuple[Tensor, int]]):
+    """The same samples one by one, with noise of their own, as augmentation in a user's dataset has it."""
+
+    num_classes = 3
+
+    def __init__(self, split: str, seed: int) -> None:
+        self.inputs, self.targets = tensors(split, seed).tensors
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index] + 0.1 * torch.randn(6), int(self.targets[index])
+
+
+class Deed(nn.Module):
+    """Passes its input on, and does at some pass what the environment says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.pause = float(os.environ.get("OWN_PAUSE", 0))
+        rank, count, what, whom = (os.environ.get("OWN_DEED", "-1:0:SIGTERM") + ":self").split(":")[:4]
+        self.at = int(count) if rank == os.environ.get("RANK", "0") else -1
+        self.deed = (os.getppid() if whom == "parent" else os.getpid(), signal.Signals[what])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            time.sleep(self.pause)
+            if self.passes == self.at:
+                os.kill(*self.deed)
+        return inputs
+
+
+def net(input_shape: Sequence[int], num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
+    """A small perceptron."""
+    between: list[nn.Module] = [nn.BatchNorm1d(16)] if norm else []
+    return nn.Sequential(
+        Deed(),
+        nn.Flatten(),
+        nn.Linear(int(torch.Size(input_shape).numel()), 16),
+        *between,
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(16, num_classes),
+    )
+
+
+class Double(nn.Module):
+    """One of our networks in double precision."""
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, network: str, normed: bool = True) -> None:
+        super().__init__()
+        offered = {"input_shape": input_shape, "num_classes": num_classes}
+        small = {"width": 8} if network != "own" else {"norm": normed}
+        factory = net if network == "own" else plugins.find(network, MODELS, flag="--model")
+        self.inner = plugins.call(factory, offered, small, where="model").double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.inner(inputs.double())
+        return logits
+
+
+def explosive(input_shape: Sequence[int], num_classes: int, at: int = 1) -> nn.Module:
+    """Its gradient is not finite from pass `at` on."""
+
+    class Explosive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.passes = net(input_shape, num_classes), 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.passes += self.training
+            logits: Tensor = self.inner(inputs)
+            return logits * float("nan") if self.training and self.passes >= at else logits
+
+    return Explosive()

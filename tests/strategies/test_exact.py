@@ -1,0 +1,178 @@
+"""Exact in groups of processes: gradients and buffers have the bits of one worker's, and of the definition."""
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.exact import Exact
+from multigpu_cli.strategies.tree import Tree
+from tests.gloo import each_rank
+from tests.strategies.one_step import network, reduce_step
+
+ALONE = World(torch.device("cpu"))
+LEAVES = range(1, 18)
+
+
+class Vector(nn.Module):
+    """Its gradient is whatever it is multiplied with."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, leaf: Tensor) -> Tensor:
+        return (self.weight * leaf).sum()
+
+
+def leaf(count: int, number: int, size: int = 5) -> Tensor:
+    """Numbers of all sizes, whose sum depends on the order of additions."""
+    generator = torch.Generator().manual_seed(100 * count + number)
+    exponents = torch.randint(-12, 12, (size,), generator=generator)
+    return torch.ldexp(torch.randn(size, generator=generator), exponents)
+
+
+def gradient(strategy: Strategy, model: Vector, count: int, world: World) -> bytes:
+    """The reduced gradient of a step of `count` leaves."""
+    mine = range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
+    strategy.begin(count)
+    for position, number in enumerate(mine):
+        with strategy.accumulating(last=position == len(mine) - 1):
+            (strategy.callable(leaf(count, number)) * strategy.loss_factor).backward()
+        strategy.micro_batch_done(number)
+    strategy.finish(idle=not mine)
+    assert model.weight.grad is not None
+    found = model.weight.grad.numpy().tobytes()
+    model.weight.grad = None
+    return found
+
+
+def every_count(world: World) -> list[bytes]:
+    model = Vector(5)
+    strategy = Exact(model, world)
+    return [gradient(strategy, model, count, world) for count in LEAVES]
+
+
+def by_definition(count: int) -> bytes:
+    tree: Tree[Tensor] = Tree(lambda left, right: left + right)
+    for number in range(count):
+        tree.push(0, number, leaf(count, number))
+    return tree.total().numpy().tobytes()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 7, 8])
+def test_the_gradient_has_the_bits_of_the_definition_on_every_rank(workers: int) -> None:
+    """Any number of leaves: more and fewer than workers, a power of two or not."""
+    expected = [by_definition(count) for count in LEAVES]
+    assert every_count(ALONE) == expected
+    for rank, found in enumerate(each_rank(workers, every_count)):
+        assert found == expected, f"rank {rank}"
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_ddp_has_other_bits(workers: int) -> None:
+    """The control: or the test above could not fail."""
+
+    def ordinary(world: World) -> list[bytes]:
+        model = Vector(5)
+        strategy = Distributed(model, world, CommunicationConfig())
+        return [gradient(strategy, model, count, world) for count in range(8, 18)]
+
+    expected = [by_definition(count) for count in range(8, 18)]
+    found = each_rank(workers, ordinary)[0]
+    assert sum(one != other for one, other in zip(found, expected, strict=True)) > 5
+
+
+def steps(plan: BatchPlan, kind: Callable[[nn.Module, World], Strategy]) -> Callable[[World], str]:
+    """A few steps of a network with BatchNorm; the bits of weights, buffers and last gradient."""
+
+    def work(world: World) -> str:
+        model = network(dtype=torch.float32)
+        strategy = kind(model, world)
+        whole = BatchPlan(
+            samples=plan.samples, micro_batch=plan.micro_batch, global_batch=plan.global_batch, workers=world.size
+        )
+        for _ in range(3):
+            reduce_step(strategy, whole, world.rank)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        return sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+
+    return work
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        BatchPlan(samples=24, micro_batch=3, global_batch=24, workers=1),
+        BatchPlan(samples=20, micro_batch=3, global_batch=20, workers=1),  # 7 leaves, the last one short
+        BatchPlan(samples=6, micro_batch=3, global_batch=6, workers=1),  # idle workers
+    ],
+    ids=["even", "uneven", "idle"],
+)
+def test_buffers_have_the_bits_of_one_worker_too(workers: int, plan: BatchPlan) -> None:
+    expected = steps(plan, Exact)(ALONE)
+    assert each_rank(workers, steps(plan, Exact)) == [expected] * workers
+
+
+def test_it_is_the_gradient_of_the_global_batch() -> None:
+    """Not only alike everywhere, but right."""
+    plan = BatchPlan(samples=20, micro_batch=3, global_batch=20, workers=1)
+    model, plain = network(norm=False), network(norm=False)
+    reduce_step(Exact(model, ALONE), plan, 0)
+    whole = BatchPlan(samples=20, micro_batch=20, global_batch=20, workers=1)
+    reduce_step(Exact(plain, ALONE), whole, 0)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:
+    class Branch(Vector):
+        def __init__(self) -> None:
+            super().__init__(5)
+            self.unused = nn.Parameter(torch.ones(2))
+
+    def work(world: World) -> list[float]:
+        model = Branch()
+        gradient(Exact(model, world), model, 4, world)
+        assert model.unused.grad is not None
+        return model.unused.grad.tolist()  # type: ignore[no-any-return]
+
+    assert work(ALONE) == [0.0, 0.0]
+    assert each_rank(3, work) == [[0.0, 0.0]] * 3
+
+
+def test_a_nan_reaches_every_rank() -> None:
+    def work(world: World) -> list[bool]:
+        model = Vector(3)
+        strategy = Exact(model, world)
+        strategy.begin(world.size)
+        value = torch.full((3,), torch.nan if world.rank == 1 else 1.0)
+        strategy.callable(value).backward()
+        strategy.micro_batch_done(world.rank)
+        strategy.finish(idle=False)
+        assert model.weight.grad is not None
+        return model.weight.grad.isnan().tolist()  # type: ignore[no-any-return]
+
+    assert each_rank(4, work) == [[True] * 3] * 4
+
+
+def test_a_model_in_two_formats_is_refused_by_name() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(RequestError, match=r"one number format; this one has .*float32.*float64"):
+        Exact(model, ALONE)

@@ -1,0 +1,126 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.config.schema import DataConfig, TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import Measured, Task
+from multigpu_cli.tasks.classification import Classification
+from tests.gloo import each_rank
+
+CPU = torch.device("cpu")
+ALONE = World(CPU)
+
+
+def split(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(count)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.randint(4, (count,), generator=generator))
+
+
+def evaluated(count: int, batch_size: int, precision: str = "off") -> Callable[[World], Any]:
+    """What this rank's evaluation of `count` samples finds, as plain values."""
+
+    def work(world: World) -> Any:
+        test = split(count)
+        source = Source(train=test, val=None, test=test, input_shape=(6,), num_classes=4)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+        loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
+        learner = Classification(source, TaskConfig())
+        found = learner.evaluate(model, loader, world, Precision(precision, CPU), batch_size)
+        return [found.metrics, found.samples, found.details]
+
+    return work
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(97, 8), (64, 64), (5, 8), (1, 4), (30, 10)])
+def test_every_sample_counts_once(count: int, batch_size: int) -> None:
+    metrics, samples, details = evaluated(count, batch_size)(ALONE)
+    assert samples == count
+    assert sum(map(sum, details["confusion"])) == count
+    assert sum(row["support"] for row in details["per_class"]) == count
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(("count", "batch_size"), [(97, 8), (17, 8), (5, 8)], ids=["many", "few", "idle workers"])
+def test_any_number_of_workers_finds_the_same_bits(workers: int, count: int, batch_size: int) -> None:
+    alone = evaluated(count, batch_size)(ALONE)
+    assert each_rank(workers, evaluated(count, batch_size)) == [alone] * workers
+
+
+def test_the_batch_size_changes_nothing_but_rounding() -> None:
+    one, other = evaluated(97, 8)(ALONE), evaluated(97, 33)(ALONE)
+    assert one[2] == other[2]
+    assert one[0]["loss"] == pytest.approx(other[0]["loss"], rel=1e-6)
+
+
+def test_mixed_precision_is_used() -> None:
+    full, half = evaluated(97, 8)(ALONE), evaluated(97, 8, "bf16")(ALONE)
+    assert full[0]["loss"] != half[0]["loss"]
+    assert full[0]["loss"] == pytest.approx(half[0]["loss"], rel=0.05)
+
+
+class Counting(Task):
+    """The least that a user's own task has to say."""
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        loss: Tensor = model(batch.inputs).square().sum()
+        return loss
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        self.seen_training = model.training
+        assert not torch.is_grad_enabled()
+        return Measured(batch.targets.sum().double(), torch.tensor([len(batch), 1]))
+
+
+def counting(world: World, count: int = 23) -> tuple[Any, Counting, nn.Module]:
+    test = TensorDataset(torch.zeros(count, 2), torch.arange(count).float())
+    source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+    learner, model = Counting(source, TaskConfig()), nn.Linear(2, 2).train()
+    loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
+    return learner.evaluate(model, loader, world, Precision("off", CPU), 4), learner, model
+
+
+def test_a_users_own_task_gets_an_exact_mean() -> None:
+    found, learner, model = counting(ALONE)
+    assert found.metrics == {"loss": 11.0}
+    assert (found.samples, found.details) == (23, {})
+    assert learner.seen_training is False
+    assert model.training, "and training goes on as before"
+
+
+def test_a_model_in_evaluation_stays_there() -> None:
+    _, learner, model = counting(ALONE)
+    model.eval()
+    loader = Loader(learner.source.test, learner.source, DataConfig(), device=CPU, seed=1)  # type: ignore[arg-type]
+    learner.evaluate(model, loader, ALONE, Precision("off", CPU), 4)
+    assert not model.training
+
+
+def test_a_lower_loss_is_better_where_a_task_says_nothing() -> None:
+    _, learner, _ = counting(ALONE)
+    assert learner.score({"loss": 1.0}) > learner.score({"loss": 2.0})
+
+
+def test_workers_add_up_without_a_batch_of_their_own() -> None:
+    def work(world: World) -> Any:
+        found, _, _ = counting(world, count=6)
+        return found.metrics
+
+    assert each_rank(4, work) == [{"loss": 2.5}] * 4
+
+
+def test_a_loss_that_is_not_finite_is_told_not_hidden() -> None:
+    test = TensorDataset(torch.zeros(8, 2), torch.tensor([1.0] * 7 + [float("nan")]))
+    source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+    loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
+    found = Counting(source, TaskConfig()).evaluate(nn.Linear(2, 2), loader, ALONE, Precision("off", CPU), 4)
+    assert found.metrics["loss"] != found.metrics["loss"]

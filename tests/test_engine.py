@@ -1,0 +1,356 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.monitor import journal
+from tests.trained import trained
+
+RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def events(kind: str, folder: str = "run") -> list[dict[str, Any]]:
+    return [event for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == kind]
+
+
+def curve(folder: str = "run") -> dict[int, float]:
+    """The loss of each step; after a resume the last line of a step counts."""
+    return {event["step"]: event["loss"] for event in events("train", folder)}
+
+
+def traced(folder: str = "run") -> dict[int, list[int]]:
+    lines = map(json.loads, Path(folder, "samples.jsonl").read_text().splitlines())
+    return {line["step"]: line["samples"] for line in lines}
+
+
+def test_a_run_leaves_what_the_contract_says() -> None:
+    ended = trained(**RUN)
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert ended.summary == summary
+    assert {path.name for path in Path("run").iterdir() if not path.name.startswith(".")} >= {
+        "config.yaml", "journal.jsonl", "summary.json", "tensorboard", "best.pt", "last.pt", "checkpoints",
+    }  # fmt: skip
+    assert (summary["status"], summary["steps"], summary["epochs"], summary["samples"]) == ("completed", 12, 4, 240)
+    assert [event["step"] for event in events("train")] == list(range(1, 13))
+    assert [(event["epoch"], event["split"], event["samples"]) for event in events("eval")] == [
+        *((epoch, "val", 21) for epoch in range(1, 5)),
+        (4, "test", 22),
+    ]
+    assert [event["step"] for event in events("checkpoint")] == [3, 6, 9, 12]
+    assert len(events("start")) == len(events("end")) == 1
+
+
+def test_the_best_weights_are_those_of_the_best_evaluation_and_tested_once() -> None:
+    summary = trained(**RUN | {"epochs": 6, "lr": 0.3}).summary
+    accuracies = [(event["accuracy"], -event["loss"]) for event in events("eval") if event["split"] == "val"]
+    best = max(range(6), key=accuracies.__getitem__)
+    assert summary["best"]["epoch"] == best + 1
+    assert summary["best"]["accuracy"] == accuracies[best][0]
+    assert [event["split"] for event in events("eval")].count("test") == 1
+    last = torch.load("run/last.pt", weights_only=True)
+    assert fingerprint(last["model"]) == summary["fingerprint"]
+    assert torch.load("run/best.pt", weights_only=True)["metrics"] == summary["best"]
+
+
+def test_the_state_is_that_of_the_last_step() -> None:
+    summary = trained(**RUN).summary
+    newest, _ = Store(Path("run/checkpoints"), 3).newest()
+    assert newest is not None
+    assert fingerprint(newest.state()["model"]) == summary["fingerprint"]
+
+
+def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
+    summary = trained(**RUN | {"data": "tests.own:no_validation"}).summary
+    assert summary["status"] == "completed"
+    assert summary["best"] == {}
+    assert summary["final"]["test_accuracy"] is not None
+    states = [torch.load(f"run/{name}.pt", weights_only=True)["model"] for name in ("best", "last")]
+    assert fingerprint(states[0]) == fingerprint(states[1])
+
+
+# -- the number of workers is a speed knob
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> None:
+    trained(**RUN, trace_samples=True)
+    trained(workers, **RUN | {"save_dir": "other"}, trace_samples=True)
+    assert traced("other") == traced()
+    assert len(traced()) == 12
+    for epoch in range(4):
+        seen = [sample for step in range(3 * epoch + 1, 3 * epoch + 4) for sample in traced()[step]]
+        assert sorted(seen) == list(range(60))
+
+
+@pytest.mark.parametrize("data", ["tests.own:tensors", "tests.own:Items"])
+def test_the_curve_does_not_depend_on_the_workers(data: str) -> None:
+    doubled = {"data": data, "model": "tests.own:Double", "sets": ["model.args.network=own"]}
+    one = trained(**RUN | doubled)
+    many = trained(3, **RUN | doubled | {"save_dir": "other"})
+    assert curve("other") == pytest.approx(curve(), rel=1e-9)
+    assert many.summary["final"] == pytest.approx(one.summary["final"], rel=1e-9)
+    assert (one.summary["world_size"], many.summary["world_size"]) == (1, 3)
+
+
+def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
+    marks = {
+        trained(workers, **RUN | {"save_dir": f"run{workers}"}, exact=True).summary["fingerprint"]
+        for workers in (1, 2, 3)
+    }
+    assert len(marks) == 1
+    assert curve("run1") == curve("run2") == curve("run3")
+
+
+# -- interrupted and resumed
+
+
+def test_a_stopped_run_goes_on_where_it_was() -> None:
+    undisturbed = trained(**RUN | {"save_dir": "whole"}, trace_samples=True).summary
+    stopped = trained(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"}, trace_samples=True).summary
+    assert (stopped["status"], stopped["steps"]) == ("stopped", 5)
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
+    resumed = trained(**RUN, trace_samples=True).summary
+    assert resumed["status"] == "completed"
+    assert resumed["fingerprint"] == undisturbed["fingerprint"]
+    assert resumed["final"] == undisturbed["final"]
+    assert resumed["best"] == undisturbed["best"]
+    assert curve() == curve("whole")
+    assert traced() == traced("whole")
+    assert events("resume") == [events("resume")[0] | {"step": 5, "from_world_size": 1, "world_size": 1}]
+    assert (resumed["samples"], resumed["steps"]) == (240, 12)
+    assert resumed["resumed_from"] == "run/checkpoints/step_00000005"
+    assert resumed["train_seconds"] > stopped["train_seconds"]
+    assert resumed["startup_seconds"] > stopped["startup_seconds"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(before: int, after: int) -> None:
+    """With --exact, bits are a fair question."""
+    undisturbed = trained(**RUN | {"save_dir": "whole"}, exact=True).summary
+    killed = trained(before, **RUN, exact=True, environ={"OWN_DEED": f"{before - 1}:13:SIGKILL"})
+    assert before - 1 in killed.killed
+    assert not Path("run/summary.json").exists()
+    resumed = trained(after, **RUN, exact=True).summary
+    assert resumed["fingerprint"] == undisturbed["fingerprint"]
+    assert curve() == curve("whole")
+    assert events("resume")[0]["from_world_size"] == before
+    assert events("resume")[0]["world_size"] == after
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_ddp_goes_on_with_the_same_bits_on_the_same_number_of_workers(workers: int) -> None:
+    undisturbed = trained(workers, **RUN | {"save_dir": "whole"}).summary
+    trained(workers, **RUN, environ={"OWN_DEED": "0:9:SIGKILL"})
+    assert trained(workers, **RUN).summary["fingerprint"] == undisturbed["fingerprint"]
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
+    long = RUN | {"epochs": 400, "log_interval": 1000}
+    ended = trained(3, **long, environ={"OWN_DEED": "1:30:SIGTERM", "OWN_PAUSE": "0.01"})
+    assert (ended.summary["status"], ended.error, ended.killed) == ("stopped", "", [])
+    assert 20 <= ended.summary["steps"] < 400
+    newest, _ = Store(Path("run/checkpoints"), 3).newest()
+    assert newest is not None
+    assert newest.step == ended.summary["steps"]
+
+
+def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
+    """Its first step has a high number, which is not the number of steps it has timed."""
+    many = RUN | {"epochs": 2000, "log_interval": 5000, "checkpoint_every": 1000}
+    trained(2, **many | {"epochs": 500}, max_steps=1400)
+    ended = trained(2, **many, max_steps=5000, environ={"OWN_DEED": "0:5:SIGTERM", "OWN_PAUSE": "0.02"})
+    assert ended.summary["status"] == "stopped"
+    assert ended.summary["steps"] < 1500
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
+    undisturbed = trained(**RUN | {"save_dir": "whole"}).summary
+    trained(**RUN, environ={"OWN_DEED": "0:31:SIGKILL"})
+    state = Path("run/checkpoints/step_00000006/state.pt")
+    state.write_bytes(state.read_bytes()[:-7])
+    resumed = trained(**RUN).summary
+    assert resumed["resumed_from"] == "run/checkpoints/step_00000003"
+    assert resumed["fingerprint"] == undisturbed["fingerprint"]
+    [fault] = events("fault")
+    assert "step_00000006: state.pt has" in fault["action"]
+    assert "step_00000006" in json.dumps(resumed["faults"]), "and in the summary"
+
+
+def test_early_stopping_is_remembered_over_a_resume() -> None:
+    flags = RUN | {"epochs": 50, "lr": 1e-9, "early_stopping_patience": 3}
+    undisturbed = trained(**flags | {"save_dir": "whole"}).summary
+    assert undisturbed["status"] == "completed"
+    assert undisturbed["epochs"] < 50
+    trained(**flags, environ={"OWN_DEED": "0:30:SIGTERM"})
+    resumed = trained(**flags).summary
+    assert (resumed["epochs"], resumed["fingerprint"]) == (undisturbed["epochs"], undisturbed["fingerprint"])
+
+
+# -- finished and longer runs
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_finished_run_is_left_as_it_is(workers: int) -> None:
+    first = trained(**RUN)
+    before = contents("run")
+    assert trained(workers, **RUN).summary == first.summary
+    assert contents("run") == before
+
+
+def test_a_finished_run_goes_on_when_it_gets_longer() -> None:
+    trained(**RUN)
+    longer = trained(**RUN | {"epochs": 6}).summary
+    assert (longer["steps"], longer["status"]) == (18, "completed")
+    assert events("resume")[0]["step"] == 12
+
+
+def test_a_longer_run_that_was_killed_is_not_taken_for_complete() -> None:
+    trained(**RUN)
+    trained(**RUN | {"epochs": 8}, environ={"OWN_DEED": "0:21:SIGKILL"})
+    ended = trained(**RUN | {"epochs": 8}).summary
+    assert (ended["steps"], ended["status"]) == (24, "completed")
+
+
+def test_a_finished_run_can_go_on_in_another_folder() -> None:
+    """Nothing gets better there, so its best weights are still those of the first folder."""
+    first = trained(**RUN).summary
+    again = trained(**RUN | {"save_dir": "copy"}, resume="run")
+    assert again.error == ""
+    assert again.summary["final"] == first["final"]
+    assert Path("copy/best.pt").read_bytes() == Path("run/best.pt").read_bytes()
+
+
+def test_without_best_weights_a_run_can_still_end() -> None:
+    trained(**RUN)
+    Path("run/best.pt").unlink()
+    ended = trained(**RUN | {"epochs": 5})
+    assert ended.error == ""
+    assert Path("run/best.pt").exists()
+
+
+def test_config_yaml_repeats_the_run() -> None:
+    first = trained(**RUN, sets=["model.args.dropout=0.4"]).summary
+    again = trained(recipe="run/config.yaml", save_dir="again").summary
+    assert again["fingerprint"] == first["fingerprint"]
+    assert Path("again/config.yaml").read_text() == Path("run/config.yaml").read_text()
+
+
+def test_without_a_save_dir_the_same_command_goes_on_and_a_finished_one_starts_afresh() -> None:
+    flags = {name: value for name, value in RUN.items() if name != "save_dir"}
+    stopped = trained(**flags, environ={"OWN_DEED": "0:19:SIGTERM"}).summary
+    resumed = trained(**flags).summary
+    assert resumed["save_dir"] == stopped["save_dir"]
+    assert trained(**flags).summary["save_dir"] != stopped["save_dir"]
+
+
+# -- wrong and failing requests
+
+
+def test_an_explicit_difference_is_refused_and_nothing_is_touched() -> None:
+    trained(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"})
+    before = contents("run")
+    ended = trained(2, **RUN | {"lr": 0.5})
+    assert ended.kind == "RequestError"
+    assert "--lr 0.5 differs from 0.05" in ended.error
+    assert contents("run") == before
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"model": "convnet"}, "--model convnet needs images"),
+        ({"init_from": "nowhere.pt"}, "nowhere.pt"),
+        ({"data": "har"}, "har"),
+        ({"global_batch_size": 1, "lr": 0.1, "batch_size": 1, "drop_last": True, "warmup_epochs": 9.0}, "warmup"),
+        ({"sync_bn": True}, "--sync-bn"),
+        ({"freeze": ["nothing"]}, "--freeze"),
+    ],
+)
+def test_a_wrong_request_leaves_no_folder(workers: int, flags: dict[str, Any], named: str) -> None:
+    ended = trained(workers, **RUN | flags)
+    assert ended.kind == "RequestError", ended.error
+    assert named in ended.error
+    assert not Path("run").exists()
+
+
+def test_a_gradient_that_stays_infinite_ends_the_run_with_a_summary() -> None:
+    ended = trained(2, **RUN | {"model": "tests.own:explosive", "epochs": 9})
+    assert ended.kind == "TrainingError"
+    assert "NaN or infinite" in ended.error
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "NaN or infinite" in summary["error"]
+    assert summary["fingerprint"] is None
+
+
+def test_a_few_skipped_steps_are_told() -> None:
+    sets = ["model.args.at=33"]  # the passes of the last steps
+    summary = trained(**RUN | {"model": "tests.own:explosive"}, sets=sets).summary
+    assert summary["status"] == "completed"
+    assert {fault["kind"] for fault in summary["faults"]} == {"nonfinite"}
+    assert all(torch.isfinite(value).all() for value in torch.load("run/last.pt", weights_only=True)["model"].values())
+
+
+def test_a_dry_run_writes_nothing() -> None:
+    plan = trained(**RUN, dry_run=True).summary
+    assert (plan["steps_per_epoch"], plan["total_steps"], plan["save_dir"]) == (3, 12, "run")
+    assert not Path("run").exists()
+
+
+# -- settings that change the weights as they say
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"ema": 0.9},
+        {"max_grad_norm": "off"},
+        {"optimizer": "sgd"},
+        {"label_smoothing": 0.2},
+        {"amp": "bf16"},
+        {"freeze": ["2.*"]},
+        {"seed": 7},
+        {"schedule": "linear"},
+        {"weight_decay": 0.5},
+        {"drop_last": True, "global_batch_size": 25},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any]) -> None:
+    plain = trained(**RUN | ({"global_batch_size": 25} if "drop_last" in flags else {})).summary
+    one = trained(**RUN | flags | {"save_dir": "one"}).summary
+    two = trained(2, **RUN | flags | {"save_dir": "two"}).summary
+    assert one["fingerprint"] != plain["fingerprint"]
+    assert curve("two") == pytest.approx(curve("one"), rel=2e-2 if "amp" in flags else 1e-4)
+    assert two["final"]["val_loss"] == pytest.approx(one["final"]["val_loss"], rel=2e-2 if "amp" in flags else 1e-4)
+
+
+def test_grad_checkpointing_changes_nothing_but_memory() -> None:
+    plain = trained(**RUN).summary
+    thrifty = trained(**RUN | {"save_dir": "thrifty"}, grad_checkpointing=True).summary
+    assert thrifty["fingerprint"] == plain["fingerprint"]
+
+
+def test_a_warm_start_begins_with_those_weights() -> None:
+    trained(**RUN)
+    shutil.copy("run/last.pt", "weights.pt")
+    trained(**RUN | {"save_dir": "warm", "init_from": "weights.pt", "lr": 1e-12, "epochs": 1})
+    before, after = (torch.load(path, weights_only=True)["model"] for path in ("weights.pt", "warm/last.pt"))
+    for name, value in before.items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.allclose(after[name], value, atol=1e-6), name

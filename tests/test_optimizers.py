@@ -1,0 +1,146 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 3))
+
+
+def built(name: str, model: nn.Module, decay: float = 0.1) -> torch.optim.Optimizer:
+    return build_optimizer(model, OptimizerConfig(name=name, weight_decay=decay))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_only_matrices_and_kernels_decay(name: str) -> None:
+    model = network()
+    decaying, plain = built(name, model).param_groups
+    assert (decaying["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert [p is q for p, q in zip(decaying["params"], (model[0].weight, model[3].weight), strict=True)] == [True] * 2
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert len(plain["params"]) == 4
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_frozen_parameters_are_left_out_and_no_group_is_empty(name: str) -> None:
+    model = network()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model[3].bias)
+    [only] = built(name, model).param_groups
+    assert only["params"] == [model[3].bias]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_every_group_gets_the_rate_of_the_schedule(name: str) -> None:
+    optimizer = built(name, network())
+    assert all(group["lr"] == 0.0 for group in optimizer.param_groups), "nothing moves before a rate is set"
+    set_rate(optimizer, 0.25)
+    assert all(group["lr"] == 0.25 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("adamw", lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=False, foreach=False)),
+        ("sgd", lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True, fused=False)),
+    ],
+)
+def test_it_is_the_textbook_optimizer(name: str, reference: object) -> None:
+    ours, plain = (nn.Sequential(network()[0], nn.Flatten(), nn.Linear(8, 3)).double() for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    optimizer = built(name, ours)
+    set_rate(optimizer, 0.01)
+    groups = [
+        {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    textbook = reference(groups)  # type: ignore[operator]
+    for step in range(5):
+        inputs = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for model, either in ((ours, optimizer), (plain, textbook)):
+            either.zero_grad()
+            model(inputs).square().sum().backward()
+            either.step()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+def value(module: nn.Module) -> float:
+    return float(next(module.parameters()).detach())
+
+
+def constant(start: float) -> nn.Module:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, start)
+    return model
+
+
+def test_the_average_starts_at_the_first_weights_it_sees() -> None:
+    model = constant(5.0)
+    shadow = averaged(model, 0.9)
+    nn.init.constant_(model.weight, 2.0)
+    shadow.update_parameters(model)
+    assert value(shadow) == 2.0
+
+
+def test_the_decay_warms_up() -> None:
+    """Decay (1+n)/(10+n) up to the one asked for, by hand."""
+    model = constant(0.0)
+    shadow = averaged(model, 0.5)
+    expected = 0.0
+    for count in range(30):
+        weight = float(count % 7)
+        nn.init.constant_(model.weight, weight)
+        shadow.update_parameters(model)
+        decay = 0.0 if count == 0 else min(0.5, (1 + count) / (10 + count))
+        expected = decay * expected + (1 - decay) * weight
+        assert value(shadow) == pytest.approx(expected, rel=1e-5), count
+
+
+def test_buffers_are_averaged_and_counters_copied() -> None:
+    model = network()
+    shadow = averaged(model, 0.9)
+    for _ in range(3):
+        model(torch.randn(8, 2, 4))
+        shadow.update_parameters(model)
+    state, own = shadow.module.state_dict(), model.state_dict()
+    assert list(state) == list(own)
+    assert int(state["1.num_batches_tracked"]) == 3
+    assert not torch.equal(state["1.running_mean"], own["1.running_mean"])
+    assert float(state["1.running_mean"].norm()) > 0
+
+
+def test_the_average_is_not_trained() -> None:
+    shadow = averaged(network(), 0.9)
+    assert not any(p.requires_grad for p in shadow.parameters())
+    model = network()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_skipped_step_is_told_by_a_tensor() -> None:
+    """What runtime/precision.py relies on: fused optimizers look at `found_inf`, also on CPU."""
+    for name in ("adamw", "sgd"):
+        model = network()
+        optimizer = built(name, model)
+        set_rate(optimizer, 0.1)
+        before = fingerprint(model.state_dict())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert fingerprint(model.state_dict()) == before
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert fingerprint(model.state_dict()) != before
+
+
+def test_momentum_begins_at_zero() -> None:
+    model = network()
+    optimizer = built("sgd", model)
+    momenta: list[Tensor] = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    assert all(float(m.abs().max()) == 0.0 for m in momenta)

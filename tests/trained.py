@@ -1,0 +1,133 @@
+"""Whole runs through `train`, in forked processes: as many workers as asked for, without the seconds of a launcher."""
+
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch._dynamo  # seconds; DDP and TensorBoard import these, and here they do so once
+import torch.distributed as dist
+import torch.utils.tensorboard  # noqa: F401
+
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import TrainingError
+from train_multi_gpu import train
+
+OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "multi_gpu": "auto"}
+_SECONDS = 90
+
+
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        summary: what rank 0's `train` returned, or {}.
+        error: the text of the first rank's error that came, "" where there was none.
+        kind: its type.
+        killed: ranks that a signal ended.
+    """
+
+    summary: dict[str, Any]
+    error: str
+    kind: str
+    killed: list[int]
+
+
+def trained(
+    workers: int = 1,
+    *,
+    sets: Sequence[str] = (),
+    recipe: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    attempt: int = 0,
+    dry_run: bool = False,
+    **flags: Any,
+) -> Ended:
+    """Train with OWN and these flags on so many workers; 1 trains in one process without a group.
+
+    As an agent does, the others are killed once one of them is gone for another reason than being done.
+    """
+    fork = get_context("fork")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    request = (OWN | flags, list(sets), recipe, dry_run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
+        ranks = [
+            fork.Process(
+                target=_rank,
+                args=(dict(environ or {}) | _launched(rank, workers, store.port, attempt), request, pipe),
+                daemon=True,
+            )
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        for _, pipe in pipes:
+            pipe.close()
+    answers = _answers([reader for reader, _ in pipes], ranks)
+    for process in ranks:
+        process.join()
+    errors = [answer for answer in answers if answer is not None and answer[0]]
+    kind, error, _ = errors[0] if errors else ("", "", None)
+    summaries = [answer[2] for answer in answers if answer is not None and answer[2] is not None]
+    killed = [rank for rank, answer in enumerate(answers) if answer is None]
+    return Ended(summaries[0] if summaries and answers[0] is not None else {}, error, kind, killed)
+
+
+def _launched(rank: int, workers: int, port: int, attempt: int) -> dict[str, str]:
+    if workers == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+
+
+def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
+    """What each rank said at its end, in rank order; None for one that was killed."""
+    answers: list[Any] = [None] * len(readers)
+    left = dict(zip(readers, range(len(readers)), strict=True))
+    deadline = time.monotonic() + _SECONDS
+    while left:
+        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        assert ready or _end(ranks), f"ranks {sorted(left.values())} hang"
+        for reader in ready:
+            rank = left.pop(reader)  # type: ignore[call-overload]
+            try:
+                answers[rank] = reader.recv()  # type: ignore[union-attr]
+            except EOFError:
+                answers[rank] = None
+            if answers[rank] is None or answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + 3)
+                if answers[rank] is None:
+                    _end(ranks)
+    return answers
+
+
+def _end(ranks: list[Any]) -> bool:
+    for process in ranks:
+        process.kill()
+    return False
+
+
+def _rank(environ: dict[str, str], request: tuple[Any, ...], pipe: Connection) -> None:
+    flags, sets, recipe, dry_run = request
+    os.environ.update(environ)
+    try:
+        pipe.send(("", "", train(resolve(flags, sets, recipe), screen="quiet", dry_run=dry_run)))
+    except TrainingError as error:
+        pipe.send((type(error).__name__, str(error), None))
+    except BaseException as error:
+        pipe.send((type(error).__name__, traceback.format_exc(), None))
+    os._exit(0)
