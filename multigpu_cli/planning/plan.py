@@ -23,6 +23,7 @@ class Plan:
         epochs: passes over the data, as asked.
         threads: CPU threads of each worker.
         idle: flags that were given and do nothing here.
+        size_because: why the micro-batch has its size, where --batch-size did not say.
     """
 
     where: str
@@ -41,6 +42,7 @@ class Plan:
     epochs: int
     threads: int
     idle: list[str]
+    size_because: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line that people see."""
@@ -91,7 +93,7 @@ class Plan:
         text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {b.workers} worker(s)"
         product = b.micro_batch * b.accumulation * b.workers
         if product == b.global_batch:
-            return f"{text} = {b.global_batch} global batch"
+            return f"{text} = {b.global_batch} global batch" + (f" ({self.size_because})" if self.size_because else "")
         text = f"global batch {b.global_batch} as {b.micro_batches} micro-batch(es) of up to {b.micro_batch}"
         idle = max(0, b.workers - b.micro_batches)
         shared = f", at most {b.accumulation} on each of {b.workers} worker(s)"

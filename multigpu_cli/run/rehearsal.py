@@ -1,7 +1,7 @@
 """Before the first step: does a micro-batch fit into memory on every rank? If not, a smaller one that does.
 
-A micro-batch runs forward and backward without communication, and its gradients are thrown away; then the ranks vote. Out
-of memory on one rank in the middle of a reduction could not be survived: the others would wait for it for ever.
+A micro-batch runs forward and backward without communication, and its gradients are thrown away; then the ranks vote.
+Out of memory on one rank in the middle of a reduction could not be survived: the others would wait for it for ever.
 """
 
 import torch
@@ -19,13 +19,14 @@ _REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-ch
 
 
 def rehearse(learner: Learner) -> list[str]:
-    """Find the micro-batch that this run can use, and put it into the plan; what was changed, in words.
+    """Find the micro-batch that this run can use, and put it into the plan; what went wrong on the way, in words.
 
     Raises:
         TrainingError: not even one sample fits, or the policy is to stop.
     """
     if learner.settled.words.batch.size == "auto" and not learner.settled.start.manifest:
-        return [_largest(learner)]
+        _take_the_largest(learner)
+        return []
     size, notes = learner.plan.batches.micro_batch, []
     while not _fits(learner, size):
         notes.append(shrink(learner))
@@ -44,14 +45,12 @@ def shrink(learner: Learner) -> str:
         why = "--on-oom stop" if config.fault.on_oom == "stop" else "--exact" if size > 1 else "one sample"
         raise TrainingError(f"out of memory with micro-batches of {size} ({why})", remedy=_REMEDY)
     learner.settled = with_batch(learner.settled, size // 2, learner.choice, learner.world)
-    affected = sorted(
-        {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
-    )
+    kinds = {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
     text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
-    return text + (f"; {', '.join(affected)} now work(s) on smaller micro-batches" if affected else "")
+    return text + (f"; {' and '.join(sorted(kinds))} now see(s) smaller micro-batches" if kinds else "")
 
 
-def _largest(learner: Learner) -> str:
+def _take_the_largest(learner: Learner) -> None:
     """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share."""
     batches = learner.plan.batches
     share = learner.config.batch.global_size or learner.train.size
@@ -63,8 +62,8 @@ def _largest(learner: Learner) -> str:
         size, best = size * 2, size
     if not best:
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
-    learner.settled = with_batch(learner.settled, best, learner.choice, learner.world)
-    return f"--batch-size auto: {best} fits" + (f", {size} does not" if size <= limit else "")
+    because = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
+    learner.settled = with_batch(learner.settled, best, learner.choice, learner.world, because=because)
 
 
 def _fits(learner: Learner, size: int) -> bool:

@@ -100,7 +100,7 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int, source
     )
 
 
-def with_batch(settled: Settled, size: int, choice: Choice, world: World) -> Settled:
+def with_batch(settled: Settled, size: int, choice: Choice, world: World, *, because: str = "") -> Settled:
     """The same request with another micro-batch, measured since.
 
     A global batch that somebody fixed, or a run that has begun, keeps its size; --batch-size auto settles it now.
@@ -109,7 +109,7 @@ def with_batch(settled: Settled, size: int, choice: Choice, world: World) -> Set
     if measured:
         config = with_settings(settled.config, {"batch_size": size})
         plan = _plan(settled.words, config, choice, world, settled.start, settled.source)
-        return replace(settled, config=config, plan=plan)
+        return replace(settled, config=config, plan=replace(plan, size_because=because))
     return replace(settled, plan=replace(before, batches=replace(before.batches, micro_batch=size)))
 
 

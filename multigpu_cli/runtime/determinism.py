@@ -45,8 +45,9 @@ def be_deterministic() -> None:
 def share_threads(workers_here: int, cpus: int, *, exact: bool) -> int:
     """Give each worker of this machine its part of the cores, so that they don't fight; returns the number.
 
-    With --exact it is always one: the number of threads changes the order in which a kernel adds.
+    A lone worker keeps what the user set (OMP_NUM_THREADS); torchrun sets that to one for several. With --exact it is
+    always one: the number of threads changes the order in which a kernel adds.
     """
-    threads = 1 if exact else max(1, cpus // workers_here)
+    threads = 1 if exact else min(torch.get_num_threads(), cpus) if workers_here == 1 else max(1, cpus // workers_here)
     torch.set_num_threads(threads)
     return threads

@@ -54,7 +54,7 @@ class Strategy(ABC):
         self._buffers.finish()
 
     def abandon(self) -> None:
-        """Forget a step that could not be finished; buffers are as at its start where more than one pass was planned."""
+        """Forget a step that could not be finished."""
         self._buffers.abandon()
 
     def _total(self, values: Tensor) -> Tensor:
