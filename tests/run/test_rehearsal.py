@@ -1,0 +1,86 @@
+"""Out of memory: noticed before the first step on all ranks, survived, and without effect on the gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.monitor import journal
+from tests.trained import trained
+
+RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
+GREEDY = {"model": "tests.greedy:net", "data": "tests.own:tensors"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def losses(folder: str) -> list[float]:
+    return [event["loss"] for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "train"]
+
+
+def faults(folder: str = "run") -> list[str]:
+    return [event["action"] for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "fault"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_micro_batches_shrink_until_they_fit(workers: int) -> None:
+    plenty = trained(workers, **RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+    shrunk = trained(workers, **RUN | GREEDY)
+    assert shrunk.error == plenty.error == ""
+    assert shrunk.summary["global_batch_size"] == 20
+    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert [action.split(", the same")[0] for action in faults()] == [
+        "out of memory: micro-batches of 5 instead of 10",
+        "out of memory: micro-batches of 2 instead of 5",
+    ]
+
+
+def test_one_process_survives_it_in_the_middle() -> None:
+    plenty = trained(**RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+    shrunk = trained(**RUN | GREEDY, sets=["model.args.after=6"])
+    assert shrunk.error == plenty.error == ""
+    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert shrunk.summary["steps"] == 6
+    assert len(faults()) == 2
+
+
+def test_of_several_processes_the_next_attempt_goes_on_smaller() -> None:
+    late = {"sets": ["model.args.after=6", "model.args.limit=7"]}
+    first = trained(2, **RUN | GREEDY, checkpoint_every="1", **late)
+    assert "out of memory" in first.error
+    again = trained(2, **RUN | GREEDY, checkpoint_every="1", **late, attempt=1)
+    assert again.error == ""
+    assert again.summary["steps"] == 6
+    assert any("earlier attempt: micro-batches of 5" in action for action in faults())
+
+
+@pytest.mark.parametrize("flags", [{"on_oom": "stop"}, {"exact": True}], ids=["stop", "exact"])
+def test_it_stops_where_shrinking_is_not_wanted(flags: dict[str, Any]) -> None:
+    ended = trained(**RUN | GREEDY | flags)
+    assert "out of memory with micro-batches of 10" in ended.error
+    assert "--batch-size" in ended.error
+    assert not Path("run").exists()
+
+
+def test_a_single_sample_that_does_not_fit() -> None:
+    assert "micro-batches of 1 (one sample)" in trained(**RUN | GREEDY, sets=["model.args.limit=0"]).error
+
+
+@pytest.mark.parametrize(("limit", "found"), [(1, 1), (3, 2), (20, 16), (99, 16)])
+def test_auto_finds_the_largest_that_fits(limit: int, found: int) -> None:
+    ended = trained(**RUN | GREEDY | {"batch_size": "auto"}, sets=[f"model.args.limit={limit}"])
+    assert ended.error == ""
+    [start] = [event for event in journal.read("run/journal.jsonl") if event["event"] == "start"]
+    assert start["plan"]["batch_size"] == found
+    assert ended.summary["faults"] == []
+
+
+def test_what_auto_found_is_pinned() -> None:
+    flags = RUN | GREEDY | {"batch_size": "auto"}
+    trained(**flags, max_steps=2)
+    again = trained(**flags)
+    assert again.error == ""
+    assert again.summary["steps"] == 6
