@@ -1,32 +1,38 @@
 """What a checkpoint pins, and how the words of a new command meet it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from multigpu_cli.config.schema import SETTINGS, Config, Setting
 from multigpu_cli.errors import RequestError, all_wrong
 
-_OF_THE_COMMAND = {"save_dir", "resume"}
+OF_THE_COMMAND = {"save_dir", "resume"}
 _LENGTH = {"epochs", "max_steps", "env_steps", "data_dir"}
 
 
 def settings(config: Config) -> dict[str, Any]:
     """Every setting by key, as plain values that JSON keeps."""
-    return {key: _plain(config.get(key)) for key in SETTINGS if key not in _OF_THE_COMMAND}
+    return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND}
 
 
 def same_run(config: Config, stored: Mapping[str, Any]) -> bool:
     """Whether two commands mean the same run: all but where and how fast it runs, and what is logged and kept."""
     compared = [key for key, entry in SETTINGS.items() if not entry.free or key in _LENGTH]
-    return all(_plain(config.get(key)) == stored.get(key) for key in compared if key not in _OF_THE_COMMAND)
+    return all(_plain(config.get(key)) == stored.get(key) for key in compared if key not in OF_THE_COMMAND)
 
 
-def merged(config: Config, stored: Mapping[str, Any], pins: Mapping[str, Any], where: str) -> Config:
-    """The new command on top of a stored run: what was not written down is taken over, what is free is taken as given.
+def merged(
+    config: Config, stored: Mapping[str, Any], written: Collection[str], pins: Mapping[str, Any], where: str
+) -> Config:
+    """The new command on top of a stored run: what was not written down is taken over.
+
+    A command that writes down again all that the first one pinned means what it says, and where it is silent about
+    something free (--max-steps, say) means the default; one that hardly names more than the folder takes that over too.
 
     Args:
         stored: the first command's `settings`.
+        written: the keys that the first command wrote down.
         pins: what was resolved at the start, by key (batch_size, lr, …).
         where: the run folder, for messages.
 
@@ -34,11 +40,12 @@ def merged(config: Config, stored: Mapping[str, Any], pins: Mapping[str, Any], w
         RequestError: an explicit setting that differs; every one is named with both values.
     """
     differing, adopted = [], {}
+    restated = all(key in config.explicit for key in written if key in SETTINGS and not SETTINGS[key].free)
     for key, entry in SETTINGS.items():
-        if key in _OF_THE_COMMAND or key not in stored or _plain(config.get(key)) == stored[key]:
+        if key in OF_THE_COMMAND or key not in stored or _plain(config.get(key)) == stored[key]:
             continue
         if entry.free:
-            if key not in config.explicit:
+            if key not in config.explicit and not restated:
                 adopted[key] = stored[key]
         elif key in config.explicit and _plain(config.get(key)) != pins.get(key, stored[key]):
             differing.append(_difference(entry, config.get(key), pins.get(key, stored[key]), where))
@@ -46,7 +53,8 @@ def merged(config: Config, stored: Mapping[str, Any], pins: Mapping[str, Any], w
             adopted[key] = stored[key]
     if differing:
         raise all_wrong(differing)
-    return with_settings(config, adopted)
+    explicit = config.explicit if restated else config.explicit | frozenset(written)
+    return replace(with_settings(config, adopted), explicit=explicit)
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:

@@ -4,6 +4,7 @@ import platform
 import resource
 import time
 from math import fsum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from multigpu_cli.tasks.base import Evaluation
 def open_run(run: Run) -> None:
     """Write the settings, and the first lines of this attempt."""
     if run.world.main:
+        (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
         publish(run.folder / "config.yaml", dump(run.settled.words).encode())
         if run.tensorboard:
             run.tensorboard.plan(run.plan.rows())
@@ -41,13 +43,28 @@ def open_run(run: Run) -> None:
         resumed_from=start.checkpoint,
     )
     for note in start.notes:
-        run.journal.write("fault", kind="damaged checkpoint", action=note)
-        run.console.warn(note)
+        note_fault(run, "damaged checkpoint", note)
+    _bring_best(run)
     if start.manifest:
         before = start.manifest["world_size"]
         run.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)
         if not run.settled.same_length:
             run.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
+
+
+def _bring_best(run: Run) -> None:
+    """The best weights so far lie in the folder that the run comes from; without them the next ones are the best."""
+    if not run.settled.start.checkpoint or not run.progress.best:
+        return
+    there, here = Path(run.settled.start.checkpoint).parent.parent / "best.pt", run.folder / "best.pt"
+
+    def brought() -> bool:
+        if there.is_file() and there.resolve() != here.resolve():
+            publish(here, there.read_bytes())
+        return here.is_file()
+
+    if not decided(run.world, brought):
+        run.progress.best, run.progress.score = {}, []
 
 
 def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
@@ -206,9 +223,9 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.world.main:
         words = settings(run.settled.words)
         save_weights(run.folder / "last.pt", state, words, dict(progress.last))
-        if run.val is None:
+        if not progress.best:
             save_weights(run.folder / "best.pt", state, words, dict(progress.last))
-    if run.val is not None:
+    if progress.best:
         run.kept.for_use().load_state_dict(decided(run.world, lambda: read_weights(run.folder / "best.pt")))
     details = evaluate(run, "test", run.test).details if run.test is not None else {}
     return {"fingerprint": mark, **details}

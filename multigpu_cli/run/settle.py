@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from multigpu_cli.checkpoint.run_folder import Start, choose_start
-from multigpu_cli.config.pinned import merged, settings, with_settings
+from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.source import open_source
@@ -56,11 +56,13 @@ class Settled:
             "model": self.model,
             "task": self.task,
         }
-        return pins | ({"exact": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
+        return pins | ({"machine": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
-        return {"settings": settings(self.words), "pins": self.pins, "samples": self.plan.batches.samples}
+        written = sorted(self.words.explicit - OF_THE_COMMAND)
+        facts = {"settings": settings(self.words), "written": written, "pins": self.pins}
+        return facts | {"samples": self.plan.batches.samples}
 
     @property
     def nothing_to_do(self) -> bool:
@@ -90,7 +92,7 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int, source
     words = config
     if start.manifest:
         pins = start.manifest["pins"]
-        words = merged(config, start.manifest["settings"], pins, start.folder)
+        words = merged(config, start.manifest["settings"], start.manifest["written"], pins, start.folder)
     config = with_settings(words, _resolved(pins)) if pins else words
     source = source or together(world, lambda: open_source(config.data, config.reproducibility.seed))
     plan = _plan(words, config, choice, world, start, source)
@@ -156,6 +158,7 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
         idle=_without_effect(words, choice),
         save_dir=start.folder,
         epochs=config.length.epochs,
+        size_because="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=share_threads(here, cores(), exact=config.reproducibility.exact),
     )
 
@@ -204,7 +207,7 @@ def _check(config: Config, plan: Plan, source: Source, start: Start) -> None:
         raise RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
     if config.length.patience and source.val is None:
         raise RequestError("--early-stopping-patience needs a validation split, and this dataset has none")
-    pinned = start.manifest["pins"].get("exact", {}) if start.manifest else {}
+    pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in _exact_pins(plan).items() if pinned else ():
         if pinned[name] != now:
             raise RequestError(

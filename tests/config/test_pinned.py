@@ -104,27 +104,34 @@ def test_free_are_devices_loaders_logging_checkpoints_and_length() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_the_same_command_again_goes_on(key: str) -> None:
     config = asked(**{key: OTHER[key]})
-    assert merged(config, settings(config), {}, "run") == config
+    assert merged(config, settings(config), [key], {}, "run") == config
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_what_was_not_written_down_is_taken_over(key: str) -> None:
-    stored = settings(asked(**{key: OTHER[key]}))
-    found = merged(Config(), stored, {}, "run")
+    stored = settings(asked(**{"seed": 7, key: OTHER[key]}))
+    found = merged(Config(), stored, ["seed", key], {}, "run")
     assert settings(found) == stored
-    assert found.explicit == frozenset()
+    assert found.explicit == frozenset({"seed", key})
+
+
+def test_a_command_that_says_everything_again_means_what_it_says() -> None:
+    """First with --max-steps 2, then without: the run goes on to its end."""
+    stored = settings(asked(seed=7, max_steps=2))
+    assert merged(asked(seed=7), stored, ["seed", "max_steps"], {}, "run").length.max_steps is None
+    assert merged(asked(), stored, ["seed", "max_steps"], {}, "run").length.max_steps == 2
 
 
 @pytest.mark.parametrize("key", sorted(FREE & set(KEYS)))
 def test_what_is_free_is_taken_as_given(key: str) -> None:
-    found = merged(asked(**{key: OTHER[key]}), settings(Config()), PINS, "run")
+    found = merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "run")
     assert settings(found)[key] == OTHER[key]
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - FREE))
 def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -> None:
     with pytest.raises(RequestError) as refused:
-        merged(asked(**{key: OTHER[key]}), settings(Config()), PINS, "runs/a")
+        merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "runs/a")
     told = str(refused.value)
     assert (SETTINGS[key].flag or key) in told
     assert str(OTHER[key]) in told
@@ -135,7 +142,7 @@ def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -
 
 def test_all_differences_are_named_at_once() -> None:
     with pytest.raises(RequestError) as refused:
-        merged(asked(seed=1, optimizer="sgd", epochs=3, keep=1), settings(Config()), PINS, "run")
+        merged(asked(seed=1, optimizer="sgd", epochs=3, keep=1), settings(Config()), [], PINS, "run")
     told = str(refused.value)
     assert "--seed 1 differs from 42" in told
     assert "--optimizer sgd differs from adamw" in told
@@ -147,13 +154,13 @@ def test_all_differences_are_named_at_once() -> None:
 def test_what_was_resolved_may_be_said_aloud(key: str) -> None:
     """The first command left --lr out; writing down the rate that was settled is no difference."""
     stored = settings(Config())
-    found = merged(asked(**{key: PINS[key]}), stored, PINS, "run")
+    found = merged(asked(**{key: PINS[key]}), stored, [], PINS, "run")
     assert settings(found)[key] == stored[key]
 
 
 def test_a_setting_that_did_not_exist_then_keeps_its_present_value() -> None:
     stored = {key: value for key, value in settings(Config()).items() if key != "label_smoothing"}
-    assert merged(asked(label_smoothing=0.1), stored, PINS, "run").task.label_smoothing == 0.1
+    assert merged(asked(label_smoothing=0.1), stored, [], PINS, "run").task.label_smoothing == 0.1
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -168,7 +175,7 @@ def test_places_are_of_the_command_alone() -> None:
     config = with_settings(Config(), {"save_dir": "/x", "resume": "never"})
     assert not {"save_dir", "resume"} & set(settings(config))
     assert same_run(config, settings(Config()))
-    assert merged(config, settings(Config()), PINS, "run") == config
+    assert merged(config, settings(Config()), [], PINS, "run") == config
 
 
 @pytest.mark.parametrize("key", KEYS)
