@@ -79,6 +79,9 @@ def selftest(
         from multigpu_cli.commands.request import requested
         from multigpu_cli.commands.selftest import examined, show, work
 
+        idle = {name: values[name] for name in ("dry_run", "print_config", "quiet", "verbose", "version")}
+        if flags := written(idle):
+            raise RequestError(f"selftest {flags[0]}: there is no such thing", remedy=f"selftest without {flags[0]}")
         config = requested(values, os.environ)
         if results is not None:
             work(config, Path(results), os.environ)

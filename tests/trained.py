@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch._dynamo  # seconds; DDP and TensorBoard import these, and here they do so once
@@ -15,6 +15,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.run import settle
 from train_multi_gpu import train
 
 OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "multi_gpu": "auto"}
@@ -60,15 +61,12 @@ def trained(
         ranks = [
             fork.Process(
                 target=_rank,
-                args=(dict(environ or {}) | _launched(rank, workers, store.port, attempt), request, pipe),
-                daemon=True,
+                args=(dict(environ or {}) | _launched(rank, workers, store.port, attempt), request, rank, pipes),
             )
-            for rank, (_, pipe) in enumerate(pipes)
+            for rank in range(workers)
         ]
         for process in ranks:
             process.start()
-        for _, pipe in pipes:
-            pipe.close()
     answers = _answers([reader for reader, _ in pipes], ranks)
     for process in ranks:
         process.join()
@@ -95,23 +93,23 @@ def _launched(rank: int, workers: int, port: int, attempt: int) -> dict[str, str
 
 
 def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
-    """What each rank said at its end, in rank order; None for one that was killed."""
+    """What each rank said at its end, in rank order; None for one that was killed.
+
+    Processes are polled: pipes and sentinels stay open for as long as loader processes outlive their rank.
+    """
     answers: list[Any] = [None] * len(readers)
-    left = dict(zip(readers, range(len(readers)), strict=True))
-    deadline = time.monotonic() + _SECONDS
+    left, deadline = set(range(len(ranks))), time.monotonic() + _SECONDS
     while left:
-        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
-        assert ready or _end(ranks), f"ranks {sorted(left.values())} hang"
-        for reader in ready:
-            rank = left.pop(reader)  # type: ignore[call-overload]
-            try:
-                answers[rank] = reader.recv()  # type: ignore[union-attr]
-            except EOFError:
-                answers[rank] = None
-            if answers[rank] is None or answers[rank][0]:
-                deadline = min(deadline, time.monotonic() + 3)
-                if answers[rank] is None:
-                    _end(ranks)
+        for rank in [rank for rank in left if not ranks[rank].is_alive()]:
+            left.remove(rank)
+            if readers[rank].poll():
+                answers[rank] = readers[rank].recv()
+            if answers[rank] is None:
+                _end(ranks)
+            elif answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + 10)
+        assert time.monotonic() < deadline or _end(ranks), f"ranks {sorted(left)} hang"
+        time.sleep(0.01)
     return answers
 
 
@@ -121,9 +119,13 @@ def _end(ranks: list[Any]) -> bool:
     return False
 
 
-def _rank(environ: dict[str, str], request: tuple[Any, ...], pipe: Connection) -> None:
+def _rank(
+    environ: dict[str, str], request: tuple[Any, ...], rank: int, pipes: list[tuple[Connection, Connection]]
+) -> None:
     flags, sets, recipe, dry_run = request
     os.environ.update(environ)
+    settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
+    pipe = pipes[rank][1]
     try:
         pipe.send(("", "", train(resolve(flags, sets, recipe), screen="quiet", dry_run=dry_run)))
     except TrainingError as error:

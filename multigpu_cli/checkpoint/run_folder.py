@@ -88,6 +88,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _in_folder(folder: Path) -> Start:
+    if is_locked(folder):  # before its checkpoints are read, which the run at work replaces meanwhile
+        raise _at_work(folder)
     newest, notes = Store(folder / "checkpoints", 1).newest()
     if newest and (told := read_note(folder)):
         newest.manifest["pins"].update(told)
@@ -128,9 +130,11 @@ def _newest_unfinished(home: Path, config: Config) -> Path | None:
     """The newest run of the same configuration that has a checkpoint, did not complete and is not at work now."""
     runs = sorted((path for path in home.glob("*") if holds_run(path)), key=lambda path: path.stat().st_mtime)
     for folder in reversed(runs):
+        if is_locked(folder):
+            continue
         newest, _ = Store(folder / "checkpoints", 1).newest()
         completed = (read_summary(folder) or {}).get("status") == "completed"
-        if newest and not completed and same_run(config, newest.manifest["settings"]) and not is_locked(folder):
+        if newest and not completed and same_run(config, newest.manifest["settings"]):
             return folder
     return None
 
@@ -176,10 +180,12 @@ def owned(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RequestError(
-                f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir"
-            ) from error
+            raise _at_work(folder) from error
         yield
+
+
+def _at_work(folder: Path) -> RequestError:
+    return RequestError(f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir")
 
 
 def leave_note(folder: Path, settings: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.checkpoint.files import packed, publish, unpacked
-from multigpu_cli.commands.selftest_side import Found, Side, first_batch, measured
+from multigpu_cli.commands.selftest_measure import measured
+from multigpu_cli.commands.selftest_side import Found, Side, first_batch
 from multigpu_cli.commands.selftest_verdicts import Evidence, Verdict, verdicts
 from multigpu_cli.config import rules
 from multigpu_cli.config.kinds import integer
@@ -54,12 +55,31 @@ class Report:
         return all(verdict.holds is not False for verdict in self.verdicts)
 
 
-def examined(config: Config, steps: str, environ: Mapping[str, str]) -> Report:
+Start = Callable[[Config, Choice, Path], None]
+"""Starts as many workers as the choice says, has each `take_part`, and waits for them."""
+
+
+def started(config: Config, choice: Choice, folder: Path) -> None:
+    """Run the workers by torch's elastic agent, through the front door.
+
+    Raises:
+        WorkersFailed: one ended with another exit code than 0.
+    """
+    request = folder / "request.yaml"
+    request.write_text(yaml.safe_dump(explicit_dump(config)))
+    try:
+        run_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
+    except SignalException as stopped:
+        raise WorkersFailed(128 + stopped.sigval) from stopped
+
+
+def examined(config: Config, steps: str, environ: Mapping[str, str], start: Start = started) -> Report:
     """Measure alone, then as several workers, and judge; nothing is written but to a temporary folder.
 
     Args:
         config: the user's settings.
         steps: length of the runs that are compared, as written.
+        environ: the process environment.
 
     Raises:
         RequestError: the settings can't be tested, or not be carried out at all.
@@ -75,7 +95,7 @@ def examined(config: Config, steps: str, environ: Mapping[str, str]) -> Report:
         side = _side(fixed, source, Choice("single", (device,), 0, "selftest"), World(device), workers, length, folder)
         side = replace(side, exact=not no_exact, batch=(batch := first_batch(side)))
         alone = measured(side, lambda found: None)
-        several = _launched(fixed, choice, length, folder, batch, alone)
+        several = _several(fixed, choice, length, folder, batch, alone, start)
     precision = choose_format(config.precision.amp, device).name
     evidence = Evidence(
         alone,
@@ -100,19 +120,23 @@ def examined(config: Config, steps: str, environ: Mapping[str, str]) -> Report:
 
 
 def work(config: Config, folder: Path, environ: Mapping[str, str]) -> None:
-    """One of several workers: measure, and leave what was found in the folder."""
+    """What a started worker does: join the others, and take part."""
     meeting = Rendezvous.from_environment(environ)
     if meeting is None:
         raise RequestError("--results is for the workers that selftest starts", remedy="leave it out")
-    told = json.loads((folder / "told.json").read_text())
     choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     with joined(meeting, choice.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)) as world:
-        source, fixed = prepared(config, world.size, told["steps"])
-        file = folder / f"rank_{world.rank}.pt"
-        state = unpacked((folder / "batch.pt").read_bytes(), "batch.pt")
-        side = _side(fixed, source, choice, world, world.size, told["steps"], folder)
-        side = replace(side, exact=told["exact"], batch=Batch(**state))
-        measured(side, lambda found: publish(file, packed(found)))
+        take_part(config, folder, choice, world)
+
+
+def take_part(config: Config, folder: Path, choice: Choice, world: World) -> None:
+    """Measure as one of several workers, and leave what was found in the folder."""
+    told = json.loads((folder / "told.json").read_text())
+    batch = Batch(**unpacked((folder / "batch.pt").read_bytes(), "batch.pt"))
+    source, fixed = prepared(config, world.size, told["steps"])
+    side = _side(fixed, source, choice, world, world.size, told["steps"], folder)
+    file = folder / f"rank_{world.rank}.pt"
+    measured(replace(side, exact=told["exact"], batch=batch), lambda found: publish(file, packed(found)))
 
 
 def show(report: Report, *, as_json: bool) -> None:
@@ -142,6 +166,8 @@ def prepared(config: Config, workers: int, steps: int) -> tuple[Source, Config]:
     Raises:
         RequestError: the batch does not fit the data or the workers.
     """
+    if config.batch.size == "auto":
+        raise RequestError("selftest with --batch-size auto", remedy="a number: --batch-size 32")
     micro_batch = int(config.batch.size)
     whole = config.batch.global_size or micro_batch * (config.batch.grad_accum_steps or 1) * workers
     source = shortened(open_source(config.data, config.reproducibility.seed), micro_batch, whole, workers)
@@ -214,23 +240,20 @@ def _side(config: Config, source: Source, choice: Choice, world: World, workers:
     return Side(config=config, choice=choice, world=world, source=source, workers=workers, steps=steps)
 
 
-def _launched(config: Config, choice: Choice, steps: int, folder: Path, batch: Batch, alone: Found) -> list[Found]:
+def _several(
+    config: Config, choice: Choice, steps: int, folder: Path, batch: Batch, alone: Found, start: Start
+) -> list[Found]:
     """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
-    missing = any(alone["reference"][which]["missing"] for which in ("first", "last"))
-    if missing:
+    if any(alone["reference"][which]["missing"] for which in ("first", "last")):
         config = with_settings(config, {"find_unused_parameters": True})
         config = replace(config, explicit=config.explicit | {"find_unused_parameters"})
-    request = folder / "request.yaml"
-    request.write_text(yaml.safe_dump(explicit_dump(config)))
     exact = bool(alone["exact"]) and "refused" not in alone["exact"]
     (folder / "told.json").write_text(json.dumps({"steps": steps, "exact": exact}))
     publish(folder / "batch.pt", packed(vars(batch)))
     try:
-        run_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
+        start(config, choice, folder)
     except WorkersFailed as failure:
         if failure.exit_code == WRONG_REQUEST:
             raise
-    except SignalException as stopped:
-        raise WorkersFailed(128 + stopped.sigval) from stopped
     files = [folder / f"rank_{rank}.pt" for rank in range(choice.launch)]
     return [dict(unpacked(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

@@ -10,8 +10,11 @@ from torch import Tensor
 from multigpu_cli.commands.selftest_side import Found
 
 _SAME_SAMPLE = _SAME_OUTPUT = 1e-5
-TOLERANCE = {"off": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
-"""Largest difference of a gradient by number format, relative to the gradient's largest entry."""
+TOLERANCE = {"off": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+"""Largest difference of a gradient by number format, relative to the gradient's largest entry.
+
+Rounding alone gives 1e-7 to 5e-6 in fp32 (BatchNorm in a deep network amplifies it); a wrong divisor gives 1e-1.
+"""
 
 
 class Verdict(NamedTuple):
@@ -100,22 +103,21 @@ def alike(one: list[float], other: list[float], tolerance: float) -> bool:
 
 def _model(found: Evidence) -> Verdict:
     mine = found.alone["model"]
-    remedy = (
-        "a model may draw from torch's global generator only (its `seed` is offered), and must not look at its rank"
-    )
     if where := _first_unlike(mine["outputs"], mine["again"]):
-        problem = (
-            f"two passes over the same samples with the same seeds differ, {where}: it has a random stream of its own"
+        return _to_blame(
+            f"two passes with the same samples and seeds differ, {where}", "has a random stream of its own"
         )
-        return Verdict("", False, problem, remedy)
     for rank, theirs in enumerate(found.of_workers("model")):
         if theirs["weights"] != mine["weights"]:
-            problem = f"rank {rank} starts with other weights than one process alone"
-            return Verdict("", False, f"{problem}: the model (--model) depends on its rank", remedy)
+            return _to_blame(f"rank {rank} starts with other weights than one process alone", "depends on its rank")
         if where := _first_unlike(mine["outputs"], theirs["outputs"]):
-            problem = f"rank {rank} says something else to the same samples than one process alone, {where}"
-            return Verdict("", False, f"{problem}: the model (--model) depends on its rank", remedy)
+            return _to_blame(f"rank {rank} differs from one process alone, {where}", "depends on its rank")
     return Verdict("", True, f"{len(mine['outputs'])} module outputs, twice and on every worker")
+
+
+def _to_blame(problem: str, cause: str) -> Verdict:
+    remedy = "draw from torch's global generator only, in the factory and in forward, and don't look at the rank"
+    return Verdict("", False, f"{problem}: the model (--model) {cause}", remedy)
 
 
 def _first_unlike(one: list[Any], other: list[Any]) -> str:
@@ -202,11 +204,10 @@ def _evaluation(found: Evidence) -> Verdict:
 
 def _replicas(found: Evidence) -> Verdict:
     prints = [part["replica"] for part in found.of_workers("resume")]
-    apart = [rank for rank, each in enumerate(prints) if each != prints[0]]
-    shown = (
-        f"all {prints[0][:12]}" if not apart else f"rank {apart[0]} {prints[apart[0]][:12]}, rank 0 {prints[0][:12]}"
-    )
-    return Verdict("", not apart, shown)
+    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
+    if other is None:
+        return Verdict("", True, f"all {prints[0][:12]}")
+    return Verdict("", False, f"{prints[0][:12]} on rank 0, {prints[other][:12]} on rank {other}")
 
 
 def _resume(found: Evidence) -> Verdict:
@@ -216,9 +217,7 @@ def _resume(found: Evidence) -> Verdict:
         return Verdict("", True, "equal bits, on one worker and on several")
     where = "one worker" if sides[0] in wrong else "several workers"
     figures = f"weights part by {max(side['apart'] for side in wrong):.1e} of the largest, on {where}"
-    return Verdict(
-        "", False, figures, "whatever changes from step to step must be a parameter or a buffer of the model"
-    )
+    return Verdict("", False, figures, "whatever changes from step to step must be a parameter or buffer of the model")
 
 
 def _exact(found: Evidence) -> Verdict:

@@ -38,7 +38,7 @@ _DOWNLOAD = Download(
 
 
 def load(
-    data_dir: str | None, mode: str, seed: int, val_subjects: int = 3, rotation: float = 15.0, scaling: float = 0.1
+    data_dir: str | None, mode: str, seed: int, val_subjects: int = 3, rotation: float = 15.0, scaling: float = 0.2
 ) -> Source:
     """Read the original folder; samples are (9, 128), channels in the order of SIGNALS.
 

@@ -19,6 +19,7 @@ from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.keys import key
+from multigpu_cli.runtime.world import die_with_parent
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 _HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
@@ -160,7 +161,7 @@ class _Items:
             num_workers=processes,
             pin_memory=device.type == "cuda",
             persistent_workers=processes > 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_belong_to_trainer,
         )
         self.where = f"fetched by {processes} loader process(es)" if processes else "fetched in this process"
 
@@ -216,8 +217,9 @@ class _Keyed(Dataset[Any]):
         return item
 
 
-def _ignore_signals(_: int) -> None:
-    """A signal to the whole process group is for the trainer: it finishes its step and still needs its loaders."""
+def _belong_to_trainer(_: int) -> None:
+    """A signal to the whole process group is for the trainer, which still needs its loaders; they end with it."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

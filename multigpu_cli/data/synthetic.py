@@ -1,7 +1,7 @@
 """Made-up samples of any shape and class count, for benchmarks and trials; learnable, so accuracy means something.
 
-Each class has a coarse random pattern. A sample is its class's pattern with as much coarse noise as `difficulty` says,
-stretched to the full shape, with fine noise on top; stored as bytes, as images are.
+Each class has a coarse random pattern. A sample is its class's pattern with as much noise as `difficulty` says, stored
+as bytes, as images are, and stretched to the full shape.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.keys import key
 
 _COARSE = 4  # patterns have at most so many cells along each axis
-_DISTANCE = 6.0  # of two classes, in deviations of the coarse noise along the line between them, at difficulty 1
-_CHUNK = 4096  # samples made at once, to bound the memory for floats
+_DISTANCE = 6.0  # of two classes, in deviations of the noise along the line between them, at difficulty 1
 _PATTERNS, _TRAIN, _VAL, _TEST = range(4)  # one random stream each
 
 
@@ -37,7 +36,8 @@ def load(
     Args:
         shape: of one sample, channels first; (20,) makes vectors.
         train, val, test: how many samples; 0 leaves out the validation or test part.
-        difficulty: 0 is trivial, at 1 the best possible classifier is right about 99 % of the time, at 2 about 70 %.
+        difficulty: 0 is trivial; of ten classes of images the best possible classifier is right 98 % of the time at 1,
+            85 % at 1.5, 69 % at 2.
 
     Raises:
         RequestError: sizes that make no dataset.
@@ -67,20 +67,13 @@ def load(
 def _part(
     count: int, patterns: Tensor, noise: float, shape: Sequence[int], generator: torch.Generator
 ) -> TensorDataset:
-    """`count` samples whose classes are as even as can be, in random order."""
+    """Samples (count, *shape) of bytes from patterns (classes, *cells); classes as even as can be, in random order."""
     targets = torch.randperm(count, generator=generator) % len(patterns)
-    chunks = [_samples(patterns[some], noise, shape, generator) for some in targets.split(_CHUNK)]
-    return TensorDataset(torch.cat(chunks), targets)
-
-
-def _samples(patterns: Tensor, noise: float, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """(n, *shape) bytes from the classes' patterns (n, *cells)."""
-    samples = patterns + noise * torch.randn(patterns.shape, generator=generator)
+    coarse = patterns[targets] + noise * torch.randn(count, *patterns.shape[1:], generator=generator)
+    samples = (128 + 40 * coarse / sqrt(1 + noise**2)).round().clamp(0, 255).to(torch.uint8)
     for axis, size in enumerate(shape, start=1):  # stretch: cell i covers the i-th share of the axis
         samples = samples.index_select(axis, torch.arange(size) * samples.shape[axis] // size)
-    samples = samples + 0.5 * torch.randn(samples.shape, generator=generator)
-    spread = sqrt(1 + noise**2 + 0.25)
-    return (128 + 40 * samples / spread).round().clamp(0, 255).to(torch.uint8)
+    return TensorDataset(samples, targets)
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:

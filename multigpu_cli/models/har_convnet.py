@@ -8,7 +8,7 @@ from multigpu_cli.errors import RequestError
 _SHORTEST = 16  # samples a window needs to be halved twice and still show a pattern
 
 
-def build(input_shape: tuple[int, ...], num_classes: int, width: int = 32, dropout: float = 0.3) -> nn.Module:
+def build(input_shape: tuple[int, ...], num_classes: int, width: int = 48, dropout: float = 0.1) -> nn.Module:
     """Windows (n, channels, samples) to (n, num_classes) logits.
 
     Args:

@@ -96,7 +96,7 @@ def joined(
     if meeting is None:
         yield World(device)
         return
-    _die_with_parent()
+    die_with_parent()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(
         backend,
@@ -112,8 +112,8 @@ def joined(
         dist.destroy_process_group()
 
 
-def _die_with_parent() -> None:
-    """An agent that is killed must not leave its workers training beside the run that follows (Linux)."""
+def die_with_parent() -> None:
+    """Whoever is killed leaves no children at work beside the run that follows, nor holding its lock (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

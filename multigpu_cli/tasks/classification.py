@@ -33,9 +33,7 @@ class Classification(Task):
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = model(batch.inputs)
-        return cross_entropy(
-            logits.float(), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing
-        )
+        return cross_entropy(_wide(logits), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
 
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
         logits = model(batch.inputs).double()
@@ -71,6 +69,11 @@ class Classification(Task):
     def _confusion(self, counts: Tensor) -> Tensor:
         """(classes, classes) int64: row = true class, column = predicted."""
         return counts.view(self.source.num_classes, -1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least 32 bits: sums of half-precision losses would lose the small ones."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _check_labels(name: str, split: Any, classes: int) -> None:

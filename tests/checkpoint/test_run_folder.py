@@ -191,6 +191,17 @@ def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_says_so() -> 
     assert "no whole checkpoint" in start.because
 
 
+def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run in it lets old checkpoints go while we would look at them."""
+    run_in(Path("mine"), 10)
+    monkeypatch.setattr(Store, "newest", lambda self: pytest.fail("read"))
+    with owned(Path("mine")), pytest.raises(RequestError, match="another run is at work in mine"):
+        choose_start(asked("mine"), attempt=0)
+    with owned(Path("checkpoints/digits/x")):
+        Path("checkpoints/digits/x/config.yaml").write_text("")
+        assert choose_start(asked(), attempt=0).because == "a new run"
+
+
 def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
     Path("file").write_text("")
     for name in ("file", "file/inside"):

@@ -78,8 +78,7 @@ def test_the_gradient_has_the_bits_of_the_definition_on_every_rank(workers: int)
         assert found == expected, f"rank {rank}"
 
 
-@pytest.mark.parametrize("workers", [3, 4])
-def test_ddp_has_other_bits(workers: int) -> None:
+def test_ddp_has_other_bits() -> None:
     """The control: or the test above could not fail."""
 
     def ordinary(world: World) -> list[bytes]:
@@ -88,7 +87,7 @@ def test_ddp_has_other_bits(workers: int) -> None:
         return [gradient(strategy, model, count, world) for count in range(8, 18)]
 
     expected = [by_definition(count) for count in range(8, 18)]
-    found = each_rank(workers, ordinary)[0]
+    found = each_rank(3, ordinary)[0]
     assert sum(one != other for one, other in zip(found, expected, strict=True)) > 5
 
 

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_contiguous_blocks_of_any_size_make_one_tree(count: int, cuts: list[int]
     for leaf in range(count):
         whole.push(0, leaf, str(leaf))
     edges = [0, *sorted(min(cut, count) for cut in cuts), count]
-    for first, stop in zip(edges, edges[1:], strict=False):
+    for first, stop in pairwise(edges):
         own = Tree(add)
         for leaf in range(first, stop):
             own.push(0, leaf, str(leaf))

@@ -1,0 +1,149 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.run.settle import Settled, settle
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+
+ALONE = World(torch.device("cpu"))
+SINGLE = Choice("single", (ALONE.device,), 0, "a test")
+OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "save_dir": "run"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settled(workers: int = 1, **flags: Any) -> Settled:
+    """A request as `workers` self-launched CPU processes would settle it, or one alone."""
+    choice = Choice("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
+    return settle(resolve(OWN | flags, [], None), choice, ALONE, attempt=0)
+
+
+def saved(found: Settled, step: int = 10, workers: int = 1) -> None:
+    """A checkpoint of that run, as training leaves it."""
+    Store(Path("run/checkpoints"), 3).save(step, {}, found.facts() | {"world_size": workers})
+
+
+def test_the_global_batch_and_with_it_the_rate_grow_with_the_workers() -> None:
+    for workers in (1, 2, 4):
+        plan = settled(workers, batch_size=5).plan
+        assert plan.batches.global_batch == 5 * workers
+        assert plan.rate.value == pytest.approx(1e-3 * (5 * workers / 32) ** 0.5)
+
+
+def test_a_fixed_global_batch_does_not() -> None:
+    plans = [settled(workers, batch_size=5, global_batch_size=20).plan for workers in (1, 2, 4)]
+    assert {plan.batches.global_batch for plan in plans} == {20}
+    assert {plan.rate.value for plan in plans} == {plans[0].rate.value}
+    assert [plan.batches.accumulation for plan in plans] == [4, 2, 1]
+
+
+def test_accumulation_counts_in_the_rate() -> None:
+    assert settled(2, batch_size=5, grad_accum_steps=3, optimizer="sgd").plan.rate.value == pytest.approx(0.1 * 30 / 32)
+
+
+def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
+    first = settled(2, batch_size=5, grad_accum_steps=2)
+    saved(first, workers=2)
+    for workers, accumulation in ((1, 4), (2, 2), (4, 1), (3, 2)):
+        again = settled(workers, batch_size=5, grad_accum_steps=2)
+        assert (again.plan.batches.global_batch, again.plan.batches.accumulation) == (20, accumulation)
+        assert again.plan.rate.value == first.plan.rate.value
+        assert "as the run was started with" in again.plan.rate.because
+        assert again.pins == first.pins
+        assert again.plan.start.startswith("goes on from step 10")
+
+
+def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:
+    saved(settled(2, batch_size=5))
+    again = settled(1)
+    assert (again.words.rate.lr, again.words.batch.global_size) == (None, None)
+    assert (again.config.rate.lr, again.config.batch.global_size) == (again.pins["lr"], 10)
+    assert again.words.batch.size == 5, "the settings of the first command stand where the new one is silent"
+
+
+def test_precision_is_that_of_the_start() -> None:
+    saved(settled(amp="bf16"))
+    again = settled()
+    assert again.plan.precision == "bf16"
+    with pytest.raises(RequestError, match="--amp off differs from bf16"):
+        settled(amp="off")
+
+
+def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
+    saved(settled(epochs=4))
+    again = settled(epochs=9)
+    assert again.plan.schedule.total_steps == 9 * again.plan.batches.steps_per_epoch
+    assert not again.same_length
+    assert settled(epochs=4).same_length
+
+
+def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
+    saved(settled(epochs=4))
+    assert not settled(epochs=4).nothing_to_do, "without a summary it did not end"
+    Path("run/summary.json").write_text('{"status": "stopped"}')
+    assert not settled(epochs=4).nothing_to_do
+    Path("run/summary.json").write_text('{"status": "completed"}')
+    assert settled(epochs=4).nothing_to_do
+    assert not settled(epochs=5).nothing_to_do
+
+
+def test_other_data_is_refused() -> None:
+    found = settled()
+    facts = found.facts() | {"world_size": 1, "samples": 1234}
+    Store(Path("run/checkpoints"), 3).save(10, {}, facts)
+    with pytest.raises(RequestError, match="60 training samples now, but run was started with 1234"):
+        settled()
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "named"),
+    [
+        ({"sync_bn": True}, 1, "--sync-bn works with ddp on GPUs only"),
+        ({"sync_bn": True, "global_batch_size": 64}, 3, "--sync-bn needs the same number of micro-batches"),
+        ({"amp": "fp16"}, 1, "--amp fp16 needs a GPU"),
+        ({"early_stopping_patience": 2, "data": "tests.own:no_validation"}, 1, "needs a validation split"),
+        ({"grad_compression": "bf16"}, 2, "--grad-compression bf16 needs NCCL"),
+        ({"global_batch_size": 2}, 3, "--global-batch-size 2 is below the number of workers"),
+        ({"drop_last": True, "global_batch_size": 61}, 1, "--drop-last leaves nothing"),
+        ({"warmup_epochs": 20.0}, 1, "--warmup-epochs 20 never ends within --epochs 20"),
+        ({"data": "tests.own:nowhere"}, 1, "has no 'nowhere'"),
+        ({"resume": "elsewhere"}, 1, "--resume elsewhere: no checkpoint there"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: int, named: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        settled(workers, **flags)
+    assert named in refused.value.problem
+    assert not Path("run").exists()
+
+
+def test_flags_without_effect_here_are_named() -> None:
+    assert settled(bucket_cap_mb=5, data_on_device="on").plan.idle == ["--bucket-cap-mb", "--data-on-device"]
+    assert settled(2, bucket_cap_mb=5).plan.idle == []
+
+
+def test_dataparallel_counts_its_devices_as_workers() -> None:
+    devices = (torch.device("cuda", 0), torch.device("cuda", 1))
+    choice = Choice("dp", devices, 0, "a test")
+    plan = settle(resolve(OWN | {"batch_size": 5}, [], None), choice, ALONE, attempt=0).plan
+    assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
+
+
+def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> None:
+    found = settle(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE, attempt=0)
+    assert (found.model, found.task) == ("convnet", "classification")
+    assert found.words.model.name is None
+    assert found.pins["model"] == "convnet"

@@ -1,0 +1,148 @@
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from multigpu_cli import launch
+from multigpu_cli.config import environment
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.launch import WorkersFailed, self_launch
+from multigpu_cli.runtime.devices import Choice
+
+CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
+ON_CPU = Choice("ddp", (CPU,) * 2, 2, "a test")
+ON_GPUS = Choice("ddp", CUDA, 2, "a test")
+
+
+class Agent:
+    """Stands in for torch's elastic agent: notes what it is asked to do, and ends as told."""
+
+    def __init__(self, ending: Callable[[], Any] = lambda: None) -> None:
+        self.ending = ending
+
+    def __call__(self, config: Any, entrypoint: str) -> "Agent":
+        self.config, self.entrypoint = config, entrypoint
+        return self
+
+    def run(self, *words: str) -> Any:
+        self.words, self.visible = words, os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.request = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
+        return self.ending()
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Agent:
+    monkeypatch.chdir(tmp_path)
+    stand_in = Agent()
+    monkeypatch.setattr(launch, "elastic_launch", lambda config, entry: stand_in(config, entry).run)
+    return stand_in
+
+
+def asked(**flags: Any) -> Config:
+    return resolve(flags, [], None)
+
+
+def left(status: str) -> Callable[[], None]:
+    """Workers that leave a summary in the folder `run`."""
+
+    def end() -> None:
+        Path("run").mkdir(exist_ok=True)
+        Path("run/summary.json").write_text(json.dumps({"status": status}))
+
+    return end
+
+
+def test_the_workers_get_the_front_door_and_the_explicit_settings(agent: Agent) -> None:
+    agent.ending = left("completed")
+    assert self_launch(asked(save_dir="run", lr=0.5, epochs=3), ON_CPU, "json") == {"status": "completed"}
+    assert Path(agent.words[0]).name == "main_multi_gpu.py"
+    assert "--json" in agent.words
+    assert agent.request == {"save_dir": "run", "resume": "auto", "lr": 0.5, "epochs": 3} | {
+        key: value for key, value in agent.request.items() if value is None
+    }
+
+
+def test_all_attempts_mean_the_same_new_folder(agent: Agent) -> None:
+    self_launch(asked(), ON_CPU, "normal")
+    first = agent.request["save_dir"]
+    self_launch(asked(), ON_CPU, "normal")
+    assert first.startswith("checkpoints/digits/")
+    assert agent.request["save_dir"] != first
+    assert not {"--json", "--quiet", "--verbose"} & set(agent.words)
+
+
+def test_never_is_settled_here_and_not_said_again_to_a_restarted_worker(agent: Agent) -> None:
+    self_launch(asked(resume="never", save_dir="run"), ON_CPU, "normal")
+    assert agent.request["resume"] == "auto"
+
+
+def test_the_agent_is_told_how_many_and_that_they_are_ours(agent: Agent) -> None:
+    self_launch(asked(max_restarts=3), ON_CPU, "normal")
+    config = agent.config
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 3)
+    assert config.rdzv_endpoint == "localhost:0", "a free port"
+    assert environment.self_launched({"TORCHELASTIC_RUN_ID": config.run_id})
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        assert name in config.signals_to_handle
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"), [(None, "1,3"), ("4,5,6,7", "5,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-b,GPU-d")]
+)
+def test_workers_see_only_the_chosen_gpus(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, before: str | None, inside: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    self_launch(asked(), ON_GPUS, "normal")
+    assert agent.visible == inside
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before, "as it was, for whoever goes on in this process"
+
+
+def failed(*codes: int) -> Callable[[], None]:
+    def end() -> None:
+        failures = {}
+        for rank, code in enumerate(codes):
+            failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+        raise ChildFailedError("main_multi_gpu.py", failures)
+
+    return end
+
+
+@pytest.mark.parametrize(("codes", "code"), [((2, -15), 2), ((-15, 75), 75), ((75, 75), 75), ((1,), 1), ((-9, -15), 1)])
+def test_the_workers_code_is_ours(agent: Agent, codes: tuple[int, ...], code: int) -> None:
+    agent.ending = failed(*codes)
+    with pytest.raises(WorkersFailed) as ended:
+        self_launch(asked(), ON_CPU, "normal")
+    assert ended.value.exit_code == code
+    assert str(ended.value) == "", "they have told the user why"
+
+
+def interrupted(status: str) -> Callable[[], None]:
+    def end() -> None:
+        left(status)()
+        raise SignalException("told to stop", signal.SIGTERM)
+
+    return end
+
+
+def test_a_signal_that_stopped_the_workers_in_good_order_is_no_failure(agent: Agent) -> None:
+    agent.ending = interrupted("stopped")
+    assert self_launch(asked(save_dir="run"), ON_CPU, "normal") == {"status": "stopped"}
+
+
+def test_a_signal_that_did_not_is_one(agent: Agent) -> None:
+    agent.ending = interrupted("failed")
+    with pytest.raises(WorkersFailed) as ended:
+        self_launch(asked(save_dir="run"), ON_CPU, "normal")
+    assert ended.value.exit_code == 128 + signal.SIGTERM
