@@ -196,7 +196,8 @@ def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) ->
         return code, message
     time.sleep(_GRACE * ((rank > 0) + lost))
     at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
-    if rank == 0 or not at_the_door or os.environ.get("LOCAL_RANK") == "0":
+    known = getattr(error, "shared", False)  # rank 0 says it for all
+    if rank == 0 or (not known and (not at_the_door or os.environ.get("LOCAL_RANK") == "0")):
         text = whole + message if "--debug" in argv else explained.shortened(message)
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     return code, message

@@ -11,7 +11,7 @@ from typing import Any
 
 from multigpu_cli import engine
 from multigpu_cli.config.schema import Config
-from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.console import Console, reserved_stdout
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous
 
@@ -37,5 +37,6 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
 
         return self_launch(config, choice, screen)
     level = "silent" if meeting and meeting.rank else "normal" if screen == "json" else screen
-    console = Console(level, json=screen == "json")  # type: ignore[arg-type]
+    stream = reserved_stdout() if screen == "json" else None
+    console = Console(level, stream, json=screen == "json")  # type: ignore[arg-type]
     return engine.run(config, choice, meeting, console, dry_run=dry_run)

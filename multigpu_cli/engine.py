@@ -63,20 +63,23 @@ def run(
         decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
         parts = assemble(learner, console, stop, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
-        record.open_run(parts)
-        for note in notes:
-            record.note_fault(parts, "out of memory", note)
-        return _trained(parts)
+        return _trained(parts, notes)
 
 
-def _trained(run: Run) -> dict[str, Any]:
-    """Fit, conclude, and leave a summary whichever way it ends."""
+def _trained(run: Run, notes: list[str]) -> dict[str, Any]:
+    """Fit, conclude, and leave a summary whichever way it ends.
+
+    Args:
+        notes: what went wrong in the rehearsal, and was mended.
+    """
     try:
+        record.open_run(run, notes)
         status = fit(run)
         ending = record.conclude(run) if status == "completed" else record.leave(run)
     except BaseException as error:
-        failed = {"error": f"{type(error).__name__}: {error}"}
-        record.close_run(run, record.summary(run, "failed", failed))
+        failed = record.summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
+        record.close_run(run, failed)
+        run.console.data(failed)
         raise
     finally:
         run.bar.close()
@@ -102,13 +105,16 @@ def fit(run: Run) -> str:
             progress.step += 1
             run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
             run.bar.update(progress.step)
-            if progress.step % run.config.log.interval == 0 or progress.step == total:
+            logged = progress.step % run.config.log.interval == 0 or progress.step == total
+            if logged:
                 record.log_step(run, *outcome)
             epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
             if epoch_ended:
                 record.judge(run)
             finished = progress.step == total or progress.stopped_early
             stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
+            if (stopping or finished) and not logged:
+                record.log_step(run, *outcome)
             if stopping or late or finished or every.due(progress.step, epoch_ended=epoch_ended):
                 record.save(run)
                 every.saved()
@@ -152,6 +158,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         fetched.append(batch.indices)
     strategy.finish(idle=not passes)
     outcome = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
+    strategy.undo(outcome[1])
     if run.kept.average:
         run.kept.average.update_parameters(run.kept.model)
     run.nonfinite.note(outcome[1])

@@ -18,6 +18,7 @@ class TrainingError(Exception):
     """
 
     exit_code = FAILED
+    shared = False  # raised on every rank alike, so that one of them can speak for all
 
     def __init__(self, problem: str, *, remedy: str = "") -> None:
         super().__init__(problem, remedy)

@@ -1,6 +1,8 @@
 """Starting one process per GPU ourselves, with torch's own elastic agent: what torchrun does, without typing it."""
 
+import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,8 +29,10 @@ _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 class WorkersFailed(TrainingError):
     """The workers ended with an exit code of their own; they have told the user why."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("")
+    def __init__(self, exit_code: int, problem: str = "") -> None:
+        super().__init__(
+            problem, remedy="the same command again: it goes on from the last checkpoint" if problem else ""
+        )
         self.exit_code = exit_code
 
 
@@ -52,8 +56,9 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     try:
         _run_workers(config, choice, screen)
     except SignalException as stopped:
-        if (read_summary(run_folder) or {}).get("status") != "stopped":
-            raise WorkersFailed(128 + stopped.sigval) from stopped
+        status = (read_summary(run_folder) or {}).get("status")
+        if status != "stopped":
+            raise WorkersFailed(FAILED if status == "failed" else 128 + stopped.sigval) from stopped
     return read_summary(run_folder) or {}
 
 
@@ -84,18 +89,27 @@ def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
         elastic_launch(launch, sys.executable)(str(_FRONT_DOOR), *argv)
     except ChildFailedError as failure:
-        codes = [error.exitcode for error in failure.failures.values()]
-        raise WorkersFailed(next((code for code in codes if code > 0), FAILED)) from failure
+        raise _told(failure) from failure
     finally:
         if before is None:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _told(failure: ChildFailedError) -> WorkersFailed:
+    """The exit code of the first worker that failed; one that a signal ended could not say so itself."""
+    rank, first = min(failure.failures.items(), key=lambda item: item[1].timestamp)
+    if first.exitcode >= 0:
+        return WorkersFailed(first.exitcode)
+    name = signal.Signals(-first.exitcode).name
+    return WorkersFailed(FAILED, f"rank {rank} was ended by {name}")
 
 
 def _visible(choice: Choice, before: str | None) -> str:

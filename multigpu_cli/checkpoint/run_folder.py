@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 _NOTE = "next_attempt.json"
+_BEGAN = ".began_from"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Start:
         summary: how the run in the folder ended last time, or None.
         notes: what was passed over, and why.
         because: the decision in words, for the plan.
+        origin: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
     """
 
     folder: str
@@ -40,6 +42,7 @@ class Start:
     summary: dict[str, Any] | None
     notes: list[str]
     because: str
+    origin: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,6 +109,9 @@ def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, n
 
 
 def _from_path(path: Path, save_dir: str | None) -> Start:
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    if not save_dir and _began_from(run) == path.name:
+        return _in_folder(run)  # the same command again
     if save_dir and not path.resolve().is_relative_to(Path(save_dir).resolve()):
         own = _in_folder(Path(save_dir))
         if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
@@ -113,9 +119,8 @@ def _from_path(path: Path, save_dir: str | None) -> Start:
     if (path / MANIFEST).is_file():
         if damage := damage_in(path):
             raise RequestError(f"--resume {path}: {damage}", remedy="an older checkpoint beside it, or its run folder")
-        run = path.parent.parent
-        found = Checkpoint(path, read_manifest(path))
-        return _going_on(Path(save_dir) if save_dir else run, found, None, [])
+        start = _going_on(Path(save_dir) if save_dir else run, Checkpoint(path, read_manifest(path)), None, [])
+        return start if save_dir else replace(start, origin=str(path))
     newest, notes = Store(path / "checkpoints", 1).newest()
     if newest is None:
         raise RequestError(
@@ -124,6 +129,20 @@ def _from_path(path: Path, save_dir: str | None) -> Start:
         )
     folder = Path(save_dir) if save_dir else path
     return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)
+
+
+def begin_again(start: Start, store: Store) -> None:
+    """Make a run that begins again from one of its older checkpoints forget what came later, once and for all."""
+    if start.origin and start.manifest:
+        store.begin_after(int(start.manifest["step"]))
+        publish(Path(start.folder) / _BEGAN, Path(start.origin).name.encode())
+
+
+def _began_from(folder: Path) -> str | None:
+    try:
+        return (folder / _BEGAN).read_text()
+    except OSError:
+        return None
 
 
 def _newest_unfinished(home: Path, config: Config) -> Path | None:

@@ -56,13 +56,30 @@ class Store:
         listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
         publish(draft / MANIFEST, _signed({"step": step, "files": listed} | facts))
         if final.exists():  # the same step once more, after a resume from an older checkpoint
-            shutil.rmtree(final)
+            self._remove(final)
         draft.rename(final)
         flush_folder(self.folder)
         upto = [folder for folder in self._folders() if folder.name <= final.name]  # beyond lie only damaged ones
         for old in upto[self.keep :]:
-            shutil.rmtree(old)
+            self._remove(old)
         return len(content)
+
+    def _remove(self, folder: Path) -> None:
+        """Let a checkpoint go; a damaged one is evidence, and only steps aside."""
+        if damage_in(folder) is None:
+            shutil.rmtree(folder)
+        else:
+            self._put_aside(folder, "damaged")
+
+    def _put_aside(self, folder: Path, why: str) -> None:
+        free = (folder.with_name(f"{why}_{folder.name}{suffix}") for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
+        folder.rename(next(name for name in free if not name.exists()))
+
+    def begin_after(self, step: int) -> None:
+        """A run that begins again from an older checkpoint replaces what came later: put that aside."""
+        for folder in self._folders():
+            if int(folder.name.removeprefix("step_")) > step:
+                self._put_aside(folder, "replaced")
 
     def sweep(self) -> None:
         """Remove what a killed run left half-written."""

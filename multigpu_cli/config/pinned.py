@@ -40,7 +40,8 @@ def merged(
         RequestError: an explicit setting that differs; every one is named with both values.
     """
     differing, adopted = [], {}
-    restated = all(key in config.explicit for key in written if key in SETTINGS and not SETTINGS[key].free)
+    pinned = {key for key in written if key in SETTINGS and not SETTINGS[key].free}
+    restated = pinned <= config.explicit and bool(set(written) & config.explicit)
     for key, entry in SETTINGS.items():
         if key in OF_THE_COMMAND or key not in stored or _plain(config.get(key)) == stored[key]:
             continue

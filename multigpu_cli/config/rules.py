@@ -127,6 +127,7 @@ def _exact(config: Config, facts: Facts) -> Iterator[RequestError]:
         return
     rivals = (
         ("--multi-gpu dp", config.device.multi_gpu == "dp", "its replicas add up in another order"),
+        ("--batch-size auto", config.batch.size == "auto", "what fits depends on the number of workers"),
         ("--sync-bn", config.model.sync_bn, "statistics over all workers depend on their number"),
         (
             "--grad-compression",
@@ -197,7 +198,7 @@ RULES = (
     Rule("data model task", _names),
     Rule("lr base_lr base_batch_size lr_scaling warmup_epochs epochs env_steps", _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
-    Rule("exact multi_gpu sync_bn grad_compression", _exact),
+    Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
     Rule("task num_envs env_steps", _reinforcement),

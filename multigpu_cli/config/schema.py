@@ -244,7 +244,7 @@ class FaultConfig:
     nonfinite: str = setting("nonfinite", "skip", choice("skip", "stop"), "a NaN or infinite gradient", free=True)
     on_oom: str = setting("on_oom", "shrink", choice("shrink", "stop"), "out of memory", free=True)
     hang_timeout: float = setting(
-        "hang_timeout", 600.0, number(0, above=True), "seconds without progress until a rank counts as stuck", free=True
+        "hang_timeout", 600.0, number(1), "seconds without progress until a rank counts as stuck", free=True
     )
     max_restarts: int = setting(
         "max_restarts", 0, integer(0, 10**6), "restarts after a crash when self-launched", free=True

@@ -140,6 +140,14 @@ class Console:
             _silence(stream)
 
 
+def reserved_stdout() -> TextIO:
+    """Standard output for the summary alone: what anybody else prints there goes to standard error from now on."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return own
+
+
 def _drawn(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
     """The table as rich draws it: in colour unless NO_COLOR is set, values wrapped beside their labels."""
     from rich.console import Console as Terminal

@@ -57,7 +57,9 @@ class Plan:
             ("starts", self.start),
             ("saves to", self.save_dir),
         ]
-        return rows + ([("no effect", f"{', '.join(self.idle)}: not on this device or strategy")] if self.idle else [])
+        return rows + (
+            [("no effect", f"{', '.join(self.idle)}: not with this device, strategy or dataset")] if self.idle else []
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The same for machines, and for the journal."""
@@ -113,4 +115,4 @@ class Plan:
     def _warmup(self) -> str:
         warmup, total = self.schedule.warmup_steps, self.schedule.total_steps
         text = f"{warmup} optimizer steps from near zero to {self.schedule.peak:.4g}"
-        return text + f", which --max-steps cuts short at {total}" if warmup > total else text
+        return text + f", which --max-steps cuts short at {total}" if warmup >= total else text

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.run_folder import leave_note, write_summary
+from multigpu_cli.checkpoint.run_folder import begin_again, leave_note, write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights, save_weights
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import dump
@@ -25,9 +25,10 @@ from multigpu_cli.runtime.collectives import decided, gathered, together
 from multigpu_cli.tasks.base import Evaluation
 
 
-def open_run(run: Run) -> None:
-    """Write the settings, and the first lines of this attempt."""
+def open_run(run: Run, faults: list[str]) -> None:
+    """Write the settings, and the first lines of this attempt, with what went wrong before it could start."""
     if run.world.main:
+        begin_again(run.settled.start, run.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
         publish(run.folder / "config.yaml", dump(run.settled.words).encode())
         if run.tensorboard:
@@ -43,7 +44,9 @@ def open_run(run: Run) -> None:
         resumed_from=start.checkpoint,
     )
     for note in start.notes:
-        note_fault(run, "damaged checkpoint", note)
+        note_fault(run, "out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
+    for fault in faults:
+        note_fault(run, "out of memory", fault)
     _bring_best(run)
     if start.manifest:
         before = start.manifest["world_size"]
@@ -93,7 +96,21 @@ def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
     }
     run.progress.last["train_loss"] = fields["loss"]
     run.console.train(run.journal.write("train", **fields))
-    if skipped := run.nonfinite.read(progress.step):
+    look_for_nonfinite(run)
+
+
+def look_for_nonfinite(run: Run) -> None:
+    """Journal the steps that were skipped since the last look.
+
+    Raises:
+        TrainingError: too many, or any with --nonfinite stop.
+    """
+    try:
+        skipped = run.nonfinite.read(run.progress.step)
+    except TrainingError as error:
+        note_fault(run, "nonfinite", error.problem)
+        raise
+    if skipped:
         note_fault(run, "nonfinite", f"{skipped} step(s) skipped: the gradient was NaN or infinite")
 
 
@@ -148,6 +165,7 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
 def judge(run: Run) -> None:
     """At the end of an epoch: evaluate, keep the best weights, and stop early where nothing improves any more."""
     progress = run.progress
+    look_for_nonfinite(run)
     if run.val is None:
         return
     found = evaluate(run, "val", run.val)
@@ -155,7 +173,8 @@ def judge(run: Run) -> None:
     if not progress.score or score > progress.score:
         epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
         progress.score, progress.stale_epochs = score, 0
-        progress.best = {"epoch": epoch, "step": progress.step, **found.metrics}
+        named = {f"val_{name}": value for name, value in found.metrics.items()}
+        progress.best = {"epoch": epoch, "step": progress.step, **found.metrics, **named}
         if run.world.main:
             with run.meters.paused():
                 run.best = host_copy(run.kept.for_use().state_dict())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.learner import Learner, first_batch
 from multigpu_cli.run.settle import with_batch
 from multigpu_cli.runtime.collectives import greatest
@@ -74,11 +74,20 @@ def _fits(learner: Learner, size: int) -> bool:
         _run(learner, size)
     except torch.OutOfMemoryError:
         failed = True
+    named = learner.kept.model.named_parameters()
+    unused = [name for name, p in named if p.requires_grad and p.grad is None and not failed]
     learner.kept.model.zero_grad(set_to_none=True)
     _put_back(learner.kept.model, kept)
     if learner.world.device.type == "cuda":
         torch.cuda.empty_cache()
-    return greatest(learner.world, [float(failed)])[0] == 0
+    fits = greatest(learner.world, [float(failed)])[0] == 0
+    if unused and learner.strategy.name == "ddp" and not learner.config.communication.find_unused_parameters:
+        raise RequestError(
+            f"--model {learner.settled.model}: {', '.join(unused[:4])}{' …' if len(unused) > 4 else ''} took no part in the "
+            "loss, and DDP waits for every gradient",
+            remedy="--find-unused-parameters, or --freeze them",
+        )
+    return fits
 
 
 def _run(learner: Learner, size: int) -> None:

@@ -1,5 +1,6 @@
 """From what was asked for to what will happen: folder, data and plan, all checked before anything is written."""
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +10,13 @@ from multigpu_cli.checkpoint.run_folder import Start, choose_start
 from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
@@ -51,6 +54,7 @@ class Settled:
         pins = {
             "batch_size": batches.micro_batch,
             "global_batch_size": batches.global_batch,
+            "grad_accum_steps": batches.accumulation,
             "lr": self.plan.schedule.peak,
             "amp": self.plan.precision,
             "model": self.model,
@@ -67,14 +71,15 @@ class Settled:
     @property
     def nothing_to_do(self) -> bool:
         """Whether the folder holds this very run, completed."""
-        completed = (self.start.summary or {}).get("status") == "completed"
-        return completed and self.start.manifest is not None and self.same_length
+        ended = self.start.summary or {}
+        long_enough = self.same_length or ended.get("steps", 0) >= self.plan.schedule.total_steps
+        return ended.get("status") == "completed" and long_enough
 
     @property
     def same_length(self) -> bool:
         """Whether the run is as long as when its checkpoint was written."""
-        stored = self.start.manifest["settings"] if self.start.manifest else {}
-        return all(self.words.get(key) == stored.get(key) for key in ("epochs", "max_steps"))
+        stored = self.start.manifest["settings"] if self.start.manifest else None
+        return stored is not None and all(self.words.get(key) == stored[key] for key in ("epochs", "max_steps"))
 
 
 def settle(config: Config, choice: Choice, world: World, *, attempt: int, source: Source | None = None) -> Settled:
@@ -171,9 +176,12 @@ def _exact_pins(plan: Plan) -> dict[str, Any]:
 
 def _without_effect(words: Config, choice: Choice) -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
+    factory = inspect.signature(plugins.find(words.data.name, DATASETS, flag="--data")).parameters
+    about_data = {key for key, name in (("mode", "mode"), ("data_dir", "data_dir")) if name not in factory}
+    alone = {"hang_timeout"} if choice.strategy != "ddp" else set()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
-    return [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus) & words.explicit)]
+    return [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data | alone) & words.explicit)]
 
 
 def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:

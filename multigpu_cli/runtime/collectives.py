@@ -80,9 +80,10 @@ def together(world: World, work: Callable[[], Result]) -> Result:
     if world.size == 1 and error:
         raise error
     told = from_main(world, [error.problem, error.remedy, error.exit_code] if error else None, source=guilty)
-    if error:
-        raise error
-    raise (RequestError if told[2] == RequestError.exit_code else TrainingError)(told[0], remedy=told[1])
+    kind = RequestError if told[2] == RequestError.exit_code else TrainingError
+    everywhere = kind(told[0], remedy=told[1])
+    everywhere.shared = True
+    raise everywhere from error
 
 
 def decided(world: World, work: Callable[[], Result]) -> Result:

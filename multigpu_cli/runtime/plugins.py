@@ -3,11 +3,12 @@
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
 
 def find(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
@@ -73,7 +74,16 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
             remedy=f"--set {where}.args.{missing[0]}=…, or give the parameter a default; "
             f"filled without asking: {', '.join(offered)}",
         )
-    return factory(**chosen)
+    try:
+        return factory(**chosen)
+    except TrainingError:
+        raise
+    except Exception as error:  # the user's own code: reported as what is wrong with the request
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise RequestError(
+            f"{where}: {_name(factory)} raised {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {error}",
+            remedy=f"it was called with {', '.join(f'{name}={shown!r}' for name, shown in chosen.items())[:300]}",
+        ) from error
 
 
 def _needed(parameter: inspect.Parameter) -> bool:

@@ -53,6 +53,10 @@ class Strategy(ABC):
         """End the step: whatever has not been reduced is reduced now; an idle worker takes part with zeros."""
         self._buffers.finish()
 
+    def undo(self, skipped: Tensor) -> None:
+        """Put the buffers back where the step began, if the optimizer skipped it: () 1.0 or 0.0, on the device."""
+        self._buffers.undo(skipped)
+
     def abandon(self) -> None:
         """Forget a step that could not be finished."""
         self._buffers.abandon()

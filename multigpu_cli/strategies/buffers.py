@@ -27,15 +27,17 @@ class StepBuffers:
         self._all = [torch.view_as_real(b) if b.is_complex() else b for b in model.buffers()]
         self._together, self._total = workers > 1 or always, total
         self._micro_batches = 1
+        self._before: list[Tensor] = []
         self._start: list[Tensor] = []
         self._change: list[Tensor] = []
 
     def begin(self, micro_batches: int) -> None:
         """Note where the step starts; nothing to do where one micro-batch is all there is."""
         self._micro_batches = micro_batches
+        self._before = [buffer.detach().clone() for buffer in self._all]
         self._start, self._change = [], []
         if self._all and (micro_batches > 1 or self._together):
-            self._start = [buffer.detach().clone() for buffer in self._all]
+            self._start = self._before
             self._change = self.no_change()
 
     def no_change(self) -> list[Tensor]:
@@ -59,9 +61,15 @@ class StepBuffers:
     @torch.no_grad()
     def abandon(self) -> None:
         """Go back to the start of a step that can't be finished."""
-        for buffer, start in zip(self._all, self._start, strict=bool(self._start)):
-            buffer.copy_(start)
+        for buffer, before in zip(self._all, self._before, strict=True):
+            buffer.copy_(before)
         self._start, self._change = [], []
+
+    @torch.no_grad()
+    def undo(self, skipped: Tensor) -> None:
+        """Go back to the start if the step was skipped, or a NaN would stay in the statistics; no host sync."""
+        for buffer, before in zip(self._all, self._before, strict=True):
+            buffer.copy_(torch.where(skipped.bool(), before, buffer))
 
     def finish(self) -> None:
         """After the last: move by the mean change of all micro-batches on all workers."""

@@ -224,6 +224,18 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
     assert moment > 6, "and there were moments at which it was killed"
 
 
+def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = Path.rename, []
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append((self.parent == target.parent, damage_in(self), target.exists()))
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    filled(tmp_path, 20)
+    assert seen == [(True, None, False)]
+
+
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:
     store = filled(tmp_path, 3)
     assert read_manifest(store.folder / "step_00000003")["pins"] == {"lr": 0.004}

@@ -75,6 +75,8 @@ def test_max_steps_says_what_it_cuts() -> None:
     rows = dict(planned(max_steps=24, warmup=2).rows())
     assert "24 optimizer steps: 16 per epoch, 1.5 epoch(s) of 4, cut by --max-steps" in rows["length"]
     assert rows["warm-up"] == "32 optimizer steps from near zero to 0.001414, which --max-steps cuts short at 24"
+    assert "cuts short" in dict(planned(max_steps=32, warmup=2).rows())["warm-up"], "its last step is not at the peak"
+    assert "cuts short" not in dict(planned(max_steps=33, warmup=2).rows())["warm-up"]
 
 
 def test_the_machine_readable_plan_has_the_same_figures() -> None:

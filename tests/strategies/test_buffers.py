@@ -107,7 +107,7 @@ def test_constants_keep_their_bits() -> None:
 
 
 def test_masks_and_rotations_stay_as_they_are() -> None:
-    """Masks of attention are infinite or bool, and inf minus inf must not become their change; rotations are complex."""
+    """Masks of attention are infinite or bool, and inf minus inf is no change to make; rotations are complex."""
     model, untouched = Statistics(), Statistics()
     buffers = StepBuffers(model, 1, kept)
     buffers.begin(2)
