@@ -82,9 +82,9 @@ def _fits(learner: Learner, size: int) -> bool:
         torch.cuda.empty_cache()
     fits = greatest(learner.world, [float(failed)])[0] == 0
     if unused and learner.strategy.name == "ddp" and not learner.config.communication.find_unused_parameters:
+        names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
         raise RequestError(
-            f"--model {learner.settled.model}: {', '.join(unused[:4])}{' …' if len(unused) > 4 else ''} took no part in the "
-            "loss, and DDP waits for every gradient",
+            f"--model {learner.settled.model}: {names} took no part in the loss, and DDP waits for every gradient",
             remedy="--find-unused-parameters, or --freeze them",
         )
     return fits

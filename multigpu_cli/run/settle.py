@@ -54,7 +54,6 @@ class Settled:
         pins = {
             "batch_size": batches.micro_batch,
             "global_batch_size": batches.global_batch,
-            "grad_accum_steps": batches.accumulation,
             "lr": self.plan.schedule.peak,
             "amp": self.plan.precision,
             "model": self.model,

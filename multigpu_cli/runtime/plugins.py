@@ -80,8 +80,9 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
         line = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(line.filename).name}:{line.lineno}"
         raise RequestError(
-            f"{where}: {_name(factory)} raised {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {error}",
+            f"{where}: {_name(factory)} raised {type(error).__name__} in {at}: {error}",
             remedy=f"it was called with {', '.join(f'{name}={shown!r}' for name, shown in chosen.items())[:300]}",
         ) from error
 
