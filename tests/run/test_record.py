@@ -1,0 +1,78 @@
+"""What a run leaves behind when something went wrong on the way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.monitor import journal
+from tests.trained import trained
+
+RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("spoilt.py").write_text(
+        """
+import torch
+from torch.utils.data import TensorDataset
+from tests.own import tensors
+
+def dataset(split, seed, bad=1):
+    inputs, targets = tensors(split, seed).tensors
+    if split == "train":
+        inputs[:bad] = float("nan")
+    return TensorDataset(inputs, targets)
+"""
+    )
+
+
+def faults() -> list[dict[str, Any]]:
+    return [event for event in journal.read("run/journal.jsonl") if event["event"] == "fault"]
+
+
+def folders() -> list[str]:
+    return sorted(path.name for path in Path("run/checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_skipped_step_leaves_no_trace_in_the_statistics(workers: int) -> None:
+    ended = trained(workers, **RUN, data="spoilt:dataset")
+    assert ended.error == ""
+    assert ended.summary["final"]["val_loss"] < 10
+    for name, value in torch.load("run/last.pt", weights_only=True)["model"].items():
+        assert torch.isfinite(value).all(), name
+    assert sum(int(fault["action"].split()[0]) for fault in faults()) == 2, "one in each epoch"
+
+
+def test_nonfinite_stop_is_obeyed_however_short_the_run() -> None:
+    flags = {"data": "spoilt:dataset", "nonfinite": "stop", "early_stopping_patience": 1}
+    ended = trained(**RUN | flags, sets=["data.args.bad=60"])
+    assert "NaN or infinite" in ended.error
+    assert [fault["kind"] for fault in faults()] == ["nonfinite"]
+
+
+def test_a_run_that_begins_again_does_so_once() -> None:
+    """--resume names an older checkpoint: what came later steps aside, and the same command then goes on."""
+    trained(**RUN, checkpoint_every="3", keep="9")
+    assert folders() == ["step_00000003", "step_00000006", "step_00000009", "step_00000012"]
+    again = {"epochs": 4, "checkpoint_every": "2", "keep": "9", "resume": "run/checkpoints/step_00000006"}
+    del (flags := RUN | again)["save_dir"]
+    stopped = trained(**flags, environ={"OWN_DEED": "0:3:SIGTERM"})
+    assert stopped.summary["status"] == "stopped"
+    assert {"replaced_step_00000009", "replaced_step_00000012", "step_00000006"} < set(folders())
+    ended = trained(**flags)
+    assert ended.summary["steps"] == 24
+    assert ended.summary["resumed_from"] == f"run/checkpoints/step_{stopped.summary['steps']:08d}"
+
+
+def test_a_damaged_checkpoint_stays_as_evidence() -> None:
+    trained(**RUN, checkpoint_every="3", keep="2")
+    state = Path("run/checkpoints/step_00000012/state.pt")
+    state.write_bytes(state.read_bytes()[:-1])
+    assert trained(**RUN | {"epochs": 6}, checkpoint_every="3", keep="2").error == ""
+    assert "damaged_step_00000012" in folders()
+    assert "step_00000036" in folders()
