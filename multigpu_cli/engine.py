@@ -15,7 +15,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.optimizers import set_rate
-from multigpu_cli.run import record
+from multigpu_cli.run import ending, record
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
@@ -63,29 +63,31 @@ def run(
         decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
         parts = assemble(learner, console, stop, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
-        return _trained(parts, notes)
+        return _trained(parts, notes, last_attempt=meeting is None or meeting.restarts_left <= 0)
 
 
-def _trained(run: Run, notes: list[str]) -> dict[str, Any]:
+def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any]:
     """Fit, conclude, and leave a summary whichever way it ends.
 
     Args:
         notes: what went wrong in the rehearsal, and was mended.
+        last_attempt: nobody starts it again if it fails, so this summary is the one that --json prints.
     """
     try:
         record.open_run(run, notes)
         status = fit(run)
-        ending = record.conclude(run) if status == "completed" else record.leave(run)
+        end = ending.conclude(run) if status == "completed" else ending.leave(run)
     except BaseException as error:
-        failed = record.summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
-        record.close_run(run, failed)
-        run.console.data(failed)
+        failed = ending.summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
+        ending.close_run(run, failed)
+        if last_attempt:
+            run.console.data(failed)
         raise
     finally:
         run.bar.close()
-    ending["peak_memory_bytes"] = [int(peak) for peak in gathered(run.world, record.peak_memory_here(run))]
-    found = record.summary(run, status, ending)
-    record.close_run(run, found)
+    end["peak_memory_bytes"] = [int(peak) for peak in gathered(run.world, record.peak_memory_here(run))]
+    found = ending.summary(run, status, end)
+    ending.close_run(run, found)
     run.console.report(found, found.get("per_class"), found.get("confusion"), run.settled.source.class_names)
     return found
 

@@ -109,23 +109,35 @@ def test_workers_see_only_the_chosen_gpus(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before, "as it was, for whoever goes on in this process"
 
 
-def failed(*codes: int) -> Callable[[], None]:
+def failed(*ends: tuple[int, int]) -> Callable[[], None]:
+    """Workers that ended with these exit codes at these seconds."""
+
     def end() -> None:
         failures = {}
-        for rank, code in enumerate(codes):
+        for rank, (code, second) in enumerate(ends):
             failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+            failures[rank].timestamp = second
         raise ChildFailedError("main_multi_gpu.py", failures)
 
     return end
 
 
-@pytest.mark.parametrize(("codes", "code"), [((2, -15), 2), ((-15, 75), 75), ((75, 75), 75), ((1,), 1), ((-9, -15), 1)])
-def test_the_workers_code_is_ours(agent: Agent, codes: tuple[int, ...], code: int) -> None:
-    agent.ending = failed(*codes)
+@pytest.mark.parametrize(
+    ("ends", "code"), [([(2, 1), (-15, 3)], 2), ([(-15, 3), (75, 1)], 75), ([(75, 1), (75, 1)], 75), ([(1, 1)], 1)]
+)
+def test_the_code_of_the_first_that_ended_is_ours(agent: Agent, ends: list[tuple[int, int]], code: int) -> None:
+    agent.ending = failed(*ends)
     with pytest.raises(WorkersFailed) as ended:
         self_launch(asked(), ON_CPU, "normal")
     assert ended.value.exit_code == code
     assert str(ended.value) == "", "they have told the user why"
+
+
+def test_a_worker_that_was_killed_could_not_say_so_itself(agent: Agent) -> None:
+    agent.ending = failed((-15, 3), (-9, 1))
+    with pytest.raises(WorkersFailed, match="rank 1 was ended by SIGKILL") as ended:
+        self_launch(asked(), ON_CPU, "normal")
+    assert ended.value.exit_code == 1
 
 
 def interrupted(status: str) -> Callable[[], None]:
@@ -141,8 +153,9 @@ def test_a_signal_that_stopped_the_workers_in_good_order_is_no_failure(agent: Ag
     assert self_launch(asked(save_dir="run"), ON_CPU, "normal") == {"status": "stopped"}
 
 
-def test_a_signal_that_did_not_is_one(agent: Agent) -> None:
-    agent.ending = interrupted("failed")
+@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("completed", 128 + signal.SIGTERM)])
+def test_a_signal_that_did_not_is_one(agent: Agent, status: str, code: int) -> None:
+    agent.ending = interrupted(status)
     with pytest.raises(WorkersFailed) as ended:
         self_launch(asked(save_dir="run"), ON_CPU, "normal")
-    assert ended.value.exit_code == 128 + signal.SIGTERM
+    assert ended.value.exit_code == code

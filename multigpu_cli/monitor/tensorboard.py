@@ -31,8 +31,8 @@ class TensorBoard:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take over one event of the journal."""
-        if event["event"] in ("train", "eval"):  # not of a checkpoint, whose thread may be behind
-            self._step = event["step"]
+        if event["event"] != "checkpoint":  # its thread may be behind
+            self._step = event.get("step", self._step)
         match event["event"]:
             case "train" | "eval":
                 for tag, value in _scalars(event):

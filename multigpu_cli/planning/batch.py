@@ -59,6 +59,12 @@ class BatchPlan:
         return -(-self.global_batch // self.micro_batch)
 
     @property
+    def shortest(self) -> int:
+        """Samples in the smallest micro-batch of an epoch."""
+        steps = {self.samples_in(0), self.samples_in(self.steps_per_epoch - 1)}
+        return min(samples % self.micro_batch or min(samples, self.micro_batch) for samples in steps)
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of a full step on the worker that has most."""
         return -(-self.micro_batches // self.workers)

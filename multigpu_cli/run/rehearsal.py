@@ -27,11 +27,25 @@ def rehearse(learner: Learner) -> list[str]:
     if learner.settled.words.batch.size == "auto" and not learner.settled.start.manifest:
         _take_the_largest(learner)
         return []
+    _try_the_shortest(learner)
     size, notes = learner.plan.batches.micro_batch, []
     while not _fits(learner, size):
         notes.append(shrink(learner))
         size = learner.plan.batches.micro_batch
     return notes
+
+
+def _try_the_shortest(learner: Learner) -> None:
+    """An epoch may end with a micro-batch of one sample, and BatchNorm over single features can't train on one."""
+    batches = learner.plan.batches
+    if learner.strategy.lanes == 1 and batches.shortest == 1 < batches.micro_batch:
+        try:
+            _fits(learner, 1)
+        except ValueError as error:
+            raise RequestError(
+                f"an epoch's last micro-batch has one sample, and --model {learner.settled.model} can't train on it: {error}",
+                remedy="--drop-last, or a --batch-size that leaves more than one over",
+            ) from error
 
 
 def shrink(learner: Learner) -> str:

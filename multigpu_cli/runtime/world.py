@@ -24,6 +24,7 @@ class Rendezvous:
     Attributes:
         attempt: how often the agent restarted the workers.
         agent_store: the agent hosts the store, so that no rank has to.
+        restarts_left: how often the agent would start the workers again if this attempt failed.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Rendezvous:
     port: int
     attempt: int
     agent_store: bool
+    restarts_left: int = 0
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> "Rendezvous | None":
@@ -60,6 +62,8 @@ class Rendezvous:
                 port=int(env["MASTER_PORT"]),
                 attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
+                - int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             )
         except ValueError as error:
             raise RequestError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}") from error

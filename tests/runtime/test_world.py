@@ -20,6 +20,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "5",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 
@@ -31,7 +32,15 @@ def test_without_a_launcher_there_is_no_meeting() -> None:
 
 def test_torchruns_variables_are_read() -> None:
     assert Rendezvous.from_environment(TORCHRUN) == Rendezvous(
-        rank=5, size=8, local_rank=1, local_size=4, address="node0", port=29500, attempt=2, agent_store=True
+        rank=5,
+        size=8,
+        local_rank=1,
+        local_size=4,
+        address="node0",
+        port=29500,
+        attempt=2,
+        agent_store=True,
+        restarts_left=3,
     )
 
 
@@ -39,7 +48,7 @@ def test_another_launcher_may_leave_out_what_is_torchruns_own() -> None:
     plain = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     meeting = Rendezvous.from_environment(plain)
     assert meeting is not None
-    assert (meeting.local_size, meeting.attempt, meeting.agent_store) == (8, 0, False)
+    assert (meeting.local_size, meeting.attempt, meeting.agent_store, meeting.restarts_left) == (8, 0, False, 0)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])

@@ -36,6 +36,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run import record
+from multigpu_cli.run.ending import conclude
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import assemble
 from multigpu_cli.run.settle import settle
@@ -118,7 +119,7 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
         record.open_run(run)
         assert fit(run) == "completed"
         end = bits({name: part for name, part in run.kept.capture().items() if name != "progress"})
-        ending = record.conclude(run)
+        ending = conclude(run)
     return {"end": end, "fingerprint": ending["fingerprint"], "lines": lines(run.folder) if world.main else []}
 
 

@@ -1,0 +1,76 @@
+"""How a run ends: its weights, the one look at the test set, and the summary."""
+
+from typing import Any
+
+from multigpu_cli.checkpoint.run_folder import write_summary
+from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
+from multigpu_cli.config.pinned import settings
+from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.run.parts import Run
+from multigpu_cli.run.record import evaluate, peak_memory, settle_writes
+from multigpu_cli.runtime.collectives import decided, together
+
+
+def conclude(run: Run) -> dict[str, Any]:
+    """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
+    together(run.world, lambda: settle_writes(run))
+    progress, state = run.progress, run.kept.for_use().state_dict()
+    mark = fingerprint(state)
+    if run.world.main:
+        words = settings(run.settled.words)
+        save_weights(run.folder / "last.pt", state, words, dict(progress.last))
+        if not progress.best:
+            save_weights(run.folder / "best.pt", state, words, dict(progress.last))
+    if progress.best:
+        run.kept.for_use().load_state_dict(decided(run.world, lambda: read_weights(run.folder / "best.pt")))
+    details = evaluate(run, "test", run.test).details if run.test is not None else {}
+    return {"fingerprint": mark, **details}
+
+
+def leave(run: Run) -> dict[str, Any]:
+    """The end of a run that was asked to stop: nothing but the checkpoint."""
+    together(run.world, lambda: settle_writes(run))
+    return {}
+
+
+def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
+    """What summary.json holds; every rank computes it, rank 0 writes it.
+
+    Args:
+        ending: fingerprint and details of a completed run; the error of a failed one.
+    """
+    progress, batches = run.progress, run.plan.batches
+    names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
+    seconds = progress.train_seconds + run.meters.seconds
+    return {
+        "status": status,
+        "strategy": run.plan.strategy,
+        "world_size": run.world.size,
+        "devices": batches.workers,
+        "device": run.plan.device,
+        "precision": run.plan.precision,
+        "epochs": progress.step // batches.steps_per_epoch,
+        "steps": progress.step,
+        "samples": batches.samples_after(progress.step),
+        "global_batch_size": batches.global_batch,
+        "train_seconds": seconds,
+        "startup_seconds": progress.startup_seconds,
+        "samples_per_second": run.meters.samples_per_second if run.meters.steps else None,
+        "step_ms": run.meters.step_ms() if run.meters.steps else {"p50": None, "p95": None},
+        "final": {name: progress.last.get(name) for name in names} | progress.last,
+        "best": progress.best,
+        "peak_memory_bytes": ending.pop("peak_memory_bytes", [peak_memory(run.world.device)]),
+        "fingerprint": None,
+        "save_dir": str(run.folder),
+        "resumed_from": run.settled.start.checkpoint,
+        "faults": progress.faults,
+    } | ending
+
+
+def close_run(run: Run, found: dict[str, Any]) -> None:
+    """Write summary.json, whichever way the run ended, and the journal's last line."""
+    if run.world.main:
+        write_summary(run.folder, valid_json(found, indent=1))
+        if run.tensorboard and found["status"] == "completed":
+            run.tensorboard.hyperparameters(settings(run.settled.words), found["final"])
+    run.journal.write("end", status=found["status"], step=run.progress.step, fingerprint=found["fingerprint"])
