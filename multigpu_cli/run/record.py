@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.run_folder import begin_again, leave_note, write_summary
-from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights, save_weights
+from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
+from multigpu_cli.checkpoint.weights import host_copy, save_weights
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
-from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
 from multigpu_cli.run.rehearsal import shrink
-from multigpu_cli.runtime.collectives import decided, gathered, together
+from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.tasks.base import Evaluation
 
 

@@ -116,7 +116,7 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
         learner = build_learner(settled, choice, world)
         Path(settled.start.folder).mkdir(parents=True, exist_ok=True)
         run = assemble(learner, Console("silent"), StopRequest(), stack)
-        record.open_run(run)
+        record.open_run(run, [])
         assert fit(run) == "completed"
         end = bits({name: part for name, part in run.kept.capture().items() if name != "progress"})
         ending = conclude(run)
