@@ -43,7 +43,7 @@ def _try_the_shortest(learner: Learner) -> None:
             _fits(learner, 1)
         except ValueError as error:
             raise RequestError(
-                f"an epoch ends with a micro-batch of one sample; --model {learner.settled.model} can't train on it: {error}",
+                f"an epoch ends with one sample; --model {learner.settled.model} can't train on it: {error}",
                 remedy="--drop-last, or a --batch-size that leaves more than one over",
             ) from error
 
