@@ -57,6 +57,12 @@ def test_micro_batches_are_numbered_and_only_the_last_is_short(plan: BatchPlan) 
         assert len(plan.micro_batches_of(0)) == plan.micro_batches
 
 
+@given(plan=plans())
+def test_the_shortest_micro_batch_is_found(plan: BatchPlan) -> None:
+    every = [micro for step in range(plan.steps_per_epoch) for micro in plan.micro_batches_of(step)]
+    assert plan.shortest == min(micro.stop - micro.start for micro in every)
+
+
 @given(plan=plans(), workers=st.integers(1, 12))
 def test_nothing_but_the_shares_depends_on_the_number_of_workers(plan: BatchPlan, workers: int) -> None:
     other = replace(plan, workers=workers)

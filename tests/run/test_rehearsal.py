@@ -84,3 +84,14 @@ def test_what_auto_found_is_pinned() -> None:
     again = trained(**flags)
     assert again.error == ""
     assert again.summary["steps"] == 6
+
+
+def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> None:
+    """BatchNorm over single features can't train on one; without it there is nothing to refuse."""
+    alone = {"data": "tests.own:tensors", "model": "tests.own:net"}
+    ended = trained(**RUN | alone, sets=["data.args.train=61"])
+    assert ended.kind == "RequestError"
+    assert "--drop-last" in ended.error
+    assert not Path("run").exists()
+    assert trained(**RUN | alone, sets=["data.args.train=61", "model.args.norm=false"]).error == ""
+    assert trained(**RUN | alone | {"save_dir": "dropped", "drop_last": True}, sets=["data.args.train=61"]).error == ""
