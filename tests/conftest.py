@@ -1,6 +1,7 @@
 """What every test relies on: a clean environment, and real data where it is at hand."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [*_LAUNCHER, *_LOOKS, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
