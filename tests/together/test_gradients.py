@@ -37,6 +37,12 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) / scales[name] for name in other)
 
 
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The length of the difference, relative to the length of the whole gradient."""
+    both = [torch.cat([value.double().flatten() for value in side.values()]) for side in (one, other)]
+    return float((both[0] - both[1]).norm() / both[1].norm())
+
+
 @pytest.mark.parametrize("workers", MANY)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_gradient_is_that_of_one_worker(found: Found, name: str, workers: int) -> None:
@@ -45,16 +51,24 @@ def test_the_first_gradient_is_that_of_one_worker(found: Found, name: str, worke
         mine = found[name, workers, rank]
         assert mine["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-12 if CASES[name].double else 1e-6)
         assert furthest(mine["gradient"], alone["gradient"]) < (1e-12 if CASES[name].double else 1e-5)
+        assert distance(mine["gradient"], alone["gradient"]) < (1e-12 if CASES[name].double else 1e-6)
 
 
 @pytest.mark.parametrize("workers", MANY)
 @pytest.mark.parametrize("name", DOUBLE)
-def test_twenty_steps_are_those_of_one_worker(found: Found, name: str, workers: int) -> None:
+def test_fifty_steps_are_those_of_one_worker(found: Found, name: str, workers: int) -> None:
     alone, mine = found[name, 1, 0], found[name, workers, 0]
     assert len(alone["losses"]) == STEPS
     assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-9)
     assert furthest(mine["state"], alone["state"]) < 1e-9
     assert len(set(alone["losses"])) == STEPS, "and something moved"
+
+
+@pytest.mark.parametrize("workers", MANY)
+def test_fifty_steps_in_single_precision_without_batchnorm(found: Found, workers: int) -> None:
+    alone, mine = found["mlp-uneven-single", 1, 0], found["mlp-uneven-single", workers, 0]
+    assert len(alone["losses"]) == STEPS
+    assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("workers", MANY)
