@@ -1,6 +1,13 @@
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.sampler import epoch_order
+from multigpu_cli.planning.batch import plan_batches
 
 
 def test_every_sample_once() -> None:
@@ -34,3 +41,37 @@ def test_orders_are_well_mixed() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     """A checkpoint says only how many steps were done: another order would train samples twice."""
     assert epoch_order(8, 42, 0).tolist() == [1, 3, 6, 2, 4, 5, 7, 0]
+
+
+def trained_by(attempts: list[tuple[int, int]], epochs: int, loader: Loader, size: int, whole: int) -> list[list[int]]:
+    """The samples of each step of a run that was interrupted: each attempt is (workers, steps until it is killed)."""
+    steps: list[list[int]] = []
+    for workers, length in [*attempts, (1, 10**6)]:
+        plan = plan_batches(samples=loader.size, micro_batch=size, workers=workers, global_batch=whole)
+        end = min(len(steps) + length, epochs * plan.steps_per_epoch)
+        while len(steps) < end:
+            epoch, first = divmod(len(steps), plan.steps_per_epoch)
+            ranks = [list(loader.epoch(plan, epoch, first, rank, 1)) for rank in range(workers)]
+            rows = list(zip(*ranks, strict=True))[: end - len(steps)]
+            steps += [[i for work in row for batch in work for i in batch.indices.tolist()] for row in rows]
+    return steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(5, 40),
+    batch=st.integers(1, 9),
+    whole=st.integers(5, 45),
+    epochs=st.integers(1, 3),
+    attempts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=4),
+)
+def test_no_interruption_and_no_number_of_workers_changes_a_step(
+    samples: int, batch: int, whole: int, epochs: int, attempts: list[tuple[int, int]]
+) -> None:
+    split = TensorDataset(torch.arange(samples).float(), torch.zeros(samples, dtype=torch.int64))
+    source = Source(train=split, val=None, test=None, input_shape=(), num_classes=2)
+    loader = Loader(split, source, DataConfig(), device=torch.device("cpu"), seed=7)
+    interrupted = trained_by(attempts, epochs, loader, batch, whole)
+    assert interrupted == trained_by([], epochs, loader, batch, whole)
+    seen = sorted(index for step in interrupted for index in step)
+    assert seen == sorted(list(range(samples)) * epochs)
