@@ -21,6 +21,7 @@ import typer
 from multigpu_cli.commands import explained
 from multigpu_cli.commands.options import Command, Group, with_train_options, written
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
+from multigpu_cli.faults.causes import is_consequence
 from multigpu_cli.runtime import elastic
 
 Action = Callable[[], int]
@@ -188,13 +189,17 @@ def _outcome(argv: Sequence[str]) -> tuple[int, str]:
 def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
     whole = "".join(traceback.format_exception(error))
-    lost = "RANK" in os.environ and explained.is_consequence(error)
+    follows = getattr(error, "consequence", False)
+    lost = follows or ("RANK" in os.environ and is_consequence(error))
+    if code == FAILED and not lost:
+        again = elastic.note_failure(os.environ, message, getattr(error, "failed_at", None))
+        message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
     elastic.write_error(os.environ, message, message if foreseen or lost else whole)
     rank = _rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message
-    time.sleep(_GRACE * ((rank > 0) + lost))
+    time.sleep(_GRACE * ((rank > 0) + (lost and not follows)))
     at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
     known = getattr(error, "shared", False)  # rank 0 says it for all
     if rank == 0 or (not known and (not at_the_door or os.environ.get("LOCAL_RANK") == "0")):

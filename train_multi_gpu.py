@@ -7,11 +7,15 @@ summary = train(Config())          # scikit-learn's digits, on what this machine
 """
 
 import os
+import sys
 from typing import Any
 
 from multigpu_cli import engine
+from multigpu_cli.commands import explained
 from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.monitor.console import Console, reserved_stdout
+from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous
 
@@ -39,4 +43,12 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     level = "silent" if meeting and meeting.rank else "normal" if screen == "json" else screen
     stream = reserved_stdout() if screen == "json" else None
     console = Console(level, stream, json=screen == "json")  # type: ignore[arg-type]
-    return engine.run(config, choice, meeting, console, dry_run=dry_run)
+    return engine.run(config, choice, meeting, console, last_words=_last_words, dry_run=dry_run)
+
+
+def _last_words(error: TrainingError) -> None:
+    """For a process that ends where no exception can be raised any more."""
+    message = explained.foreseen(error)
+    again = "" if error.consequence else elastic.note_failure(os.environ, message.splitlines()[0], error.failed_at)
+    elastic.write_error(os.environ, message)
+    Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

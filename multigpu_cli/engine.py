@@ -1,7 +1,7 @@
 """The heart: settle a request, assemble the parts, and train. Every strategy, dataset and task runs through `step`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from torch import Tensor
 from multigpu_cli.checkpoint.run_folder import owned
 from multigpu_cli.config.schema import CheckpointConfig, Config
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.faults.watch import LONG, Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run import ending, record
@@ -27,7 +29,13 @@ from multigpu_cli.runtime.world import Rendezvous, joined
 
 
 def run(
-    config: Config, choice: Choice, meeting: Rendezvous | None, console: Console, *, dry_run: bool = False
+    config: Config,
+    choice: Choice,
+    meeting: Rendezvous | None,
+    console: Console,
+    *,
+    last_words: Callable[[TrainingError], None],
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
@@ -35,6 +43,7 @@ def run(
         choice: strategy and devices.
         meeting: the launcher's facts, None in a world of one.
         console: speaks on rank 0; the other ranks' is silent.
+        last_words: tells the user why a run that hangs is ended (see Watch).
 
     Raises:
         RequestError: the request is wrong; nothing was written.
@@ -43,8 +52,9 @@ def run(
     began = time.perf_counter()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        timeout = config.fault.hang_timeout
-        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=timeout, backend=choice.backend))
+        patience = max(LONG, config.fault.hang_timeout)
+        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+        watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
         settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0)
         if settled.nothing_to_do and not dry_run:
             console.note(f"{settled.start.folder} is complete: nothing to do")
@@ -61,7 +71,7 @@ def run(
         console.plan(learner.plan.rows(), "Plan")
         folder = stack.enter_context(ExitStack())
         decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
-        parts = assemble(learner, console, stop, stack)
+        parts = assemble(learner, console, stop, watch, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
         return _trained(parts, notes, last_attempt=meeting is None or meeting.restarts_left <= 0)
 
@@ -73,16 +83,22 @@ def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any
         notes: what went wrong in the rehearsal, and was mended.
         last_attempt: nobody starts it again if it fails, so this summary is the one that --json prints.
     """
+
+    def failed(error: BaseException) -> None:
+        found = ending.fail(run, error)
+        if last_attempt:
+            run.console.data(found)
+
+    run.watch.on_end = failed
     try:
         record.open_run(run, notes)
         status = fit(run)
         end = ending.conclude(run) if status == "completed" else ending.leave(run)
     except BaseException as error:
-        failed = ending.summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
-        ending.close_run(run, failed)
-        if last_attempt:
-            run.console.data(failed)
-        raise
+        ending.name_unused(run, error)
+        reason = run.watch.explained(error)
+        failed(reason)
+        raise reason from (None if reason is error else error)
     finally:
         run.bar.close()
     end["peak_memory_bytes"] = [int(peak) for peak in gathered(run.world, record.peak_memory_here(run))]
@@ -114,6 +130,7 @@ def fit(run: Run) -> str:
             if epoch_ended:
                 record.judge(run)
             finished = progress.step == total or progress.stopped_early
+            run.watch.at(progress.step, "agreeing")
             stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
             if (stopping or finished) and not logged:
                 record.log_step(run, *outcome)
@@ -148,16 +165,21 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
     losses = torch.zeros(everyone, dtype=torch.float64, device=device)
     strategy.begin(everyone)
     for _ in passes:
+        run.watch.at(number, "fetching data")
         with run.meters.waiting("data_wait"):
             batch = next(work)
+        run.watch.at(number, "forward", batch.indices)
         seed_micro_batch(run.config.reproducibility.seed, number, batch.index, device)
-        with strategy.accumulating(last=len(fetched) == len(passes) - 1):
+        last = len(fetched) == len(passes) - 1
+        with strategy.accumulating(last=last):
             with run.precision.autocast():
                 value = run.task.loss_sum(strategy.callable, batch)
+            run.watch.at(number, "last backward" if last else "backward", batch.indices)
             run.precision.backward(value * (strategy.loss_factor / samples))
         strategy.micro_batch_done(batch.index)
         losses[batch.index] = value.detach()
         fetched.append(batch.indices)
+    run.watch.at(number, "reduction")
     strategy.finish(idle=not passes)
     outcome = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
     strategy.undo(outcome[1])

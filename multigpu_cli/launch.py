@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 import yaml
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -77,7 +77,12 @@ def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -
         WorkersFailed: some worker ended with a non-zero exit code.
         SignalException: a signal ended them.
     """
-    launch = LaunchConfig(
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
+        _launch(_agent(choice, max_restarts, logs), choice, argv)
+
+
+def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=choice.launch,
@@ -87,8 +92,12 @@ def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -
         local_addr="localhost",
         max_restarts=max_restarts,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
+
+
+def _launch(launch: LaunchConfig, choice: Choice, argv: Sequence[str]) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -104,8 +113,13 @@ def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -
 
 
 def _told(failure: ChildFailedError) -> WorkersFailed:
-    """The exit code of the first worker that failed; one that a signal ended could not say so itself."""
-    rank, first = min(failure.failures.items(), key=lambda item: item[1].timestamp)
+    """The exit code of the first worker that failed; one that a signal ended could not say so itself.
+
+    The agent ends the others with SIGTERM: they come last, whatever their clocks say.
+    """
+    rank, first = min(
+        failure.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
+    )
     if first.exitcode >= 0:
         return WorkersFailed(first.exitcode)
     name = signal.Signals(-first.exitcode).name

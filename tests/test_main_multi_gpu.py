@@ -5,7 +5,6 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -268,7 +267,7 @@ def test_only_rank_0_prints_answers(door: Door, rank_1: Path) -> None:
 def test_an_attempt_after_a_wrong_request_ends_at_once(
     door: Door, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_RUN_ID}1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -279,17 +278,31 @@ def test_an_attempt_after_a_wrong_request_ends_at_once(
     assert len(trainer.asked) == 1
 
 
-def test_an_attempt_after_a_crash_trains(
+def test_an_attempt_after_a_crash_in_a_later_step_trains(
     door: Door, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_RUN_ID}1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     trainer.answer = OSError("disk gone")
+    trainer.answer.failed_at = 3
     assert door().code == 1
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     trainer.answer = {"status": "completed"}
     assert door().code == 0
+
+
+def test_an_attempt_after_a_crash_before_the_first_step_ends_at_once(
+    door: Door, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_RUN_ID}1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    trainer.answer = OSError("disk gone")
+    code, _, said = door()
+    assert (code, "no restart" in said) == (1, True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert door() == (1, "", "")
 
 
 def everything() -> list[str]:

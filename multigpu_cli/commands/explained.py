@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.causes import remedy_for
 
 _LONGEST = 15  # lines
 
@@ -40,18 +41,11 @@ def unexpected(error: Exception) -> str:
     lines += [f"  {line}" for line in said[1:]]
     lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
     lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
-    return "\n".join([*lines, "  try: --debug, which shows the whole traceback"])
+    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the whole traceback'}"])
 
 
 def _installed(file: str) -> bool:
     return "site-packages" in file or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether a rank failed only because another one had gone: its message would hide the one that matters."""
-    lost = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"DistBackendError", "DistNetworkError"}) or any(word in str(error) for word in lost)
 
 
 def shortened(message: str) -> str:

@@ -9,6 +9,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.parts import Run, assemble
@@ -58,7 +59,9 @@ class Side:
 
     def run(self, stack: ExitStack, **overrides: Any) -> Run:
         """A run that is ready for its first step."""
-        return assemble(self.learner(**overrides), Console("silent"), StopRequest(), stack)
+        learner = self.learner(**overrides)
+        watch = Watch(self.world, learner.config.fault.hang_timeout, lambda error: None)
+        return assemble(learner, Console("silent"), StopRequest(), watch, stack)
 
 
 def first_batch(side: Side) -> Batch:

@@ -69,6 +69,10 @@ class Console:
         if self._shows("quiet"):
             self._line(f"warning: {text}")
 
+    def error(self, text: str) -> None:
+        """Why the process ends: shown at every level."""
+        self._line(text)
+
     def data(self, found: Mapping[str, Any]) -> None:
         """One JSON object, where that is what was asked for."""
         if self._json and self._level:

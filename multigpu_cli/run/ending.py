@@ -5,6 +5,7 @@ from typing import Any
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
 from multigpu_cli.config.pinned import settings
+from multigpu_cli.faults.causes import unused_names
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
 from multigpu_cli.run.record import evaluate, peak_memory, settle_writes
@@ -31,6 +32,20 @@ def leave(run: Run) -> dict[str, Any]:
     """The end of a run that was asked to stop: nothing but the checkpoint."""
     together(run.world, lambda: settle_writes(run))
     return {}
+
+
+def name_unused(run: Run, error: BaseException) -> None:
+    """DDP lists the parameters that took no part in the loss by index; people know them by name."""
+    trained = [name for name, parameter in run.kept.model.named_parameters() if parameter.requires_grad]
+    if names := unused_names(error, trained):
+        error.add_note(f"no gradient for: {', '.join(names[:8])}")
+
+
+def fail(run: Run, error: BaseException) -> dict[str, Any]:
+    """The end of a run that failed: a summary that says why, which is returned."""
+    found = summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
+    close_run(run, found)
+    return found
 
 
 def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:

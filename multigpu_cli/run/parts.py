@@ -10,6 +10,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.faults.nonfinite import Nonfinite
 from multigpu_cli.faults.stop import Agreement, StopRequest
+from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import Meters
@@ -33,6 +34,7 @@ class Run(Learner):
     nonfinite: Nonfinite
     stop: StopRequest
     agreement: Agreement
+    watch: Watch
     trace: SampleTrace | None
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until the next checkpoint writes them
 
@@ -41,7 +43,7 @@ class Run(Learner):
         return Path(self.settled.start.folder)
 
 
-def assemble(learner: Learner, console: Console, stop: StopRequest, stack: ExitStack) -> Run:
+def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch, stack: ExitStack) -> Run:
     """Open journal, TensorBoard and the rest in the run folder, which is already ours; the stack closes them."""
     world, config, plan = learner.world, learner.config, learner.plan
     folder = Path(learner.settled.start.folder)
@@ -65,5 +67,6 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, stack: ExitS
         nonfinite=Nonfinite(config.fault.nonfinite, world.device, fp16=learner.precision.name == "fp16"),
         stop=stop,
         agreement=Agreement(world),
+        watch=watch,
         trace=trace,
     )

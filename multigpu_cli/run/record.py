@@ -16,8 +16,10 @@ from multigpu_cli.checkpoint.weights import host_copy, save_weights
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.faults.ends import earlier_cause
 from multigpu_cli.run.parts import Run
 from multigpu_cli.run.rehearsal import shrink
 from multigpu_cli.runtime.collectives import decided, gathered
@@ -46,7 +48,10 @@ def open_run(run: Run, faults: list[str]) -> None:
         note_fault(run, "out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
     for fault in faults:
         note_fault(run, "out of memory", fault)
+    if cause := earlier_cause(run.world):
+        note_fault(run, "restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
     _bring_best(run)
+    run.watch.begin(run.progress.step, run.folder / "logs")
     if start.manifest:
         before = start.manifest["world_size"]
         run.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)
@@ -77,6 +82,7 @@ def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
             so that the figure does not depend on the number of workers.
         outcome: (2,) the gradient norm, and 1 where the step was skipped.
     """
+    run.watch.at(run.progress.step, "logging")
     everyone = torch.stack(gathered(run.world, torch.cat([losses, peak_memory_here(run).double()]))).tolist()
     rates = run.meters.read()
     progress, batches = run.progress, run.plan.batches
@@ -104,13 +110,31 @@ def look_for_nonfinite(run: Run) -> None:
     Raises:
         TrainingError: too many, or any with --nonfinite stop.
     """
+    found = run.nonfinite.read(run.progress.step)
+    if not found.fresh:
+        return
+    samples = _samples_of(run, found.last)
+    last = f"last in step {found.last + 1}, of samples {_first(samples)}"
+    text = f"{found.fresh} step(s) skipped: the gradient was NaN or infinite, {last}"
+    note_fault(run, "nonfinite", text, samples=samples)
     try:
-        skipped = run.nonfinite.read(run.progress.step)
+        run.nonfinite.judge(found)
     except TrainingError as error:
-        note_fault(run, "nonfinite", error.problem)
+        error.problem += f", of samples {_first(samples)}"
         raise
-    if skipped:
-        note_fault(run, "nonfinite", f"{skipped} step(s) skipped: the gradient was NaN or infinite")
+
+
+def _samples_of(run: Run, step: int) -> list[int]:
+    """The global batch of a step, by sample number: the same on every rank, without asking the others."""
+    batches = run.plan.batches
+    epoch, in_epoch = divmod(step, batches.steps_per_epoch)
+    order = epoch_order(run.train.size, run.config.reproducibility.seed, epoch)
+    first = in_epoch * batches.global_batch
+    return [int(number) for number in order[first : first + batches.samples_in(in_epoch)]]
+
+
+def _first(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
 
 
 def _samples_in(run: Run) -> int:
@@ -118,9 +142,9 @@ def _samples_in(run: Run) -> int:
     return run.plan.batches.samples_in((run.progress.step - 1) % run.plan.batches.steps_per_epoch)
 
 
-def note_fault(run: Run, kind: str, action: str) -> None:
+def note_fault(run: Run, kind: str, action: str, **more: Any) -> None:
     """Journal something that went wrong, and tell the user."""
-    run.journal.write("fault", kind=kind, action=action, step=run.progress.step)
+    run.journal.write("fault", kind=kind, action=action, step=run.progress.step, **more)
     run.progress.faults.append({"kind": kind, "action": action, "step": run.progress.step})
     run.console.warn(f"step {run.progress.step}: {action}")
 
@@ -149,9 +173,11 @@ def survive_out_of_memory(run: Run) -> None:
 
 def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
     """One exact pass over a split with the weights for use, journalled."""
+    model, progress = run.kept.for_use(), run.progress
+    moving = model.register_forward_pre_hook(lambda *_: run.watch.at(progress.step, "evaluating"))
     with run.meters.paused():
-        found = run.task.evaluate(run.kept.for_use(), loader, run.world, run.precision, run.eval_batch)
-        progress = run.progress
+        found = run.task.evaluate(model, loader, run.world, run.precision, run.eval_batch)
+        moving.remove()
         epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
         entry = run.journal.write(
             "eval", epoch=epoch, step=progress.step, split=split, samples=found.samples, **found.metrics
@@ -189,6 +215,7 @@ def save(run: Run) -> None:
 
     best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
     """
+    run.watch.at(run.progress.step, "saving")
     with run.meters.paused():
         check_replicas(run.kept.model, run.world, run.progress.step)
         if not run.world.main:

@@ -177,10 +177,9 @@ def _without_effect(words: Config, choice: Choice) -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     factory = inspect.signature(plugins.find(words.data.name, DATASETS, flag="--data")).parameters
     about_data = {key for key, name in (("mode", "mode"), ("data_dir", "data_dir")) if name not in factory}
-    alone = {"hang_timeout"} if choice.strategy != "ddp" else set()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
-    return [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data | alone) & words.explicit)]
+    return [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & words.explicit)]
 
 
 def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:

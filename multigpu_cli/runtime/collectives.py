@@ -2,11 +2,13 @@
 
 import io
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way once a group is there; torchtitan's too
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.world import World
@@ -28,6 +30,12 @@ def greatest(world: World, values: Sequence[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return [float(value) for value in tensor.tolist()]
+
+
+def shorten(world: World, seconds: float) -> None:
+    """Give collectives from now on so much time; start-up, with its loading and compiling, had more."""
+    if world.size > 1:
+        _set_pg_timeout(timedelta(seconds=seconds))
 
 
 def gathered(world: World, values: Tensor) -> list[Tensor]:

@@ -1,13 +1,13 @@
-"""What passes between torchrun's agent and us besides ranks: error files, and verdicts that outlive an attempt."""
+"""What passes between torchrun's agent and us besides ranks: error files, and what attempts know of earlier ones."""
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from multigpu_cli.errors import FAILED
 
 
 class Verdict(NamedTuple):
@@ -22,8 +22,10 @@ def write_error(environ: Mapping[str, str], message: str, callstack: str = "") -
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
+    draft = Path(f"{file}.draft")
     with suppress(OSError):  # the message was printed already; the box is a courtesy
-        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        draft.replace(file)  # the agent may read it at any moment
 
 
 def remember(environ: Mapping[str, str], verdict: Verdict) -> None:
@@ -31,42 +33,60 @@ def remember(environ: Mapping[str, str], verdict: Verdict) -> None:
 
     The agent restarts its workers after any exit code but 0, also after a wrong request or a stop.
     """
-    if environ.get("LOCAL_RANK", "0") != "0" or _attempt(environ) >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        return
-    with suppress(FileExistsError):
-        descriptor = os.open(_marker(environ), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(verdict._asdict(), file)
+    if _attempt(environ) < int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        _write(_folder(environ), "verdict", verdict._asdict())
 
 
 def earlier_verdict(environ: Mapping[str, str]) -> Verdict | None:
     """How an earlier attempt under the same agent ended, if that was for good."""
-    if _attempt(environ) == 0:
-        return None
-    try:
-        descriptor = os.open(_marker(environ), os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    with os.fdopen(descriptor) as file:
-        if os.fstat(file.fileno()).st_uid != os.getuid():
-            return None
-        return Verdict(**json.load(file))
+    found = _read(_folder(environ), "verdict") if _attempt(environ) else None
+    return None if found is None else Verdict(**found)
+
+
+def note_failure(environ: Mapping[str, str], message: str, step: int | None) -> str:
+    """Remember a failure: one before the first step, or the same at the same step twice, is not worth another attempt.
+
+    Args:
+        step: optimizer steps done, None before the first of this attempt.
+
+    Returns:
+        A line that says so where attempts are left that won't be made, else "".
+    """
+    folder, attempt = _folder(environ), _attempt(environ)
+    failure = {"message": message, "step": step}
+    before = any(_read(folder, f"failure-{earlier}") == failure for earlier in range(attempt))
+    if step is not None and not before:
+        _write(folder, f"failure-{attempt}", failure)
+        return ""
+    remember(environ, Verdict(FAILED, message))
+    if attempt >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        return ""
+    why = "a failure before the first step" if step is None else f"the same failure at step {step} again"
+    return f"  no restart: {why} would only repeat itself"
 
 
 def _attempt(environ: Mapping[str, str]) -> int:
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if "TORCHELASTIC_RUN_ID" in environ else 0
 
 
-def _marker(environ: Mapping[str, str]) -> Path:
-    """One name for each agent process: run ids repeat ("none"), process numbers are used again, but not both."""
-    agent = os.getppid()
-    run = "".join(letter if letter.isalnum() else "-" for letter in environ.get("TORCHELASTIC_RUN_ID", ""))[:60]
-    return Path(tempfile.gettempdir()) / f"multigpu-{os.getuid()}-{run}-{agent}-{_started(agent)}"
+def _folder(environ: Mapping[str, str]) -> Path | None:
+    """The agent's own folder, which all its attempts share: RUN/attempt_0/RANK/error.json lies in it."""
+    file = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parents[2] if file else None
 
 
-def _started(process: int) -> str:
-    """When a process began, in clock ticks since boot; empty where the system does not say (no /proc)."""
+def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:
+    """The first word counts; every rank may say it."""
+    if folder is None:
+        return
+    with suppress(FileExistsError), open(folder / f"multigpu-{name}.json", "x") as file:
+        json.dump(content, file)
+
+
+def _read(folder: Path | None, name: str) -> dict[str, Any] | None:
+    if folder is None:
+        return None
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+        return dict(json.loads((folder / f"multigpu-{name}.json").read_text()))
+    except (FileNotFoundError, ValueError):  # another rank of this node may be writing it
+        return None

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -71,13 +71,20 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them, and the device that it works on."""
+    """This process among all of them, and the device that it works on.
+
+    Attributes:
+        attempt: how often the launcher restarted us.
+        store: the launcher's key-value store, in a part of its own for each attempt; None in a world of one.
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    attempt: int = 0
+    store: dist.PrefixStore | None = field(default=None, compare=False)
 
     @property
     def main(self) -> bool:
@@ -104,14 +111,15 @@ def joined(
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(
         backend,
-        store=_store(meeting, timeout),
+        store=_store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0),
         rank=meeting.rank,
         world_size=meeting.size,
         timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
     )
     try:
-        yield World(device, meeting.rank, meeting.size, meeting.local_rank, meeting.local_size)
+        place = (meeting.rank, meeting.size, meeting.local_rank, meeting.local_size, meeting.attempt)
+        yield World(device, *place, _store(meeting, timeout, hosts=False))  # a client of its own, for other threads
     finally:
         dist.destroy_process_group()
 
@@ -122,13 +130,13 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _store(meeting: Rendezvous, timeout: float) -> dist.Store:
+def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.PrefixStore:
     """The agent keeps one store over all restarts: a prefix for each attempt keeps dead processes' addresses out."""
     store = dist.TCPStore(
         meeting.address,
         meeting.port,
         meeting.size,
-        is_master=not meeting.agent_store and meeting.rank == 0,
+        is_master=hosts,
         timeout=timedelta(seconds=max(timeout, 300)),
         wait_for_workers=False,
     )

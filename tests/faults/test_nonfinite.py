@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.nonfinite import Nonfinite
+from multigpu_cli.faults.nonfinite import Nonfinite, Skipped
 
 CPU = torch.device("cpu")
 
@@ -15,48 +15,54 @@ def after(text: str, policy: str = "skip", *, fp16: bool = False) -> Nonfinite:
     return watch
 
 
-def test_skipped_steps_are_counted_since_the_last_reading() -> None:
+def judged(watch: Nonfinite, step: int) -> Skipped:
+    found = watch.read(step)
+    watch.judge(found)
+    return found
+
+
+def test_skipped_steps_are_counted_since_the_last_reading_and_the_newest_is_known() -> None:
     watch = after("..x.xx..")
-    assert watch.read(8) == 3
-    assert watch.read(8) == 0
+    assert watch.read(8) == Skipped(fresh=3, longest=2, last=5)
+    assert watch.read(8).fresh == 0
     watch.note(torch.tensor(1.0))
-    assert watch.read(9) == 1
+    assert watch.read(9) == Skipped(fresh=1, longest=2, last=8)
 
 
 def test_scattered_ones_never_end_a_run() -> None:
-    assert after("x." * 200).read(400) == 200
-    assert after((9 * "x" + ".") * 5).read(50) == 45
+    assert judged(after("x." * 200), 400).fresh == 200
+    assert judged(after((9 * "x" + ".") * 5), 50).fresh == 45
 
 
 def test_ten_in_a_row_end_it_naming_the_way_out() -> None:
     with pytest.raises(TrainingError, match="NaN or infinite in 10 steps in a row, up to step 17") as failed:
-        after("......." + 10 * "x").read(17)
+        judged(after("......." + 10 * "x"), 17)
     assert failed.value.exit_code == 1
     assert "--lr" in failed.value.remedy
 
 
 def test_a_row_is_noticed_although_it_has_ended_since() -> None:
-    with pytest.raises(TrainingError):
-        after(10 * "x" + 40 * ".").read(50)
+    with pytest.raises(TrainingError, match="up to step 10"):
+        judged(after(10 * "x" + 40 * "."), 50)
 
 
 def test_a_row_may_reach_over_a_reading() -> None:
     watch = after(5 * "x")
-    assert watch.read(5) == 5
+    assert judged(watch, 5).fresh == 5
     for _ in range(5):
         watch.note(torch.tensor(1.0))
     with pytest.raises(TrainingError):
-        watch.read(10)
+        judged(watch, 10)
 
 
 def test_stop_ends_it_at_the_first() -> None:
-    assert after("....", "stop").read(4) == 0
+    assert judged(after("....", "stop"), 4).fresh == 0
     with pytest.raises(TrainingError):
-        after("..x.", "stop").read(4)
+        judged(after("..x.", "stop"), 4)
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 def test_with_fp16_overflows_belong_to_the_search_for_the_loss_scale(policy: str) -> None:
-    assert after(29 * "x" + ".", policy, fp16=True).read(30) == 29
+    assert judged(after(29 * "x" + ".", policy, fp16=True), 30).fresh == 29
     with pytest.raises(TrainingError):
-        after(30 * "x", policy, fp16=True).read(30)
+        judged(after(30 * "x", policy, fp16=True), 30)

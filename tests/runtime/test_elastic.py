@@ -1,53 +1,71 @@
 """Error files for torchrun's box, and verdicts for the attempts that would repeat a hopeless one."""
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from multigpu_cli.runtime.elastic import Verdict, earlier_verdict, remember, write_error
+from multigpu_cli.runtime.elastic import Verdict, earlier_verdict, note_failure, remember, write_error
 
-FIRST = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "2"}
-SECOND = FIRST | {"TORCHELASTIC_RESTART_COUNT": "1"}
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+Environment = dict[str, str]
 
 
-def test_the_next_attempt_learns_the_verdict() -> None:
-    remember(FIRST, Verdict(2, "wrong"))
-    remember(FIRST, Verdict(75, "the first word counts"))
-    assert earlier_verdict(SECOND) == Verdict(2, "wrong")
+def attempt(folder: Path, number: int, *, restarts: int = 2, rank: int = 0) -> Environment:
+    """What an agent tells one rank of one attempt."""
+    file = folder / f"attempt_{number}" / str(rank) / "error.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCHELASTIC_ERROR_FILE": str(file),
+    }
 
 
-def test_a_first_attempt_another_agent_and_another_run_know_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(FIRST, Verdict(2, "wrong"))
-    assert earlier_verdict(FIRST) is None
+def test_the_next_attempt_learns_the_verdict(tmp_path: Path) -> None:
+    remember(attempt(tmp_path, 0, rank=1), Verdict(2, "wrong"))
+    remember(attempt(tmp_path, 0), Verdict(75, "the first word counts"))
+    assert earlier_verdict(attempt(tmp_path, 1)) == Verdict(2, "wrong")
+
+
+def test_a_first_attempt_another_agent_and_no_agent_know_of_none(tmp_path: Path) -> None:
+    remember(attempt(tmp_path, 0), Verdict(2, "wrong"))
+    assert earlier_verdict(attempt(tmp_path, 0)) is None
     assert earlier_verdict({}) is None
-    assert earlier_verdict(SECOND | {"TORCHELASTIC_RUN_ID": "other"}) is None
-    monkeypatch.setattr("os.getppid", lambda: 1)
-    assert earlier_verdict(SECOND) is None
+    assert earlier_verdict(attempt(tmp_path / "other", 1)) is None
+    assert earlier_verdict(attempt(tmp_path, 1) | {"TORCHELASTIC_ERROR_FILE": ""}) is None, "--log-dir /dev/null"
 
 
-def test_nothing_is_left_where_no_attempt_follows_or_another_rank_writes(tmp_path: Path) -> None:
-    remember(FIRST | {"TORCHELASTIC_MAX_RESTARTS": "0"}, Verdict(2, "wrong"))
-    remember(FIRST | {"TORCHELASTIC_RESTART_COUNT": "2"}, Verdict(2, "wrong"))
-    remember(FIRST | {"LOCAL_RANK": "1"}, Verdict(2, "wrong"))
+def test_nothing_is_left_where_no_attempt_follows(tmp_path: Path) -> None:
+    remember(attempt(tmp_path, 0, restarts=0), Verdict(2, "wrong"))
+    remember(attempt(tmp_path, 2), Verdict(2, "wrong"))
     remember({}, Verdict(2, "wrong"))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*.json")) == []
 
 
-def test_the_marker_is_ours_alone_and_links_are_not_followed(tmp_path: Path) -> None:
-    remember(FIRST, Verdict(2, "wrong"))
-    [marker] = tmp_path.iterdir()
-    assert marker.stat().st_mode & 0o777 == 0o600
-    planted = tmp_path / "planted"
-    marker.rename(planted)
-    marker.symlink_to(planted)
-    assert earlier_verdict(SECOND) is None
+def test_a_failure_before_the_first_step_is_final(tmp_path: Path) -> None:
+    assert "no restart" in note_failure(attempt(tmp_path, 0), "no such column", None)
+    assert earlier_verdict(attempt(tmp_path, 1)) == Verdict(1, "no such column")
+
+
+def test_the_same_failure_at_the_same_step_is_final_the_second_time(tmp_path: Path) -> None:
+    assert note_failure(attempt(tmp_path, 0), "boom", 7) == ""
+    assert note_failure(attempt(tmp_path, 0, rank=1), "boom", 7) == "", "another rank of the same attempt"
+    assert earlier_verdict(attempt(tmp_path, 1)) is None
+    assert "step 7 again" in note_failure(attempt(tmp_path, 1), "boom", 7)
+    assert earlier_verdict(attempt(tmp_path, 2)) == Verdict(1, "boom")
+
+
+@pytest.mark.parametrize(("message", "step"), [("boom", 8), ("bang", 7)])
+def test_another_failure_or_another_step_is_worth_an_attempt(tmp_path: Path, message: str, step: int) -> None:
+    note_failure(attempt(tmp_path, 0), "boom", 7)
+    assert note_failure(attempt(tmp_path, 1), message, step) == ""
+    assert earlier_verdict(attempt(tmp_path, 2)) is None
+
+
+def test_the_last_attempt_says_nothing_of_restarts(tmp_path: Path) -> None:
+    assert note_failure(attempt(tmp_path, 0, restarts=0), "boom", None) == ""
+    assert note_failure({}, "boom", None) == ""
 
 
 def test_the_error_file_is_what_torchs_box_reads(tmp_path: Path) -> None:
@@ -56,8 +74,10 @@ def test_the_error_file_is_what_torchs_box_reads(tmp_path: Path) -> None:
     content = json.loads(file.read_text())["message"]
     assert content["message"] == content["extraInfo"]["py_callstack"] == "error: no such data"
     assert content["extraInfo"]["timestamp"].isdecimal()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_an_error_file_that_cannot_be_written_changes_nothing() -> None:
-    write_error({"TORCHELASTIC_ERROR_FILE": "/nowhere/error.json"}, "error")
-    write_error({}, "error")
+def test_nothing_is_written_without_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_error({}, "error: no such data")
+    assert list(tmp_path.iterdir()) == []

@@ -261,6 +261,24 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     summary = json.loads(ended.stdout)
     assert (summary["status"], summary["steps"]) == ("completed", 30)
     assert len(events(tmp_path / "run", "start")) == 2
+    [restart] = [fault for fault in events(tmp_path / "run", "fault") if fault["kind"] == "restart"]
+    assert "rank 1 ended without a word after step" in restart["action"]
+    assert "rank 1 ended without a word" in ended.stderr
+
+
+def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
+    """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
+    flags = {"model": "tests.faulty:net", "data": "tests.own:tensors", "save_dir": "run", "checkpoint_every": 1000}
+    ended = ran(torchrun(2, restarts=3, **flags), tmp_path)
+    assert ended.returncode == 1
+    run = tmp_path / "run"
+    assert len(events(run, "start")) == 2, "attempts 3 and 4 ended before they touched anything"
+    box = ended.stderr[ended.stderr.index("Root Cause") :]
+    assert "ValueError: the planted fault" in ended.stderr
+    assert "the planted fault" in box
+    assert "closed by peer" not in ended.stderr, "an innocent rank's error is not shown as a cause"
+    assert "rank 1 failed (forward, 3 steps done): ValueError: the planted fault" in summary_of(run)["error"]
+    assert sorted(file.name for file in (run / "logs").iterdir()) == ["crash_0.txt", "crash_1.txt"]
 
 
 def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""How the ranks of an attempt ended: told over the launcher's store, which outlives them all."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from multigpu_cli.errors import FAILED
+from multigpu_cli.runtime.world import World
+
+_LONGEST = 20_000  # characters of a stack
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank ended.
+
+    Attributes:
+        place: where in the run it stood, in words.
+        problem: the exception's type and message.
+        stack: its traceback.
+        consequence: it only lost the others.
+        exit_code: that it leaves with.
+        samples: the batch at work, by sample number.
+    """
+
+    rank: int
+    place: str
+    problem: str
+    stack: str
+    consequence: bool
+    exit_code: int = FAILED
+    samples: Sequence[int] = ()
+
+
+class Ends:
+    """What the ranks of this attempt tell each other at their end; alone, everything stays here."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._store = world, world.store
+        self._own: list[End] = []
+
+    def tell(self, end: End) -> None:
+        """Leave this rank's word; the first come is the first told."""
+        self._own.append(end)
+        if self._store is not None:
+            turn = self._store.add("ends", 1)
+            self._store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
+
+    def heard(self, *, patience: float = 0.0) -> list[End]:
+        """Everybody's words in the order they came; waits so long (seconds) for those that have said nothing yet."""
+        if self._store is None:
+            return self._own
+        deadline = time.monotonic() + patience
+        while (told := self._store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [End(**json.loads(self._store.get(f"end-{turn}"))) for turn in range(1, told + 1)]
+
+    def any(self) -> bool:
+        """Whether some rank has told its end."""
+        return self._called("end-1")
+
+    def hang(self) -> bool:
+        """Whether some rank called a hang."""
+        return self._called("hang")
+
+    def call_hang(self) -> None:
+        """Let every rank say where it stands, and end."""
+        if self._store is not None:
+            self._store.set("hang", "")
+
+    def _called(self, name: str) -> bool:
+        try:
+            return self._store is not None and self._store.check([name])
+        except RuntimeError:  # the store has gone with the agent, and we are about to follow
+            return False
+
+    def conclude(self, text: str) -> None:
+        """Leave the cause for the next attempt."""
+        if self._store is not None:
+            self._store.set("cause", text)
+
+
+def earlier_cause(world: World) -> str | None:
+    """Why the attempt before this one ended; None where there was none."""
+    if not world.attempt or world.store is None:
+        return None
+    before = dist.PrefixStore(f"attempt-{world.attempt - 1}", world.store.underlying_store)
+    if not before.check(["cause"]):
+        return "all workers ended without a word"
+    return before.get("cause").decode()

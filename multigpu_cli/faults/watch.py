@@ -1,0 +1,235 @@
+"""Knows where each rank stands: ends a run that hangs, naming who did not arrive; tells whose failure came first."""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.faults import crash_report
+from multigpu_cli.faults.causes import is_consequence
+from multigpu_cli.faults.ends import End, Ends
+from multigpu_cli.runtime.collectives import shorten
+from multigpu_cli.runtime.world import World
+
+PHASES = (
+    "starting",
+    "logging",
+    "evaluating",
+    "agreeing",
+    "saving",
+    "fetching data",
+    "forward",
+    "backward",
+    "last backward",
+    "reduction",
+)
+"""In the order of a step, from the edge where the one before ended: who is further on waits for the others."""
+
+LONG = 1800.0  # seconds; loading, compiling and the first step may take their time
+_PATIENCE = 1.0  # seconds for what the others have to say; an agent waits thirty before it kills
+_ANSWER = 2.0  # seconds for every rank to say where it stands
+_GRACE = 3.0  # seconds that the others let the one who speaks go first
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        steps: optimizer steps done.
+        phase: one of PHASES.
+        line: the innermost line of code that is neither torch's nor Python's own.
+    """
+
+    rank: int
+    steps: int
+    phase: str
+    line: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.steps, PHASES.index(self.phase)
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.steps} steps done" + (f", at {self.line}" if self.line else "")
+
+
+class Watch:
+    """Follows one rank; a thread beside it notices when nothing moves any more.
+
+    Args:
+        timeout: seconds without progress, once a step is done; before that it is half an hour, or this if longer.
+        last_words: tells the user why a process ends that can't raise any more; called on the rank that speaks for all.
+    """
+
+    def __init__(self, world: World, timeout: float, last_words: Callable[[TrainingError], None]) -> None:
+        self._world, self._timeout, self._last_words = world, timeout, last_words
+        self._ends = Ends(world)
+        self._logs: Path | None = None
+        self._begins_at: int | None = None
+        self._steps, self._phase, self._samples = 0, "starting", None  # type: int, str, Tensor | None
+        self._moves = 0
+        self._explained: BaseException | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self.on_end: Callable[[TrainingError], None] = lambda error: None
+
+    def at(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
+        """Note where this rank stands: progress, if it says so often enough."""
+        self._steps, self._phase, self._samples = steps, phase, samples
+        self._moves += 1
+
+    def begin(self, steps: int, logs: Path) -> None:
+        """Training begins, after so many steps; reports go into this folder."""
+        self._begins_at, self._steps, self._logs = steps, steps, logs
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What to raise for an error that ends this rank: itself, or another rank's that it only follows from."""
+        if self._explained is None:
+            self._explained = self._explain(error)
+        return self._explained
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if error is not None and (told := self.explained(error)) is not error:
+            raise told from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        wrong = isinstance(error, RequestError) and self._world.size == 1
+        if wrong or getattr(error, "shared", False) or not isinstance(error, Exception):
+            return error
+        error.failed_at = self._done()  # type: ignore[attr-defined]
+        own = self._end(error)
+        self._ends.tell(own)
+        if own.consequence:
+            return self._lost(self._ends.heard(patience=_PATIENCE))
+        self._report(error, self._ends.heard())
+        return error
+
+    def _lost(self, ends: list[End]) -> TrainingError:
+        """The error of a rank that only lost others; the lowest rank that still speaks does so for all."""
+        error = crash_report.lost(ends, self._world.size, self._done())
+        error.failed_at = self._done()
+        innocent = [end.rank for end in ends if end.consequence]
+        error.shared = min([*innocent, self._world.rank]) != self._world.rank
+        if not error.shared:
+            self._report(error, ends)
+        return error
+
+    def _report(self, error: BaseException, ends: list[End]) -> None:
+        """For the next attempt, and for people."""
+        self._ends.conclude(crash_report.one_line(error))
+        if self._logs is not None:
+            with self._file(f"crash_{self._world.attempt}.txt") as file:
+                file.write(crash_report.text(error, ends))
+
+    def _end(self, error: Exception) -> End:
+        named = isinstance(error, TrainingError)
+        told = str(error) if named else f"{type(error).__name__}: {error}"
+        line = [] if named else [f"in {_innermost(traceback.extract_tb(error.__traceback__))}"]
+        return End(
+            rank=self._world.rank,
+            place=f"{self._phase}, {self._steps} steps done",
+            problem="\n".join([told, *getattr(error, "__notes__", ()), *line]),
+            stack="".join(traceback.format_exception(error)),
+            consequence=is_consequence(error),
+            exit_code=error.exit_code if isinstance(error, TrainingError) else TrainingError.exit_code,
+            samples=[] if self._samples is None else self._samples.tolist(),
+        )
+
+    def _done(self) -> int | None:
+        """Steps done, or None where this attempt has not done one."""
+        return None if self._begins_at is None or self._steps == self._begins_at else self._steps
+
+    def _look(self) -> None:
+        """The thread: wakes now and then, and looks whether anything moved, here and elsewhere."""
+        limit = max(self._timeout, LONG)
+        pause = min(1.0, self._timeout / 10)
+        seen, since, last = -1, time.monotonic(), time.monotonic()
+        while not self._over.wait(pause):
+            now = time.monotonic()
+            if self._moves != seen or now - last > pause + 0.5 * self._timeout:  # the whole process was asleep
+                seen, since = self._moves, now
+            last = now
+            if self._done() is not None and limit != self._timeout:
+                limit, since = self._timeout, now
+                shorten(self._world, 1.5 * limit + 10)  # the watch comes first
+            if now - since > limit or self._ends.hang():
+                self._leave(partial(self._hang, max(now - since, self._timeout)))
+            elif self._ends.any() and not self._over.wait(_PATIENCE) and self._explained is None:
+                self._leave(lambda: self._lost(self._ends.heard()))  # NCCL never tells who waits that a peer has gone
+
+    def _leave(self, found: Callable[[], TrainingError]) -> None:
+        """End this process from beside: its main thread can't be woken from a collective."""
+        try:
+            error = found()
+            if error.shared:
+                time.sleep(_GRACE)
+            else:
+                self.on_end(error)
+                self._last_words(error)
+        finally:
+            os._exit(TrainingError.exit_code)
+
+    def _hang(self, still: float) -> TrainingError:
+        """Write down what every thread does, and say who did not arrive."""
+        self._ends.call_hang()
+        with self._file(f"stacks_{self._world.attempt}_rank_{self._world.rank}.txt") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        places = self._places()
+        error = crash_report.hang(places, self._world.size, still, self._logs)
+        error.failed_at = self._done()
+        error.shared = min(place.rank for place in places) != self._world.rank
+        if not error.shared:
+            self._ends.conclude(crash_report.one_line(error))
+        return error
+
+    def _places(self) -> list[Place]:
+        """Where everyone stands who still answers, in rank order."""
+        here = Place(self._world.rank, self._steps, self._phase, _line(sys._current_frames()))
+        if (store := self._world.store) is None:
+            return [here]
+        store.set(f"place-{here.rank}", json.dumps(asdict(here)))
+        deadline, names = time.monotonic() + _ANSWER, [f"place-{rank}" for rank in range(self._world.size)]
+        while not store.check(names) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [Place(**json.loads(store.get(name))) for name in names if store.check([name])]
+
+    def _file(self, name: str) -> Any:
+        if self._logs is None:
+            return open(os.devnull, "w")
+        self._logs.mkdir(exist_ok=True)
+        return open(self._logs / name, "w")
+
+
+def _line(frames: Mapping[int, FrameType]) -> str:
+    """The innermost line of the main thread that is the user's or ours."""
+    return _innermost(traceback.extract_stack(frames[threading.main_thread().ident or 0]))
+
+
+def _innermost(stack: Sequence[traceback.FrameSummary]) -> str:
+    theirs = [frame for frame in stack if "site-packages" not in frame.filename and not _of_python(frame.filename)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}" if theirs else ""
+
+
+def _of_python(file: str) -> bool:
+    return file.startswith((str(Path(os.__file__).parent), "<frozen"))

@@ -1,0 +1,61 @@
+from dataclasses import replace
+from pathlib import Path
+
+from multigpu_cli.faults.crash_report import hang, lost, one_line, text
+from multigpu_cli.faults.ends import End
+from multigpu_cli.faults.watch import Place
+
+GUILTY = End(2, "forward, 12 steps done", "ValueError: bad\nin own.py:3 in f", "stack of 2\n", False, samples=[5, 7])
+INNOCENT = End(0, "reduction, 12 steps done", "RuntimeError: closed by peer", "stack of 0\n", True)
+
+
+def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
+    error = lost([INNOCENT, GUILTY], 3, 12)
+    assert error.problem == "rank 2 failed (forward, 12 steps done): ValueError: bad\n  in own.py:3 in f"
+    assert error.consequence
+    assert "stack of 2" in error.__notes__[0], "for --debug"
+
+
+def test_the_causes_exit_code_and_known_remedy_are_taken_over() -> None:
+    error = lost([replace(GUILTY, problem="OSError: No space left on device", exit_code=2)], 3, 1)
+    assert (error.exit_code, "make room" in error.remedy) == (2, True)
+    told = lost([replace(GUILTY, problem="its own words\n  try: its own way out")], 3, 1)
+    assert told.remedy == "", "the cause says it already"
+
+
+def test_a_rank_without_a_word_is_named() -> None:
+    assert lost([INNOCENT], 3, 12).problem == "rank 1, 2 ended without a word after step 12: killed?"
+    assert "before the first step" in lost([INNOCENT], 3, None).problem
+
+
+def test_the_guilty_stack_stands_last() -> None:
+    whole = text(lost([GUILTY, INNOCENT], 3, 12), [GUILTY, INNOCENT])
+    assert whole.index("rank 0 (only lost the others)") < whole.index("samples of its batch: 5, 7")
+    assert whole.endswith("stack of 2\n")
+    assert one_line(ValueError("bad\nmore")) == "ValueError: bad"
+
+
+def test_who_hangs_is_behind_the_others() -> None:
+    places = [Place(0, 7, "reduction", "a.py:1 in f"), Place(1, 7, "fetching data", "own.py:9 in g")]
+    error = hang(places, 2, 600, Path("run/logs"))
+    head, first, *_ = error.problem.splitlines()
+    assert head == "no progress for 600 s: rank 1 did not arrive"
+    assert first.startswith("  rank 1: fetching data, 7 steps done")
+    assert "own.py:9 in g" in error.problem
+    assert "run/logs/stacks_*" in error.remedy
+
+
+def test_an_earlier_step_is_behind_whatever_its_phase() -> None:
+    places = [Place(0, 8, "fetching data", ""), Place(1, 7, "reduction", "")]
+    assert "rank 1 did not arrive" in hang(places, 2, 1, None).problem
+
+
+def test_who_does_not_answer_did_not_arrive() -> None:
+    error = hang([Place(0, 7, "reduction", "")], 2, 1, None)
+    assert "rank 1 did not arrive\n  rank 1: does not answer" in error.problem
+
+
+def test_nobody_is_accused_where_all_stand_alike() -> None:
+    places = [Place(rank, 7, "reduction", "") for rank in range(2)]
+    assert "all ranks stand in the same place" in hang(places, 2, 1, None).problem
+    assert hang(places[:1], 1, 1, None).problem.startswith("no progress for 1 s\n")

@@ -1,0 +1,110 @@
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.watch import Watch
+from multigpu_cli.runtime.world import World
+from tests.forked import exit_code
+from tests.trained import trained
+
+ALONE = World(torch.device("cpu"))
+
+
+def moved(watch: Watch, logs: Path, pauses: list[float]) -> None:
+    """A run of one step and then some forward passes, with pauses between them."""
+    watch.begin(0, logs)
+    watch.at(1, "fetching data")
+    for pause in pauses:
+        watch.at(1, "forward")
+        time.sleep(pause)
+
+
+def watched(folder: Path, pauses: list[float]) -> tuple[int, str]:
+    """How a process ends whose run moves like this and whose watch waits 0.3 s; and its last words."""
+    words = folder / "words"
+
+    def work() -> None:
+        with Watch(ALONE, 0.3, lambda error: words.write_text(str(error)) and None) as watch:
+            moved(watch, folder / "logs", pauses)
+
+    code = exit_code(work)
+    return code, words.read_text() if words.exists() else ""
+
+
+def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None:
+    code, words = watched(tmp_path, [0.01, 5.0])
+    assert code == 1
+    assert "no progress for 0 s\n  rank 0: forward, 1 steps done, at " in words
+    assert "test_watch.py" in words
+    assert "in moved" in (tmp_path / "logs" / "stacks_0_rank_0.txt").read_text()
+
+
+def test_a_slow_run_that_moves_is_left_alone(tmp_path: Path) -> None:
+    assert watched(tmp_path, [0.15] * 6) == (0, "")
+
+
+def test_before_its_first_step_a_run_may_take_its_time(tmp_path: Path) -> None:
+    def work() -> None:
+        with Watch(ALONE, 0.1, lambda error: None) as watch:
+            watch.begin(5, tmp_path)
+            watch.at(5, "fetching data")
+            time.sleep(0.6)
+
+    assert exit_code(work) == 0
+
+
+def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
+    """A run of four steps that fails in its fifth."""
+    with Watch(ALONE, 9, lambda error: None) as watch:
+        watch.begin(begins_at, folder)
+        watch.at(4, "forward", torch.tensor([3, 1]))
+        assert watch.explained(error) is watch.explained(error) is error
+        raise error
+
+
+def test_an_error_is_explained_once_and_knows_its_step(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="bad") as raised:
+        failed(tmp_path, TrainingError("bad"), begins_at=2)
+    assert raised.value.failed_at == 4
+    assert "rank 0: forward, 4 steps done\nsamples of its batch: 3, 1" in (tmp_path / "crash_0.txt").read_text()
+
+
+def test_an_error_before_the_first_step_of_an_attempt_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as raised:
+        failed(tmp_path, TrainingError("bad"), begins_at=4)
+    assert raised.value.failed_at is None
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def test_the_rank_that_failed_first_is_named_by_the_others(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = trained(2, model="tests.faulty:net", save_dir=str(run), hang_timeout=20)
+    assert ended.error.startswith("rank 1 failed (forward, 3 steps done): ValueError: the planted fault")
+    assert "faulty.py" in ended.error
+    assert "rank 1 failed" in summary(run)["error"]
+    report = (run / "logs" / "crash_0.txt").read_text()
+    assert report.index("rank 0 (only lost the others)") < report.index("--- rank 1: forward, 3 steps done")
+
+
+def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    sets = ["model.args.how=sleep"]
+    ended = trained(2, model="tests.faulty:net", sets=sets, save_dir=str(run), hang_timeout=1)
+    said = capfd.readouterr().err
+    assert "rank 1 did not arrive\n  rank 1: forward, 3 steps done, at " in said
+    assert "faulty.py" in said
+    assert ended.killed == [0, 1]
+    assert summary(run)["status"] == "failed"
+    assert "did not arrive" in summary(run)["error"]
+    for rank in (0, 1):
+        assert "Thread" in (run / "logs" / f"stacks_0_rank_{rank}.txt").read_text()
