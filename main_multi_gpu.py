@@ -23,6 +23,7 @@ from multigpu_cli.commands.options import Command, Group, with_train_options, wr
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.causes import is_consequence
 from multigpu_cli.runtime import elastic
+from multigpu_cli.runtime.parent import die_with_parent
 
 Action = Callable[[], int]
 
@@ -237,6 +238,8 @@ def main() -> NoReturn:
     may get lost, and torchrun would wait half a minute for a process that has not heard.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "RANK" in os.environ:  # before torch loads, which takes seconds: an agent may be killed meanwhile
+        die_with_parent()
     leave(run(sys.argv[1:]))
 
 

@@ -19,7 +19,7 @@ from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.keys import key
-from multigpu_cli.runtime.world import die_with_parent
+from multigpu_cli.runtime.parent import die_with_parent
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 _HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes

@@ -1,8 +1,5 @@
 """Who we are among the processes of this run: read once from the environment, then a value."""
 
-import ctypes
-import signal
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.parent import die_with_parent
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -122,12 +119,6 @@ def joined(
         yield World(device, *place, _store(meeting, timeout, hosts=False))  # a client of its own, for other threads
     finally:
         dist.destroy_process_group()
-
-
-def die_with_parent() -> None:
-    """Whoever is killed leaves no children at work beside the run that follows, nor holding its lock (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.PrefixStore:
