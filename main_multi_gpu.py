@@ -112,6 +112,22 @@ def verify(
     return verdict
 
 
+@app.command(cls=Command)
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of a run")],
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> Action:
+    """List a run's checkpoints and verify them; exit code 0 if it could go on and nothing is damaged."""
+
+    def listing() -> int:
+        from multigpu_cli.commands.checkpoints import examined, healthy, show
+
+        show(run, found := examined(run), as_json=as_json)
+        return 0 if healthy(found) else FAILED
+
+    return listing
+
+
 def _train(values: Mapping[str, Any]) -> int:
     if values["version"]:
         _print(_version())

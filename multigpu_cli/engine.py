@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.run_folder import owned
+from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.config.schema import CheckpointConfig, Config
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import TrainingError

@@ -1,19 +1,18 @@
-"""The run folder: which one a command means, who owns it, and its small files."""
+"""The run folder: which one a command means, and its small files."""
 
-import fcntl
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.store import MANIFEST, Checkpoint, Store, damage_in, read_manifest
+from multigpu_cli.checkpoint.lock import at_work, is_locked
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
+from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.config.pinned import same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
@@ -92,7 +91,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def _in_folder(folder: Path) -> Start:
     if is_locked(folder):  # before its checkpoints are read, which the run at work replaces meanwhile
-        raise _at_work(folder)
+        raise at_work(folder)
     newest, notes = Store(folder / "checkpoints", 1).newest()
     if newest and (told := read_note(folder)):
         newest.manifest["pins"].update(told)
@@ -169,42 +168,6 @@ def _check_folder(folder: Path) -> None:
 
 def _run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether another process owns the folder right now."""
-    try:
-        with open(folder / ".lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-@contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Make the folder and own it for as long as the context lasts.
-
-    Raises:
-        RequestError: it can't be made, or another run is at work in it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a")  # noqa: SIM115 - held open for as long as the run lasts
-    except OSError as error:
-        raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another --save-dir") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _at_work(folder) from error
-        yield
-
-
-def _at_work(folder: Path) -> RequestError:
-    return RequestError(f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir")
 
 
 def leave_note(folder: Path, settings: dict[str, Any]) -> None:

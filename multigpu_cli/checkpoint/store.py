@@ -1,16 +1,14 @@
 """The checkpoints of one run: draft → manifest → rename; the newest few are kept, and only whole ones are used."""
 
-import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import flush_folder, packed, publish, unpacked
-
-MANIFEST = "manifest.json"
+from multigpu_cli.checkpoint.files import flush_folder, publish
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
+from multigpu_cli.checkpoint.packing import packed, unpacked
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Store:
         content = packed(state)
         publish(draft / "state.pt", content)
         listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
-        publish(draft / MANIFEST, _signed({"step": step, "files": listed} | facts))
+        publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
         if final.exists():  # the same step once more, after a resume from an older checkpoint
             self._remove(final)
         draft.rename(final)
@@ -99,42 +97,3 @@ class Store:
     def _folders(self) -> list[Path]:
         """Newest first."""
         return sorted(self.folder.glob("step_*"), reverse=True)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
-    return dict(json.loads((folder / MANIFEST).read_text()))
-
-
-def _signed(manifest: dict[str, Any]) -> bytes:
-    """As JSON, with a checksum over itself: one wrong digit among the settings would be another run."""
-    return json.dumps(manifest | {"sha256": _sum(manifest)}, indent=1).encode()
-
-
-def _sum(manifest: dict[str, Any]) -> str:
-    plain = json.loads(json.dumps(manifest))
-    return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def damage_in(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole."""
-    return next(_damages(folder), None)
-
-
-def _damages(folder: Path) -> Iterator[str]:
-    try:
-        manifest = read_manifest(folder)
-    except (OSError, ValueError, TypeError) as error:
-        yield f"{MANIFEST} can't be read ({type(error).__name__})"
-        return
-    if manifest.pop("sha256", None) != _sum(manifest):
-        yield f"{MANIFEST} does not match its own checksum"
-        return
-    for name, listed in manifest["files"].items():
-        file = folder / name
-        if not file.is_file():
-            yield f"{name} is missing"
-        elif file.stat().st_size != listed["size"]:
-            yield f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
-        elif sha256(file.read_bytes()).hexdigest() != listed["sha256"]:
-            yield f"{name} does not match its checksum"

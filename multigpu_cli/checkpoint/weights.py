@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.files import packed, publish, unpacked
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.errors import RequestError
 
 

@@ -11,7 +11,8 @@ import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from multigpu_cli.checkpoint.files import packed, publish, unpacked
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.commands.selftest_measure import measured
 from multigpu_cli.commands.selftest_side import Found, Side, first_batch
 from multigpu_cli.commands.selftest_verdicts import Evidence, Verdict, verdicts

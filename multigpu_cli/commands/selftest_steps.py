@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.files import packed, unpacked
+from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest_marks import apart, bits
 from multigpu_cli.commands.selftest_side import Found, Side

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Kept, Progress
-from multigpu_cli.checkpoint.store import Checkpoint, read_manifest
+from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import warm_start
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch, Loader

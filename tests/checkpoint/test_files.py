@@ -1,16 +1,12 @@
 import errno
-import io
 import os
-import pickle
 import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from multigpu_cli.checkpoint import files
-from multigpu_cli.checkpoint.files import packed, publish, unpacked
-from multigpu_cli.errors import RequestError
+from multigpu_cli.checkpoint.files import publish
 from tests.forked import exit_code
 
 
@@ -57,43 +53,3 @@ def test_a_kill_leaves_the_old_file(owner: object, name: str, tmp_path: Path, mo
     assert (tmp_path / "a.txt").read_bytes() == b"old"
     publish(tmp_path / "a.txt", b"next")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "the draft of the killed one is used again"
-
-
-def test_a_state_comes_back() -> None:
-    state = {"w": torch.arange(4.0), "n": [1, None, "x", 2.5], "deep": {"flag": True}}
-    found = unpacked(packed(state), "state.pt")
-    assert torch.equal(found.pop("w"), state.pop("w"))
-    assert found == state
-
-
-def test_the_bytes_do_not_depend_on_where_they_go() -> None:
-    assert packed({"w": torch.ones(3)}) == packed({"w": torch.ones(3)})
-
-
-class Evil:
-    """Its pickle creates a file when it is loaded without care."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.target),)
-
-
-@pytest.mark.parametrize("kind", ["torch", "pickle"])
-def test_no_code_runs_from_a_malicious_file(kind: str, tmp_path: Path) -> None:
-    target, content = tmp_path / "attacked", io.BytesIO()
-    torch.save({"model": Evil(target)}, content) if kind == "torch" else pickle.dump(Evil(target), content)
-    with pytest.raises(RequestError, match=r"foreign\.pt is no file of weights that can be loaded safely"):
-        unpacked(content.getvalue(), "foreign.pt")
-    assert not target.exists()
-    torch.load(io.BytesIO(content.getvalue()), weights_only=False) if kind == "torch" else pickle.loads(  # noqa: S301
-        content.getvalue()
-    )
-    assert target.exists(), "the attack works on whoever is careless, so the test could fail"
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", packed({"w": torch.ones(100)})[:-10]])
-def test_a_foreign_or_torn_file_is_named(content: bytes) -> None:
-    with pytest.raises(RequestError, match=r"foreign\.pt"):
-        unpacked(content, "foreign.pt")

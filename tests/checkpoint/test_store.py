@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.store import MANIFEST, Store, damage_in, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
+from multigpu_cli.checkpoint.store import Store
 from tests.forked import exit_code
 
 STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}

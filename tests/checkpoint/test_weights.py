@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.checkpoint.files import packed
+from multigpu_cli.checkpoint.packing import packed
 from multigpu_cli.checkpoint.weights import check_fit, fingerprint, host_copy, read_weights, save_weights, warm_start
 from multigpu_cli.errors import RequestError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from multigpu_cli.checkpoint.store import damage_in
+from multigpu_cli.checkpoint.manifest import damage_in
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from tests.together.launcher import alone, finished, ran, started, torchrun

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.run_folder import is_locked
+from multigpu_cli.checkpoint.lock import is_locked
 from multigpu_cli.commands.selftest_marks import bits
 from multigpu_cli.commands.verify import compared
 from multigpu_cli.config.schema import Config

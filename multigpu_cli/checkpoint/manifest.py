@@ -1,0 +1,48 @@
+"""What a checkpoint says of itself, and whether it is still as it was written; without torch."""
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return dict(json.loads((folder / MANIFEST).read_text()))
+
+
+def signed(manifest: dict[str, Any]) -> bytes:
+    """As JSON, with a checksum over itself: one wrong digit among the settings would be another run."""
+    return json.dumps(manifest | {"sha256": _sum(manifest)}, indent=1).encode()
+
+
+def _sum(manifest: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(manifest))
+    return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def damage_in(folder: Path) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole."""
+    return next(_damages(folder), None)
+
+
+def _damages(folder: Path) -> Iterator[str]:
+    try:
+        manifest = read_manifest(folder)
+    except (OSError, ValueError, TypeError) as error:
+        yield f"{MANIFEST} can't be read ({type(error).__name__})"
+        return
+    if manifest.pop("sha256", None) != _sum(manifest):
+        yield f"{MANIFEST} does not match its own checksum"
+        return
+    for name, listed in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != listed["size"]:
+            yield f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
+        elif sha256(file.read_bytes()).hexdigest() != listed["sha256"]:
+            yield f"{name} does not match its checksum"

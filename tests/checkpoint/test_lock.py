@@ -1,0 +1,49 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from multigpu_cli.checkpoint.lock import is_locked, owned
+from multigpu_cli.errors import RequestError
+from tests.forked import exit_code
+
+
+def another_process(work: Callable[[], object]) -> bool:
+    """Whether it succeeds in a process of its own."""
+    return exit_code(work) == 0
+
+
+def take(folder: Path) -> None:
+    with owned(folder):
+        pass
+
+
+def test_one_process_owns_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    assert not is_locked(folder)
+    with owned(folder):
+        assert folder.is_dir()
+        assert is_locked(folder)
+        assert not another_process(lambda: take(folder))
+        with pytest.raises(RequestError, match=r"another run is at work in .*run"), owned(folder):
+            pass
+        assert is_locked(folder), "asking does not break the lock"
+    assert not is_locked(folder)
+    assert another_process(lambda: take(folder))
+
+
+def test_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
+    def killed() -> None:
+        with owned(tmp_path):
+            os.kill(os.getpid(), 9)
+
+    assert exit_code(killed) == -9
+    assert not is_locked(tmp_path)
+    take(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match=r"--save-dir .*file/run"), owned(tmp_path / "file" / "run"):
+        pass
