@@ -128,6 +128,28 @@ def checkpoints(
     return listing
 
 
+@app.command(cls=Command)
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="run folder, best.pt, last.pt, or checkpoint")],
+    to: Annotated[str, typer.Option(metavar="FILE", help="….safetensors, ….pt, ….pt2 or ….onnx")],
+    data_dir: Annotated[str | None, typer.Option(metavar="DIR", help="where the run's dataset is now")] = None,
+    own_code: Annotated[bool, typer.Option(help="import the code of yours that the run names")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> Action:
+    """Write trained weights, or the whole network, for other programs, and check what was written."""
+
+    def exporting() -> int:
+        from multigpu_cli.commands.export_request import target_of
+
+        target = target_of(to, checkpoint)
+        from multigpu_cli.commands.export import exported, show  # torch loads here
+
+        show(exported(checkpoint, target, data_dir=data_dir, own_code=own_code), as_json=as_json)
+        return 0
+
+    return exporting
+
+
 def _train(values: Mapping[str, Any]) -> int:
     if values["version"]:
         _print(_version())

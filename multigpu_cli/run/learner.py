@@ -14,6 +14,7 @@ from multigpu_cli.checkpoint.snapshot import Kept, Progress
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import warm_start
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
@@ -93,14 +94,7 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
     """What can be built without communication, so that errors can be compared."""
     config, source = settled.config, settled.source
     task = _task(settled)
-    offered = {
-        "input_shape": source.input_shape,
-        "num_classes": source.num_classes,
-        "mode": config.data.mode,
-        "seed": config.reproducibility.seed,
-    }
-    seed_weights(config.reproducibility.seed)
-    model = build_model(config.model, settled.model, offered)
+    model = fresh_model(config, source, settled.model)
     if config.model.init_from and not settled.start.checkpoint:
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
@@ -109,6 +103,22 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
     ema = config.optimizer.ema
     average = None if ema == "off" else averaged(model, float(ema))
     return task, Kept(model, build_optimizer(model, config.optimizer), precision, average, Progress()), precision
+
+
+def fresh_model(config: Config, source: Source, name: str) -> nn.Module:
+    """The network as its seed makes it.
+
+    Args:
+        name: of the model, the dataset's own where the user named none.
+    """
+    offered = {
+        "input_shape": source.input_shape,
+        "num_classes": source.num_classes,
+        "mode": config.data.mode,
+        "seed": config.reproducibility.seed,
+    }
+    seed_weights(config.reproducibility.seed)
+    return build_model(config.model, name, offered)
 
 
 def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:

@@ -1,0 +1,187 @@
+"""Weights and networks for other programs: safetensors, torch.export, ONNX; each read back and compared."""
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.files import flush_folder, publish
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
+from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.errors import RequestError, TrainingError
+
+_TOLERANCE = 1e-4  # of the greatest output; another runtime adds up in another order
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The weights for use of a run, and what they belong to.
+
+    Attributes:
+        origin: the file they come from.
+        state: names → tensors, the averaged ones where the run kept an average.
+        settings: of the run, by key.
+        model: name of the network, None where the settings say it or leave it to the dataset.
+    """
+
+    origin: Path
+    state: dict[str, Tensor]
+    settings: dict[str, Any]
+    model: str | None = None
+
+
+def trained_weights(path: Path) -> Trained:
+    """What a run folder (its best weights), best.pt, last.pt or a checkpoint holds.
+
+    Raises:
+        RequestError: it is none of these, or damaged, or holds more than tensors and plain values.
+    """
+    if path.is_file():
+        return _from_file(path)
+    if (path / "best.pt").is_file():
+        return _from_file(path / "best.pt")
+    newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints", 1).newest()[0]
+    folder = newest.folder if newest else path
+    if not (folder / MANIFEST).is_file():
+        raise RequestError(
+            f"{path}: no weights there", remedy="a run folder, its best.pt or last.pt, or a checkpoints/step_… folder"
+        )
+    if damage := damage_in(folder):
+        raise RequestError(f"{folder}: {damage}", remedy="an older checkpoint beside it, or best.pt")
+    manifest, file = read_manifest(folder), folder / "state.pt"
+    found = unpacked(file.read_bytes(), str(file))
+    average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
+    average.pop("n_averaged", None)
+    return Trained(file, average or found["model"], manifest["settings"], manifest["pins"]["model"])
+
+
+def _from_file(file: Path) -> Trained:
+    found = unpacked(file.read_bytes(), str(file))
+    parts = found if isinstance(found, dict) else {}
+    state, settings = parts.get("model"), parts.get("config")
+    if not isinstance(settings, dict) or not isinstance(state, dict) or not _tensors(state):
+        raise RequestError(f"{file} is not the best.pt or last.pt of a run", remedy="one that a run has written")
+    return Trained(file, state, settings)
+
+
+def _tensors(state: dict[Any, Any]) -> bool:
+    return bool(state) and all(isinstance(value, Tensor) for value in state.values())
+
+
+def export_weights(state: dict[str, Tensor], target: Path) -> None:
+    """Write names and tensors alone, as .safetensors or as a state dict in .pt, and compare every bit of what is there.
+
+    Raises:
+        TrainingError: the file does not hold what was written.
+    """
+    own = {name: value.clone().contiguous() for name, value in state.items()}  # tied ones become two: no views
+    with _draft(target) as draft:
+        if target.suffix == ".safetensors":
+            from safetensors import torch as safetensors  # an extra, that not everybody has
+
+            publish(draft, safetensors.save(own, metadata={"format": "pt"}))
+            found = safetensors.load(draft.read_bytes())
+        else:
+            publish(draft, packed(own))
+            found = unpacked(draft.read_bytes(), str(draft))
+        if found.keys() != own.keys() or any(_bits(found[name]) != _bits(own[name]) for name in own):
+            raise TrainingError(f"{target}: what was written is not what is read back", remedy="another disk")
+
+
+def _bits(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
+    """Write a network that runs without our code, as .pt2 or .onnx, and compare it with the original.
+
+    Args:
+        model: in evaluation mode, on the CPU.
+        inputs: (n, …) samples, n > 2; the file takes any number of them.
+
+    Returns:
+        The greatest difference of an output.
+
+    Raises:
+        RequestError: the network can't be exported.
+        TrainingError: the file computes something else.
+    """
+    pack, load = (_onnx, _run_onnx) if target.suffix == ".onnx" else (_pt2, _run_pt2)
+    with _draft(target) as draft, torch.no_grad(), _silence():
+        try:
+            publish(draft, pack(model, inputs[:-1]))
+            run = load(draft.read_bytes())
+            pairs = [(model(some).double(), run(some).double()) for some in (inputs, inputs[:1])]
+        except OSError:
+            raise
+        except Exception as error:  # torch raises anything for code that it can't trace
+            said = (str(error).strip().splitlines() or [""])[0]
+            raise RequestError(
+                f"{target}: this model can't be exported ({type(error).__name__}: {said})",
+                remedy=".safetensors, which takes any model's weights; torch.export's documentation says what it needs",
+            ) from error
+        worst = max(float((one - other).abs().max()) for one, other in pairs)
+        if not worst <= _TOLERANCE * max(1.0, *(float(one.abs().max()) for one, _ in pairs)):
+            raise TrainingError(f"{target}: the exported model's outputs differ from the original's by {worst:.3g}")
+    return worst
+
+
+@contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+    """A name beside the target; it becomes the target if all goes well, and goes if not."""
+    draft = target.with_name(f".{target.name}.unchecked")
+    try:
+        yield draft
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+    flush_folder(target.parent)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """torch's exporters speak to those who write them; the user hears whether the file is right."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def _traced(model: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def _pt2(model: nn.Module, inputs: Tensor) -> bytes:
+    content = io.BytesIO()
+    torch.export.save(_traced(model, inputs), content)
+    return content.getvalue()
+
+
+def _run_pt2(content: bytes) -> Callable[[Tensor], Tensor]:
+    network: Callable[[Tensor], Tensor] = torch.export.load(io.BytesIO(content)).module()
+    return network
+
+
+def _onnx(model: nn.Module, inputs: Tensor) -> bytes:
+    program = torch.onnx.export(
+        _traced(model, inputs), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
+    )
+    return bytes(program.model_proto.SerializeToString())  # type: ignore[union-attr]  # None is the old exporter's
+
+
+def _run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+    import onnxruntime  # an extra, that not everybody has
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])

@@ -1,0 +1,108 @@
+"""Trained weights, or the whole network, as a file that other programs read."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.export import Trained, export_network, export_weights, trained_weights
+from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.source import open_source
+from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.run.learner import first_batch, fresh_model
+
+_SAMPLES = 9
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        origin: the file that the weights come from.
+        difference: greatest difference of an output from the original's, 0 where bits were compared.
+        checked: how.
+    """
+
+    file: str
+    bytes: int
+    origin: str
+    difference: float
+    checked: str
+
+
+def exported(checkpoint: str, target: Path, *, data_dir: str | None = None, own_code: bool = False) -> Exported:
+    """Write the file and check it.
+
+    Args:
+        data_dir: where the dataset is now; the network is built for its shapes, and run on its samples.
+        own_code: the user knows the code that the checkpoint names, and lets it run.
+
+    Raises:
+        RequestError: nothing was written.
+        TrainingError: the file was not what it should be, and is gone.
+    """
+    found = trained_weights(Path(checkpoint))
+    weights_only = target.suffix in (".safetensors", ".pt")
+    model, inputs = (None, None) if weights_only else _rebuilt(found, data_dir, own_code=own_code)
+    try:
+        if model is None or inputs is None:
+            export_weights(found.state, target)
+            difference, checked = 0.0, "read back: every bit is the same"
+        else:
+            difference = export_network(model, inputs, target)
+            checked = f"run on {len(inputs)} samples and on one: greatest difference {difference:.2g}"
+    except OSError as error:
+        raise RequestError(f"--to {target}: {error.strerror or error}", remedy="another place") from error
+    return Exported(str(target), target.stat().st_size, str(found.origin), difference, checked)
+
+
+def show(found: Exported, *, as_json: bool) -> None:
+    """Print what was written and how it was checked."""
+    if as_json:
+        print(valid_json(asdict(found), indent=2))
+        return
+    print(f"{found.file}  {found.bytes / 1e6:.1f} MB, weights from {found.origin}")
+    print(found.checked)
+
+
+def _rebuilt(found: Trained, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
+    """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
+    config = _config(found, data_dir)
+    names = [name for name in (found.model or config.model.name or "", config.data.name) if ":" in name]
+    if names and not own_code:
+        raise RequestError(
+            f"{found.origin} names code that is not ours: {', '.join(names)}",
+            remedy="--own-code, if you know it and want it to run",
+        )
+    source = open_source(config.data, config.reproducibility.seed)
+    model = fresh_model(config, source, found.model or config.model.name or source.model)
+    check_fit(model, found.state, str(found.origin))
+    model.load_state_dict(found.state)
+    inputs = _samples(config, source)
+    if not isinstance(inputs, Tensor):
+        raise RequestError("the model's input is not one tensor", remedy="--to ….safetensors, for the weights alone")
+    return model.eval(), inputs
+
+
+def _config(found: Trained, data_dir: str | None) -> Config:
+    """The settings of the run, without what only matters while it learns."""
+    config = with_settings(Config(), {key: value for key, value in found.settings.items() if key in SETTINGS})
+    plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=())
+    data = replace(config.data, num_workers=0, dir=data_dir or config.data.dir)
+    return replace(config, model=plain, data=data)
+
+
+def _samples(config: Config, source: Source) -> object:
+    seed = config.reproducibility.seed
+    loader = Loader(source.train, source, config.data, device=torch.device("cpu"), seed=seed, workers_here=1)
+    try:
+        return first_batch(loader, min(_SAMPLES, loader.size)).inputs
+    finally:
+        loader.close()

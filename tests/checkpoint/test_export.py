@@ -1,0 +1,166 @@
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint import export
+from multigpu_cli.checkpoint.export import export_network, export_weights, trained_weights
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.models.registry import MODELS
+from multigpu_cli.runtime import plugins
+from tests.malicious import poison, poisoned
+
+STATE = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
+FACTS = {"settings": {"seed": 1}, "pins": {"model": "mlp"}, "world_size": 1}
+
+
+def run_in(folder: Path, *, average: dict[str, Tensor] | None = None) -> Path:
+    folder.mkdir()
+    Store(folder / "checkpoints", 3).save(10, {"model": STATE, "average": average}, FACTS)
+    return folder
+
+
+# -- where the weights come from
+
+
+def test_a_run_folder_means_its_best_weights(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    assert trained_weights(run).origin == run / "checkpoints/step_00000010/state.pt", "none are published yet"
+    save_weights(run / "best.pt", {"w": torch.ones(1)}, {"seed": 2}, {})
+    found = trained_weights(run)
+    assert (found.origin, list(found.state), found.settings) == (run / "best.pt", ["w"], {"seed": 2})
+
+
+def test_a_checkpoint_means_its_own_weights_or_their_average(tmp_path: Path) -> None:
+    plain = trained_weights(run_in(tmp_path / "plain") / "checkpoints/step_00000010")
+    assert (list(plain.state), plain.settings, plain.model) == (list(STATE), {"seed": 1}, "mlp")
+    average = {"n_averaged": torch.tensor(3), "module.w": torch.full((2, 3), 9.0)}
+    found = trained_weights(run_in(tmp_path / "averaged", average=average) / "checkpoints/step_00000010")
+    assert list(found.state) == ["w"]
+    assert bool((found.state["w"] == 9).all())
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"w": torch.ones(2)}, tmp_path / "foreign.pt")
+    damaged = run_in(tmp_path / "run") / "checkpoints/step_00000010"
+    (damaged / "state.pt").write_bytes(b"torn")
+    for path, message in (
+        (tmp_path / "empty", "no weights there"),
+        (tmp_path / "run", "no weights there"),
+        (tmp_path / "text.pt", r"text\.pt is no file of weights"),
+        (tmp_path / "foreign.pt", r"foreign\.pt is not the best\.pt or last\.pt of a run"),
+        (damaged, r"state\.pt has 4 bytes"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            trained_weights(path)
+
+
+def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
+    target = tmp_path / "attacked"
+    run = run_in(tmp_path / "run")
+    checkpoint = poisoned(run / "checkpoints/step_00000010", target)
+    best = poison(tmp_path / "best.pt", target, {"model": STATE, "config": {}})
+    for path in (run, checkpoint, best):
+        with pytest.raises(RequestError, match="no file of weights that can be loaded safely"):
+            trained_weights(path)
+    assert not target.exists()
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_weights_are_all_there_and_load_elsewhere(name: str, tmp_path: Path) -> None:
+    tied = STATE | {"again": STATE["w"], "turned": STATE["w"].t()}
+    export_weights(tied, tmp_path / name)
+    if name.endswith(".pt"):
+        found = torch.load(tmp_path / name, weights_only=True)
+    else:
+        from safetensors.torch import load_file
+
+        found = load_file(tmp_path / name)
+    assert found.keys() == tied.keys()
+    assert all(torch.equal(found[key], tied[key]) and found[key].dtype == tied[key].dtype for key in tied)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_weights_that_come_back_changed_are_not_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "packed", lambda state: _bytes(state | {"w": state["w"] + 1}))
+    with pytest.raises(TrainingError, match="not what is read back"):
+        export_weights(STATE, tmp_path / "w.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _bytes(state: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
+
+
+# -- networks
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3)).eval()
+
+
+def test_a_network_of_torch_export_takes_any_number_of_samples(tmp_path: Path) -> None:
+    model = network()
+    assert export_network(model, torch.randn(5, 4), tmp_path / "net.pt2") < 1e-6
+    loaded = torch.export.load(tmp_path / "net.pt2").module()
+    for count in (1, 2, 33):
+        inputs = torch.randn(count, 4)
+        torch.testing.assert_close(loaded(inputs), model(inputs))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+
+
+def test_a_network_of_onnx_takes_any_number_of_samples(tmp_path: Path) -> None:
+    import onnxruntime
+
+    model = network()
+    assert export_network(model, torch.randn(5, 4), tmp_path / "net.onnx") < 1e-5
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    for count in (1, 2, 33):
+        inputs = torch.randn(count, 4)
+        (found,) = session.run(["output"], {"input": inputs.numpy()})
+        np.testing.assert_allclose(found, model(inputs).detach().numpy(), atol=1e-5)
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+@pytest.mark.parametrize("wrong", [0.1, float("nan")])
+def test_a_network_that_computes_something_else_is_not_left_there(
+    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    monkeypatch.setattr(export, "_run_pt2", lambda _: lambda inputs: model(inputs) + wrong)
+    with pytest.raises(TrainingError, match="outputs differ from the original's by"):
+        export_network(model, torch.randn(5, 4), tmp_path / "net.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_that_cannot_be_exported_says_what_can(tmp_path: Path) -> None:
+    class Branching(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs if float(inputs.sum()) > 0 else -inputs
+
+    with pytest.raises(RequestError, match=r"this model can't be exported \(.*\n.*\.safetensors"):
+        export_network(Branching(), torch.randn(5, 4), tmp_path / "net.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_network_of_ours_can_be_exported(name: str, tmp_path: Path) -> None:
+    shape = {"har-convnet": (3, 32), "mlp": (12,)}.get(name, (3, 16, 16))
+    factory = plugins.find(name, MODELS, flag="--model")
+    model = plugins.call(factory, {"input_shape": shape, "num_classes": 4, "mode": "flatten"}, {}, where="model")
+    assert export_network(model.eval(), torch.randn(4, *shape), tmp_path / "net.pt2") < 1e-5
