@@ -1,37 +1,79 @@
-"""A user's network that goes wrong on one rank in one training pass, as --model names it."""
+"""A network under which the ground gives way.
+
+FAULTS=PASS:DEED[,PASS:DEED…] in the environment: what it does to its run's folder, and at which training passes.
+"""
 
 import os
-import signal
+import resource
+import shutil
 import time
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import Tensor, nn
 
+from tests import own
+
+_PAUSE = 0.5  # seconds; by then the checkpoint before has been written
+
+
+def full() -> None:
+    """As on a full disk, no file of this process grows any more."""
+    time.sleep(_PAUSE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def room() -> None:
+    time.sleep(_PAUSE)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def gone() -> None:
+    _removed(Path("run"))
+
+
+def emptied() -> None:
+    _removed(Path("run/checkpoints"))
+
+
+def back() -> None:
+    time.sleep(_PAUSE)
+    Path("run").mkdir()
+
+
+def taken() -> None:
+    """Somebody removes the run's folder and starts another run there."""
+    gone()
+    back()
+    Path("run/.lock").write_text("1")
+    Path("run/journal.jsonl").write_text("")
+
+
+def _removed(folder: Path) -> None:
+    time.sleep(_PAUSE)
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+DEEDS: dict[str, Callable[[], None]] = {deed.__name__: deed for deed in (full, room, gone, emptied, back, taken)}
+
 
 class Faulty(nn.Module):
-    """What goes wrong: raise, sleep, SIGKILL, SIGSTOP, …"""
+    """Passes its input on, and does its deeds."""
 
-    def __init__(self, inner: nn.Module, how: str, rank: int, at: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.how, self.passes = inner, how, 0
-        self.at = at if os.environ.get("RANK", "0") == str(rank) else -1
+        pairs = (pair.split(":") for pair in filter(None, os.environ.get("FAULTS", "").split(",")))
+        self.deeds, self.passes = {int(at): DEEDS[name] for at, name in pairs}, 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.passes += self.training
-        if self.training and self.passes == self.at:
-            self.fault()
-        logits: Tensor = self.inner(inputs)
-        return logits
-
-    def fault(self) -> None:
-        if self.how == "raise":
-            raise ValueError("the planted fault")
-        if self.how == "sleep":
-            time.sleep(60)
-        os.kill(os.getpid(), signal.Signals[self.how])
+        if self.training:
+            self.passes += 1
+            if self.passes in self.deeds:
+                self.deeds[self.passes]()
+        return inputs
 
 
-def net(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: int = 1, at: int = 5) -> nn.Module:
-    """One layer; its first pass is the rehearsal's, the second under DDP may be its warm-up."""
-    return Faulty(nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes)), how, rank, at)
+def net(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    return nn.Sequential(Faulty(), own.net(input_shape, num_classes))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def publish(path: Path, content: bytes) -> None:
     """Give `path` new content; a reader sees the old file or the new one, whole, even if we are killed in between."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several ranks may leave the same note
     try:
         with open(draft, "wb") as file:
             if content:
@@ -19,6 +19,12 @@ def publish(path: Path, content: bytes) -> None:
         draft.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the drafts of processes that were killed."""
+    for draft in folder.glob(".*.draft"):
+        draft.unlink()
 
 
 def _reserve(descriptor: int, size: int) -> None:

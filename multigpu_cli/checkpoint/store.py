@@ -44,18 +44,25 @@ class Store:
 
         Args:
             facts: what goes into the manifest beside sizes and sums (pins, world size, versions).
+
+        Raises:
+            OSError: it could not be written; the others are as they were.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # but not its parent: if that has gone, so has the right to write there
         self.sweep()
         draft, final = self.folder / f".draft_step_{step:08d}", self.folder / f"step_{step:08d}"
-        draft.mkdir()
-        content = packed(state)
-        publish(draft / "state.pt", content)
-        listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
-        publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
-        if final.exists():  # the same step once more, after a resume from an older checkpoint
-            self._remove(final)
-        draft.rename(final)
+        try:
+            draft.mkdir()
+            content = packed(state)
+            publish(draft / "state.pt", content)
+            listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
+            publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
+            if final.exists():  # the same step once more, after a resume from an older checkpoint
+                self._remove(final)
+            draft.rename(final)
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)  # it takes the room that the next one needs
+            raise
         flush_folder(self.folder)
         upto = [folder for folder in self._folders() if folder.name <= final.name]  # beyond lie only damaged ones
         for old in upto[self.keep :]:

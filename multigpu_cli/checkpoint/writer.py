@@ -13,11 +13,15 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
 
-    def submit(self, job: Callable[[], None]) -> OSError | None:
-        """Hand over the next job; waits for the one before, and returns what went wrong with it, if anything."""
-        error = self.settle()
+    def submit(self, job: Callable[[], None]) -> None:
+        """Hand over the next job, once the one before has been settled."""
+        assert self._job is None
         self._job = self._pool.submit(job)
-        return error
+
+    @property
+    def done(self) -> bool:
+        """Whether a job waits to be settled, and that will not take time."""
+        return self._job is not None and self._job.done()
 
     def settle(self) -> OSError | None:
         """Wait until nothing is in flight; the file system's complaint about the last job, or None.

@@ -1,12 +1,16 @@
 """TensorBoard event files, derived from the journal's events as they are written."""
 
+import errno
+import os
+import platform
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, BinaryIO, Self
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from multigpu_cli.monitor.lines import Warn
 
 _SYSTEM = {"samples_per_second", "data_wait_share", "comm_share", "memory", "step_ms"}
 _POSITION = {"event", "time", "step", "samples", "split"}
@@ -18,13 +22,18 @@ class TensorBoard:
     tensorboard itself is imported at the first thing written. After a `resume`, what an earlier attempt had written
     beyond that step is marked as replaced, so that a curve never runs backwards.
 
+    torch's own SummaryWriter writes by a thread, whose complaint about a full disk is a traceback on the screen and an
+    error in the training loop. Here a file that can't be written is given up, and the next event tries another.
+
     Args:
-        folder: where the event files go.
+        folder: where the event files go; made in a folder that is there.
+        warn: called when the disk takes nothing.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self._folder = Path(folder)
-        self._open: SummaryWriter | None = None
+    def __init__(self, folder: Path | str, warn: Warn = warnings.warn) -> None:
+        self._folder, self._warn = Path(folder), warn
+        self._file: BinaryIO | None = None
+        self._in_trouble = False
         self._replaced_from: int | None = None
         self._step = 0
         self._plan = ""
@@ -35,11 +44,12 @@ class TensorBoard:
             self._step = event.get("step", self._step)
         match event["event"]:
             case "train" | "eval":
-                for tag, value in _scalars(event):
-                    self._writer().add_scalar(tag, value, self._step, walltime=event["time"])
+                from torch.utils.tensorboard.summary import scalar  # late: over a second
+
+                self._add([scalar(tag, value) for tag, value in _scalars(event)], event["time"])
             case "fault":
                 text = f"{event.get('kind', 'fault')}: {event.get('action', '')}"
-                self._writer().add_text("faults", text, self._step, walltime=event["time"])
+                self._add([_text("faults", text)], event["time"])
             case "resume":
                 self.close()
                 self._replaced_from = self._step + 1
@@ -55,13 +65,20 @@ class TensorBoard:
             settings: may be nested; `optimizer: {lr: …}` becomes `optimizer.lr`.
             final: metrics by name; None is left out.
         """
+        from torch.utils.tensorboard.summary import hparams, scalar
+
         metrics = {f"final/{name}": value for name, value in final.items() if value is not None}
-        self._writer().add_hparams(dict(_flat(settings)), metrics, run_name=".", global_step=self._step)
+        shown = hparams(dict(_flat(settings)), metrics, None)
+        self._add([*shown, *(scalar(name, value) for name, value in metrics.items())], time.time())
 
     def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        """End the event file; the next event begins another."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._complain(error)
 
     def __enter__(self) -> Self:
         return self
@@ -71,14 +88,56 @@ class TensorBoard:
     ) -> None:
         self.close()
 
-    def _writer(self) -> "SummaryWriter":
-        if self._open is None:
-            from torch.utils.tensorboard import SummaryWriter  # late: over a second
+    def _add(self, summaries: Sequence[Any], seconds: float) -> None:
+        """Write summaries at the current step, or say that they are lost."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-            self._open = SummaryWriter(str(self._folder), purge_step=self._replaced_from, flush_secs=30)
-            if self._plan:
-                self._open.add_text("plan", self._plan, self._step)
-        return self._open
+        try:
+            if self._file and os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "somebody removed them", str(self._folder))
+            if self._file is None:
+                self._folder.mkdir(exist_ok=True)
+                self._file = open(self._folder / _file_name(), "xb")  # noqa: SIM115 - `close` does
+                for event in self._head():
+                    RecordWriter(self._file).write(event.SerializeToString())
+            for summary in summaries:
+                event = Event(wall_time=seconds, step=self._step, summary=summary)
+                RecordWriter(self._file).write(event.SerializeToString())
+            self._file.flush()
+            self._in_trouble = False
+        except FileNotFoundError as error:  # and whatever is in their place by now is not ours
+            self._complain(error)
+        except OSError as error:
+            self._complain(error)
+            self.close()
+
+    def _head(self) -> Iterator[Any]:
+        """What each event file begins with."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        yield Event(wall_time=time.time(), file_version="brain.Event:2")
+        if self._replaced_from is not None:
+            again, self._replaced_from = self._replaced_from, None
+            yield Event(wall_time=time.time(), step=again, session_log=SessionLog(status=SessionLog.START))
+        if self._plan:
+            yield Event(wall_time=time.time(), step=self._step, summary=_text("plan", self._plan))
+
+    def _complain(self, error: OSError) -> None:
+        if not self._in_trouble:
+            self._in_trouble = True
+            self._warn(f"TensorBoard's curves have a gap ({error}); the journal has all numbers")
+
+
+def _text(tag: str, content: str) -> Any:
+    from torch.utils.tensorboard.summary import text
+
+    return text(tag, content)
+
+
+def _file_name() -> str:
+    """TensorBoard reads the files of a folder in the order of their names."""
+    return f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
 
 
 def _scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -99,4 +158,4 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
+            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,6 +1,7 @@
 """samples.jsonl: which samples each optimizer step really trained on, gathered from the workers that fetched them."""
 
 import json
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -8,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from multigpu_cli.monitor.journal import ends_whole
+from multigpu_cli.monitor.lines import Lines, Warn
 from multigpu_cli.runtime.collectives import gathered
 from multigpu_cli.runtime.world import World
 
@@ -21,13 +22,12 @@ class SampleTrace:
     Args:
         path: the file; written by rank 0.
         most: the largest number of samples that a worker can have in a step.
+        warn: called when the disk takes no lines.
     """
 
-    def __init__(self, path: Path, world: World, most: int) -> None:
+    def __init__(self, path: Path, world: World, most: int, warn: Warn = warnings.warn) -> None:
         self._world, self._most = world, most
-        self._file = open(path, "a+") if world.main else None  # noqa: SIM115 - a context manager itself
-        if self._file and not ends_whole(self._file.fileno()):
-            self._file.write("\n")
+        self._lines = Lines(path, warn) if world.main else None
 
     def write(self, step: int, fetched: list[Tensor]) -> None:
         """Add one step; every rank calls it, with the (n,) int64 indices of its batches."""
@@ -36,10 +36,9 @@ class SampleTrace:
             indices = torch.cat(fetched)
             mine[: len(indices)] = indices.to(mine.device)
         everyone = torch.cat(gathered(self._world, mine))
-        if self._file:
+        if self._lines:
             samples = [index for index in everyone.tolist() if index != _NONE]
-            self._file.write(json.dumps({"step": step, "samples": samples}) + "\n")
-            self._file.flush()
+            self._lines.add(json.dumps({"step": step, "samples": samples}))
 
     def __enter__(self) -> Self:
         return self
@@ -47,5 +46,5 @@ class SampleTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file:
-            self._file.close()
+        if self._lines:
+            self._lines.close()

@@ -2,30 +2,44 @@
 
 from typing import Any
 
+from torch import Tensor
+
+from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.faults.causes import unused_names
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
-from multigpu_cli.run.record import evaluate, peak_memory, settle_writes
+from multigpu_cli.run.record import evaluate, note_fault, peak_memory, settle_writes
 from multigpu_cli.runtime.collectives import decided, together
 
 
 def conclude(run: Run) -> dict[str, Any]:
     """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
     together(run.world, lambda: settle_writes(run))
-    progress, state = run.progress, run.kept.for_use().state_dict()
+    state = run.kept.for_use().state_dict()
     mark = fingerprint(state)
-    if run.world.main:
-        words = settings(run.settled.words)
-        save_weights(run.folder / "last.pt", state, words, dict(progress.last))
-        if not progress.best:
-            save_weights(run.folder / "best.pt", state, words, dict(progress.last))
-    if progress.best:
-        run.kept.for_use().load_state_dict(decided(run.world, lambda: read_weights(run.folder / "best.pt")))
+    best = decided(run.world, lambda: _publish(run, state))
+    if best:
+        run.kept.for_use().load_state_dict(best)
     details = evaluate(run, "test", run.test).details if run.test is not None else {}
     return {"fingerprint": mark, **details}
+
+
+def _publish(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write last.pt; returns the best weights, nothing where the last ones are the best."""
+    best, words, metrics = run.folder / "best.pt", settings(run.settled.words), dict(run.progress.last)
+    with needed(run.folder):
+        check_ours(run.folder)
+        save_weights(run.folder / "last.pt", state, words, metrics)
+        if run.progress.best and best.is_file():
+            return read_weights(best)
+        if run.progress.best:
+            note_fault(run, "checkpoint", "best.pt has gone: the last weights take its place")
+        save_weights(best, state, words, metrics)
+    return {}
 
 
 def leave(run: Run) -> dict[str, Any]:
@@ -85,7 +99,18 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
 def close_run(run: Run, found: dict[str, Any]) -> None:
     """Write summary.json, whichever way the run ended, and the journal's last line."""
     if run.world.main:
-        write_summary(run.folder, valid_json(found, indent=1))
+        _leave_summary(run, found)
         if run.tensorboard and found["status"] == "completed":
             run.tensorboard.hyperparameters(settings(run.settled.words), found["final"])
     run.journal.write("end", status=found["status"], step=run.progress.step, fingerprint=found["fingerprint"])
+
+
+def _leave_summary(run: Run, found: dict[str, Any]) -> None:
+    try:
+        with needed(run.folder):
+            check_ours(run.folder)
+            write_summary(run.folder, valid_json(found, indent=1))
+    except TrainingError as error:
+        if found["status"] != "failed":
+            raise
+        run.console.warn(error.problem)  # what it failed of is the news

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from multigpu_cli.checkpoint.lock import needed
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.faults.nonfinite import Nonfinite
@@ -18,6 +19,7 @@ from multigpu_cli.monitor.progress import Progress as Bar
 from multigpu_cli.monitor.tensorboard import TensorBoard
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.run.learner import Learner
+from multigpu_cli.runtime.collectives import together
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Run(Learner):
     agreement: Agreement
     watch: Watch
     trace: SampleTrace | None
-    best: dict[str, Tensor] | None = None  # host copy of the best weights, until the next checkpoint writes them
+    best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
+    best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
 
     @property
     def folder(self) -> Path:
@@ -47,11 +50,18 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
     """Open journal, TensorBoard and the rest in the run folder, which is already ours; the stack closes them."""
     world, config, plan = learner.world, learner.config, learner.plan
     folder = Path(learner.settled.start.folder)
-    board = stack.enter_context(TensorBoard(folder / "tensorboard")) if world.main else None
-    journal = Journal(folder / "journal.jsonl" if world.main else None, [board] if board else [])
-    trace = None
-    if config.log.trace_samples:
-        trace = stack.enter_context(SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch))
+    board = stack.enter_context(TensorBoard(folder / "tensorboard", console.warn)) if world.main else None
+
+    def opened() -> tuple[Journal, SampleTrace | None]:
+        with needed(folder):
+            journal = Journal(folder / "journal.jsonl" if world.main else None, [board] if board else [], console.warn)
+            if not config.log.trace_samples:
+                return journal, None
+            return journal, SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
+
+    journal, trace = together(world, opened)
+    if trace:
+        stack.enter_context(trace)
     for loader in (learner.train, learner.val, learner.test):
         if loader is not None:
             stack.callback(loader.close)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.files import publish, sweep
+from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
 from multigpu_cli.checkpoint.weights import host_copy, save_weights
 from multigpu_cli.config.pinned import settings
@@ -28,12 +29,7 @@ from multigpu_cli.tasks.base import Evaluation
 
 def open_run(run: Run, faults: list[str]) -> None:
     """Write the settings, and the first lines of this attempt, with what went wrong before it could start."""
-    if run.world.main:
-        begin_again(run.settled.start, run.store)
-        (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
-        publish(run.folder / "config.yaml", dump(run.settled.words).encode())
-        if run.tensorboard:
-            run.tensorboard.plan(run.plan.rows())
+    decided(run.world, lambda: _prepare_folder(run))
     start = run.settled.start
     run.journal.write(
         "start",
@@ -59,6 +55,17 @@ def open_run(run: Run, faults: list[str]) -> None:
             run.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
 
 
+def _prepare_folder(run: Run) -> None:
+    with needed(run.folder):
+        begin_again(run.settled.start, run.store)
+        (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
+        sweep(run.folder)
+        run.store.sweep()
+        publish(run.folder / "config.yaml", dump(run.settled.words).encode())
+    if run.tensorboard:
+        run.tensorboard.plan(run.plan.rows())
+
+
 def _bring_best(run: Run) -> None:
     """The best weights so far lie in the folder that the run comes from; without them the next ones are the best."""
     if not run.settled.start.checkpoint or not run.progress.best:
@@ -66,9 +73,10 @@ def _bring_best(run: Run) -> None:
     there, here = Path(run.settled.start.checkpoint).parent.parent / "best.pt", run.folder / "best.pt"
 
     def brought() -> bool:
-        if there.is_file() and there.resolve() != here.resolve():
-            publish(here, there.read_bytes())
-        return here.is_file()
+        with needed(run.folder):
+            if there.is_file() and there.resolve() != here.resolve():
+                publish(here, there.read_bytes())
+            return here.is_file()
 
     if not decided(run.world, brought):
         run.progress.best, run.progress.score = {}, []
@@ -101,6 +109,8 @@ def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
     }
     run.progress.last["train_loss"] = fields["loss"]
     run.console.train(run.journal.write("train", **fields))
+    if run.writer.done:
+        _hear_of_the_last(run)
     look_for_nonfinite(run)
 
 
@@ -164,7 +174,8 @@ def survive_out_of_memory(run: Run) -> None:
     if run.world.size == 1:
         note_fault(run, "out of memory", text)
         return
-    leave_note(run.folder, {"batch_size": run.plan.batches.micro_batch})
+    with needed(run.folder):
+        leave_note(run.folder, {"batch_size": run.plan.batches.micro_batch})
     raise TrainingError(
         f"rank {run.world.rank} ran out of memory at step {run.progress.step}",
         remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
@@ -221,11 +232,13 @@ def save(run: Run) -> None:
         if not run.world.main:
             return
         began = time.perf_counter()
+        _hear_of_the_last(run)
         step, best, state = run.progress.step, run.best, _captured(run)
-        best_metrics, run.best = dict(run.progress.best), None
+        best_metrics, run.best_sent = dict(run.progress.best), best
         stalled = time.perf_counter() - began
 
         def write() -> None:
+            check_ours(run.folder)
             if best is not None:
                 save_weights(run.folder / "best.pt", best, settings(run.settled.words), best_metrics)
             facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
@@ -233,9 +246,17 @@ def save(run: Run) -> None:
             seconds = time.perf_counter() - began
             run.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stalled, bytes=size)
 
-        if error := run.writer.submit(write):
-            note_fault(run, "checkpoint", f"a checkpoint was not written ({error}); training goes on")
+        run.writer.submit(write)
         stalled = time.perf_counter() - began
+
+
+def _hear_of_the_last(run: Run) -> None:
+    """Wait for the checkpoint before; what could not be written is written with the next one."""
+    if error := run.writer.settle():
+        note_fault(run, "checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
+    elif run.best is run.best_sent:
+        run.best = None
+    run.best_sent = None
 
 
 def _captured(run: Run) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from multigpu_cli.checkpoint import files
-from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.files import publish, sweep
 from tests.forked import exit_code
+from tests.test_house_rules import ROOT
 
 
 def test_a_file_gets_its_content(tmp_path: Path) -> None:
@@ -51,5 +54,17 @@ def test_a_kill_leaves_the_old_file(owner: object, name: str, tmp_path: Path, mo
         deadly.setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert exit_code(lambda: publish(tmp_path / "a.txt", b"new" * 1000)) == -signal.SIGKILL
     assert (tmp_path / "a.txt").read_bytes() == b"old"
-    publish(tmp_path / "a.txt", b"next")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "the draft of the killed one is used again"
+    assert len(list(tmp_path.iterdir())) == 2
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "the next start removes what it left"
+
+
+def test_several_processes_may_publish_the_same_file_at_once(tmp_path: Path) -> None:
+    """Ranks that run out of memory together leave the same note."""
+    code = (
+        "from pathlib import Path\nfrom multigpu_cli.checkpoint.files import publish\n"
+        f"for _ in range(100): publish(Path({str(tmp_path / 'note')!r}), b'the same')"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]

@@ -18,8 +18,8 @@ STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1, "best"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
-    store = Store(folder / "checkpoints", 10)
     folder.mkdir()
+    store = Store(folder / "checkpoints", 10)
     for step in (10, 20, 30):
         store.save(step, STATE, {"world_size": 2})
     save_weights(folder / "best.pt", {"weight": torch.arange(64.0), "count": torch.tensor(3)}, {"lr": 0.1}, {"loss": 1})

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.checkpoint.lock import is_locked, owned
-from multigpu_cli.errors import RequestError
+from multigpu_cli.checkpoint.lock import check_ours, is_locked, needed, owned
+from multigpu_cli.errors import RequestError, TrainingError
 from tests.forked import exit_code
 
 
@@ -47,3 +47,26 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match=r"--save-dir .*file/run"), owned(tmp_path / "file" / "run"):
         pass
+
+
+def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with owned(run):
+        check_ours(run)
+        (run / ".lock").unlink()
+        run.rmdir()
+        with pytest.raises(FileNotFoundError, match="the run folder has gone"):
+            check_ours(run)
+        run.mkdir()
+        check_ours(run)
+        (run / ".lock").write_text("1")
+        with pytest.raises(OSError, match="run belongs to another run by now"):
+            check_ours(run)
+
+
+def test_what_must_be_written_and_cannot_is_a_failure_with_a_name(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TrainingError, match=r"run can't be written to: \[Errno 28\] full\n  try: make room"),
+        needed(Path("run")),
+    ):
+        raise OSError(28, "full")

@@ -19,6 +19,7 @@ FACTS = {"settings": {"epochs": 3}, "pins": {"lr": 0.004}, "world_size": 2}
 
 
 def filled(folder: Path, *steps: int, keep: int = 10) -> Store:
+    folder.mkdir(exist_ok=True)
     store = Store(folder / "checkpoints", keep)
     for step in steps:
         store.save(step, STATE | {"progress": {"step": step}}, FACTS)

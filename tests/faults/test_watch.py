@@ -86,9 +86,9 @@ def summary(run: Path) -> dict[str, Any]:
 
 def test_the_rank_that_failed_first_is_named_by_the_others(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = trained(2, model="tests.faulty:net", save_dir=str(run), hang_timeout=20)
+    ended = trained(2, model="tests.failing:net", save_dir=str(run), hang_timeout=20)
     assert ended.error.startswith("rank 1 failed (forward, 3 steps done): ValueError: the planted fault")
-    assert "faulty.py" in ended.error
+    assert "failing.py" in ended.error
     assert "rank 1 failed" in summary(run)["error"]
     report = (run / "logs" / "crash_0.txt").read_text()
     assert report.index("rank 0 (only lost the others)") < report.index("--- rank 1: forward, 3 steps done")
@@ -99,10 +99,10 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
 ) -> None:
     run = tmp_path / "run"
     sets = ["model.args.how=sleep"]
-    ended = trained(2, model="tests.faulty:net", sets=sets, save_dir=str(run), hang_timeout=1)
+    ended = trained(2, model="tests.failing:net", sets=sets, save_dir=str(run), hang_timeout=1)
     said = capfd.readouterr().err
     assert "rank 1 did not arrive\n  rank 1: forward, 3 steps done, at " in said
-    assert "faulty.py" in said
+    assert "failing.py" in said
     assert ended.killed == [0, 1]
     assert summary(run)["status"] == "failed"
     assert "did not arrive" in summary(run)["error"]

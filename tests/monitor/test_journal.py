@@ -68,28 +68,6 @@ def test_reopening_appends_without_empty_lines(tmp_path: Path) -> None:
     assert path.read_text().count("\n") == len(path.read_text().splitlines()) == 2
 
 
-def test_a_disk_that_fills_up_within_a_line_costs_that_line_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_write, room = os.write, [10]
-
-    def cramped(file: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(28, "No space left on device")
-        written = real_write(file, data[: room[0]])
-        room[0] -= written
-        return written
-
-    path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
-        monkeypatch.setattr(os, "write", cramped)
-        with pytest.raises(OSError, match="No space"):
-            journal.write("train", step=1)
-        monkeypatch.undo()
-        journal.write("train", step=2)
-    assert [entry["step"] for entry in read(path)] == [2]
-
-
 def test_a_killed_writer_leaves_every_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     endless = textwrap.dedent(f"""

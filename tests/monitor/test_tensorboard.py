@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ import pytest
 
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.tensorboard import TensorBoard
+from tests import faulty
+from tests.forked import exit_code
 
 
 def stored(folder: Path) -> Any:
@@ -80,3 +83,36 @@ def test_nothing_written_means_nothing_loaded_and_no_folder(tmp_path: Path) -> N
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
     assert not (tmp_path / "tb").exists()
+
+
+def test_a_full_disk_makes_a_gap_and_is_said_once(tmp_path: Path) -> None:
+    """torch's own writer would raise in the training loop, and print a traceback from its thread."""
+
+    def run() -> None:
+        said: list[str] = []
+        with TensorBoard(tmp_path / "tb", said.append) as board:
+            for step in range(1, 9):
+                {3: faulty.full, 6: faulty.room}.get(step, lambda: None)()
+                board({"event": "train", "time": 1.0, "step": step, "loss": float(step)})
+        assert points(tmp_path / "tb", "train/loss") == [(step, float(step)) for step in (1, 2, 6, 7, 8)]
+        assert said == ["TensorBoard's curves have a gap ([Errno 27] File too large); the journal has all numbers"]
+
+    assert exit_code(run) == 0
+
+
+def test_curves_that_somebody_removes_stay_away(tmp_path: Path) -> None:
+    said: list[str] = []
+    with TensorBoard(tmp_path / "tb", said.append) as board:
+        board({"event": "train", "time": 1.0, "step": 1, "loss": 1.0})
+        shutil.rmtree(tmp_path / "tb")
+        for step in (2, 3):
+            board({"event": "train", "time": 1.0, "step": step, "loss": 1.0})
+    assert not (tmp_path / "tb").exists()
+    assert len(said) == 1
+
+
+def test_any_name_of_a_setting_is_shown(tmp_path: Path) -> None:
+    """YAML has keys that are numbers: model.args.widths={1: 16}."""
+    with TensorBoard(tmp_path) as board:
+        board.hyperparameters({"model.args": {"widths": {1: 16}}}, {"loss": 1.0})
+    assert any(b"model.args.widths.1" in file.read_bytes() for file in tmp_path.iterdir())

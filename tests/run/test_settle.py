@@ -33,6 +33,7 @@ def settled(workers: int = 1, **flags: Any) -> Settled:
 
 def saved(found: Settled, step: int = 10, workers: int = 1) -> None:
     """A checkpoint of that run, as training leaves it."""
+    Path("run").mkdir(exist_ok=True)
     Store(Path("run/checkpoints"), 3).save(step, {}, found.facts() | {"world_size": workers})
 
 
@@ -103,6 +104,7 @@ def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
 def test_other_data_is_refused() -> None:
     found = settled()
     facts = found.facts() | {"world_size": 1, "samples": 1234}
+    Path("run").mkdir(exist_ok=True)
     Store(Path("run/checkpoints"), 3).save(10, {}, facts)
     with pytest.raises(RequestError, match="60 training samples now, but run was started with 1234"):
         settled()

@@ -268,7 +268,7 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
 
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
     """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
-    flags = {"model": "tests.faulty:net", "data": "tests.own:tensors", "save_dir": "run", "checkpoint_every": 1000}
+    flags = {"model": "tests.failing:net", "data": "tests.own:tensors", "save_dir": "run", "checkpoint_every": 1000}
     ended = ran(torchrun(2, restarts=3, **flags), tmp_path)
     assert ended.returncode == 1
     run = tmp_path / "run"

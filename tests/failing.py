@@ -1,0 +1,37 @@
+"""A user's network that goes wrong on one rank in one training pass, as --model names it."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor, nn
+
+
+class Failing(nn.Module):
+    """What goes wrong: raise, sleep, SIGKILL, SIGSTOP, …"""
+
+    def __init__(self, inner: nn.Module, how: str, rank: int, at: int) -> None:
+        super().__init__()
+        self.inner, self.how, self.passes = inner, how, 0
+        self.at = at if os.environ.get("RANK", "0") == str(rank) else -1
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.training and self.passes == self.at:
+            self.fault()
+        logits: Tensor = self.inner(inputs)
+        return logits
+
+    def fault(self) -> None:
+        if self.how == "raise":
+            raise ValueError("the planted fault")
+        if self.how == "sleep":
+            time.sleep(60)
+        os.kill(os.getpid(), signal.Signals[self.how])
+
+
+def net(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: int = 1, at: int = 5) -> nn.Module:
+    """One layer; its first pass is the rehearsal's, the second under DDP may be its warm-up."""
+    return Failing(nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes)), how, rank, at)
