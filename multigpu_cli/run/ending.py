@@ -8,8 +8,8 @@ from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
 from multigpu_cli.config.pinned import settings
-from multigpu_cli.faults.causes import unused_names
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.causes import unused_names
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
 from multigpu_cli.run.record import evaluate, note_fault, peak_memory, settle_writes
