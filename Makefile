@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run
 EVERY_MARK := slow or quality or browser or netns or root or gpu or not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all gpu-check lint format clean
+.PHONY: help quickstart test test-all chaos gpu-check lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,6 +21,9 @@ test: lint ## what CI runs: lint, types, unit tests, several processes, recipes,
 
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores
 	$(BIN)/pytest -m '$(EVERY_MARK)'
+
+chaos: $(VENV)/.installed-dev ## kill, stop and damage ROUNDS=5 small trainings, drawn from SEED; each must end as if nothing had been
+	$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),5) $(if $(SEED),--seed $(SEED))
 
 gpu-check: ## every way that needs a GPU, one line each, with this machine's own python3
 	$(PYTHON) tests/gpu/check.py

@@ -1,0 +1,58 @@
+"""make chaos: rounds of drawn mischief on small real trainings; each must end as the undisturbed one does.
+
+python -m tests.chaos --rounds 5 --seed 1
+python -m tests.chaos --seed 1 --only 3      # one round of that seed again
+"""
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.rounds import drawn, play, state_size, undisturbed
+from tests.chaos.verdict import repeats, wrong
+
+
+def one_round(seed: int, number: int, home: Path) -> bool:
+    """Play a round, say how it went in one line, and keep its folder if it went wrong."""
+    began, the_round, folder = time.monotonic(), drawn(seed, number), home / f"round-{number}"
+    reference = undisturbed(the_round.job, home)
+    played = play(the_round, folder, state_size(reference))
+    faults = wrong(the_round, played, folder, reference)
+    again = ",".join(str(found.steps) for found in repeats(played, the_round.job.every)) or "no"
+    verdict = "WRONG" if faults else "as undisturbed"
+    seconds = time.monotonic() - began
+    print(f"round {number}: {the_round} | {verdict}, {again} steps twice | {seconds:.0f} s", flush=True)
+    if faults:
+        print("".join(f"    {fault}\n" for fault in faults) + f"    its folder: {folder}")
+        print(f"    once more: python -m tests.chaos --seed {seed} --only {number}", flush=True)
+    else:
+        shutil.rmtree(folder)
+    return not faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--only", type=int, metavar="N", help="play round N alone")
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    asked = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    numbers = [asked.only] if asked.only else list(range(1, asked.rounds + 1))
+    home = Path(tempfile.mkdtemp(prefix=f"chaos-{asked.seed}-", dir=asked.folder))
+    print(f"seed {asked.seed}, {len(numbers)} round(s), in {home}", flush=True)
+    failed = [number for number in numbers if not one_round(asked.seed, number, home)]
+    print(f"{len(numbers) - len(failed)} of {len(numbers)} rounds ended as the undisturbed run")
+    if not failed:
+        shutil.rmtree(home)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
