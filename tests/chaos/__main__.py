@@ -44,6 +44,7 @@ def main() -> int:
     asked = parser.parse_args()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what was started is ended
     numbers = [asked.only] if asked.only else list(range(1, asked.rounds + 1))
     home = Path(tempfile.mkdtemp(prefix=f"chaos-{asked.seed}-", dir=asked.folder))
     print(f"seed {asked.seed}, {len(numbers)} round(s), in {home}", flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 from tests.together.launcher import TORCHRUN, alone, options
 
 MARK = "MULTIGPU_CHAOS"  # in the environment of every process of a round, with the round's own value
-SECONDS = 120  # more than any one launch takes on a busy machine
+SECONDS = 240  # more than any one launch takes on a busy machine
 GONE = 10.0  # seconds; a loader process looks for its parent every five
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 

@@ -28,6 +28,7 @@ class Deed:
         what: a signal's name, or "full disk".
         rank: whom it hits; None is the launcher, or the only process.
         after: steps of this attempt; None counts from its launch instead.
+        writing: then wait until a checkpoint is being written.
         seconds: later than that.
         moment: seconds until SIGCONT, after a SIGSTOP.
     """
@@ -37,12 +38,14 @@ class Deed:
     after: int | None = 20
     seconds: float = 0.0
     moment: float = 0.0
+    writing: bool = False
 
     def __str__(self) -> str:
         whom = "the launcher" if self.rank is None else f"rank {self.rank}"
         when = "start-up" if self.after is None else f"step {self.after} of the attempt"
         what = self.what if self.what == "full disk" else f"{self.what} to {whom}"
-        return f"{what} {self.seconds * 1000:.0f} ms into {when}"
+        moment = "amid the first checkpoint after" if self.writing else f"{self.seconds * 1000:.0f} ms into"
+        return f"{what} {moment} {when}"
 
     def done(self, attempt: Attempt, run: Path, before: int) -> bool:
         """Wait for the moment, and do it; False where it could not be done.
@@ -54,6 +57,8 @@ class Deed:
             wanted = (before + 1, self.after)
             if not attempt.wait_for(lambda: progress(run) >= wanted):
                 return False
+        if self.writing and not attempt.wait_for(lambda: any(run.glob("checkpoints/.draft_*"))):
+            return False
         time.sleep(self.seconds)
         if self.what == "full disk":
             fill(run.parent)
@@ -130,9 +135,10 @@ def fill(disk: Path) -> None:
 
 
 def a_kill(dice: random.Random, workers: int) -> Deed:
-    """A worker is gone from one moment to the next; now and then just while a checkpoint is being written."""
-    after = dice.choice([dice.randrange(4, 35), 10 * dice.randrange(1, 4)])
-    return Deed("SIGKILL", dice.randrange(workers), after, dice.uniform(0, 0.03))
+    """A worker is gone from one moment to the next; now and then rank 0, just while it writes a checkpoint."""
+    if dice.random() < 0.25:
+        return Deed("SIGKILL", 0, dice.randrange(4, 35), writing=True)
+    return Deed("SIGKILL", dice.randrange(workers), dice.randrange(4, 35), dice.uniform(0, 0.03))
 
 
 def a_pause(dice: random.Random, workers: int) -> Deed:

@@ -219,6 +219,10 @@ def undisturbed(job: Job, home: Path, workers: int = 2) -> Path:
     folder = home / f"undisturbed-{job.name}-{workers}"
     if not folder.exists():
         attempt = Attempt(job.command("torchrun", workers, folder / "run"), uuid4().hex, folder, "act")
-        if (code := attempt.exit_code()) != 0:
+        try:
+            code = attempt.exit_code()
+        finally:
+            end_all(attempt.mark)
+        if code != 0:
             raise RuntimeError(f"the undisturbed run ended with {code}: {attempt.output.read_text()}")
     return folder / "run"

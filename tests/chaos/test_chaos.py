@@ -14,7 +14,7 @@ from tests.chaos.__main__ import one_round
 from tests.chaos.job import Job
 from tests.chaos.mischief import Deed, Harm, a_kill
 from tests.chaos.rounds import Act, Played, Round, drawn, play, state_size, undisturbed
-from tests.chaos.verdict import repeated_too_much, repeats, wrong
+from tests.chaos.verdict import left_over, repeated_too_much, repeats, wrong
 from tests.trained import trained
 
 KILLED_TWICE = Round(  # the second launch is a single process: few imports of torch, and another number of workers
@@ -30,7 +30,7 @@ KILLED_TWICE = Round(  # the second launch is a single process: few imports of t
 )
 
 
-SEED = 11  # its first thirty rounds do everything that there is
+SEED = 20  # its first thirty rounds do everything that there is
 
 
 class Looked(NamedTuple):
@@ -222,12 +222,21 @@ def test_a_planted_fault_is_found(name: str, short: Looked, tmp_path: Path) -> N
     assert any(told in fault for fault in faults), faults
 
 
-def test_temporary_files_count_where_the_launcher_could_remove_them(short: Looked, tmp_path: Path) -> None:
-    shutil.copytree(short.home, tmp_path / "home")
-    (tmp_path / "home/tmp/multigpu-x").write_text("")
-    killed, in_peace = (replace(KILLED_TWICE, acts=acts) for acts in (KILLED_TWICE.acts, KILLED_TWICE.acts[1:]))
-    told = [wrong(each, short.played, tmp_path / "home", short.reference) for each in (killed, in_peace)]
-    assert [sum("TMPDIR: multigpu-x" in fault for fault in faults) for faults in told] == [0, 1]
+@pytest.mark.parametrize(
+    ("deeds", "ends", "found"),
+    [
+        ((Deed("SIGTERM"),), "stopped", {"multigpu-x", "pymp-x"}),
+        ((Deed("SIGKILL", 1),), "completed", {"multigpu-x"}),
+        ((Deed("SIGKILL"),), "killed", set()),
+    ],
+)
+def test_temporary_files_count_unless_their_owner_was_killed(
+    deeds: tuple[Deed, ...], ends: str, found: set[str], tmp_path: Path
+) -> None:
+    for name in ("torchelastic_x", "multigpu-x", "pymp-x"):
+        (tmp_path / "tmp" / name).mkdir(parents=True)
+    told = left_over(tmp_path, (Act(2, deeds, ends), Act(2)))
+    assert {text.removeprefix("left over in TMPDIR: ") for text in told} == found
 
 
 def attempt(begins: int, *steps: int, seconds: float = 1.0) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.chaos.job import lines
-from tests.chaos.rounds import Played, Round
+from tests.chaos.rounds import Act, Played, Round
 
 WRITING = 1.0  # seconds; a checkpoint that was begun less than that before a kill need not be whole
 _CURVE = ("loss", "grad_norm", "lr", "samples", "epoch")
@@ -26,7 +26,7 @@ def wrong(the_round: Round, played: list[Played], home: Path, reference: Path) -
     found = [f"act {place}: {fault}" for place, part in enumerate(played, 1) for fault in of_an_act(the_round, part)]
     found += repeated_too_much(played, the_round.job.every)
     found += results_apart(run, reference, the_round.job.steps, same_bits=same_bits)
-    found += left_over(home, launcher_killed=any(act.ends in ("killed", "early") for act in the_round.acts))
+    found += left_over(home, the_round.acts)
     return [*found, *damaged_and_lost(run, played)]
 
 
@@ -153,14 +153,18 @@ def results_apart(run: Path, reference: Path, steps: int, *, same_bits: bool) ->
         yield f"the journal ends with {ends}"
 
 
-def left_over(home: Path, *, launcher_killed: bool) -> Iterator[str]:
-    """Drafts and temporary files; of a launcher that was killed, its own may stay."""
+def left_over(home: Path, acts: tuple[Act, ...]) -> Iterator[str]:
+    """Drafts in the run folder, and temporary files but those of processes that were killed with no time to tidy up."""
     run = home / "run"
     for path in run.rglob("*"):
         if "draft" in path.name or path.suffix == ".tmp" or (path.name.startswith(".") and path.name != ".lock"):
             yield f"left over: {path.relative_to(run)}"
+    excused = ["torch"]  # torchrun's own and the compiler's, which they never remove
+    if any(deed.what == "SIGKILL" for act in acts for deed in act.deeds):
+        excused.append("pymp-")  # a worker's sockets to its loaders
+    launcher_killed = any(act.ends in ("killed", "early") for act in acts)
     for path in (home / "tmp").iterdir() if not launcher_killed else ():
-        if not path.name.startswith("torch"):  # torchrun's and the compiler's own, which they never remove
+        if not path.name.startswith(tuple(excused)):
             yield f"left over in TMPDIR: {path.name}"
 
 
