@@ -1,0 +1,141 @@
+"""DDP on two gloo workers: our step against raw DistributedDataParallel, and against what the hardware allows.
+
+    python -m benchmarks.ddp
+
+The MLP shows what we add to a short step (CPU time of all threads, both ranks). The convnet at global batch 128 shows
+how much of the communication hides behind backward (wall time): its bound is the greater of the same step without
+communication and of one all-reduce of all gradients, as if the two overlapped perfectly.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.end_to_end import ready
+from benchmarks.jobs import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
+from benchmarks.pairs import STRETCH, Row, Seconds, program
+from multigpu_cli.models.convnet import build
+from multigpu_cli.runtime.world import Rendezvous
+
+WORKERS = 2
+Rivals = dict[str, Callable[[], object]]
+
+
+def measure(tiny: bool = False) -> list[Row]:
+    return [*_mlp(16 if tiny else 350), *_convnet(4 if tiny else 8, 16 if tiny else 128)]
+
+
+def _mlp(turns: int) -> list[Row]:
+    found = _raced("mlp", turns, BATCH)
+    return [
+        found.ratio("DDP, MLP: raw / itself (control)", "control", "raw"),
+        found.micro("DDP, MLP: raw step, fused and clipped, both ranks", "raw"),
+        found.ratio("DDP, MLP: ours at defaults / raw, both fused and clipped", "ours", "raw", aim=1.03),
+        found.over("DDP, MLP: ours at defaults over raw, both ranks", "ours", "raw"),
+        found.ratio("DDP, MLP: ours at defaults / raw out of the box", "ours", "out of the box", aim=0.87),
+    ]
+
+
+def _convnet(turns: int, batch: int) -> list[Row]:
+    found = _raced("convnet", turns, batch)
+    bound = list(map(max, found.of["compute"], found.of["all-reduce"]))
+    found.of["bound"] = bound
+    name = f"DDP, convnet, global batch {batch}"
+    return [
+        found.micro(f"{name}: the bound, a step (wall)", "bound"),
+        found.ratio(f"{name}: bound / ours", "bound", "ours", aim=0.97, at_least=True),
+        found.ratio(f"{name}: bound / raw DDP", "bound", "raw"),
+    ]
+
+
+def _raced(job: str, turns: int, batch: int) -> Seconds:
+    """Both ranks' turns: CPU seconds added up, wall seconds of the slower one."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        context = get_context("spawn")
+        arguments = (store.port, job, turns, batch, Path(folder))
+        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORKERS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    together = Seconds()
+    joined = sum if job == "mlp" else max
+    together.of = {side: list(map(joined, zip(*(one[side] for one in every), strict=True))) for side in every[0]}
+    return together
+
+
+def _rank(rank: int, port: int, job: str, turns: int, batch: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = Rendezvous(rank, WORKERS, rank, WORKERS, "localhost", port, 0, agent_store=True)
+    flags = {"mlp": MLP, "convnet": PICTURES | {"model": "convnet"}}[job]
+    flags = flags | {"batch_size": str(batch // WORKERS), "epochs": "1000", "max_steps": str(turns * STRETCH)}
+    seconds = Seconds(time.process_time if job == "mlp" else time.perf_counter)
+    rivals = _short() if job == "mlp" else _long(batch // WORKERS)
+    against(rivals, flags, folder / "run", seconds, meeting)
+    (folder / f"{rank}.json").write_text(json.dumps(seconds.of))
+    os._exit(0)
+
+
+def _raw(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _late(build: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """A rival that is built at its first step, when there is a process group."""
+    built: list[Callable[[], None]] = []
+
+    def step() -> None:
+        if not built:
+            built.append(build())
+        built[0]()
+
+    return step
+
+
+def _short() -> Rivals:
+    data = vectors("train")
+    assert data is not None
+
+    def raw(fused: bool, max_norm: float | None) -> Callable[[], None]:
+        model = mlp()
+        batches = shuffled(data, BATCH // WORKERS)
+        return one_step(_raw(model), adamw(model, fused=fused), batches, max_norm=max_norm)
+
+    return {
+        "raw": _late(lambda: raw(True, MAX_NORM)),
+        "control": _late(lambda: raw(True, MAX_NORM)),
+        "out of the box": _late(lambda: raw(False, None)),
+    }
+
+
+def _long(batch: int) -> Rivals:
+    """The limit's parts in the fastest exact form: channels_last, fused."""
+
+    def network() -> nn.Module:
+        return build(SHAPE, 10).to(memory_format=torch.channels_last)
+
+    def stepping(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
+        model = network()
+        return one_step(wrap(model), adamw(model, fused=True), ready(batch, channels_last=True))
+
+    gradients = torch.zeros(sum(p.numel() for p in network().parameters()))
+    return {
+        "raw": _late(lambda: stepping(_raw)),
+        "compute": _late(lambda: stepping(lambda model: model)),
+        "all-reduce": lambda: dist.all_reduce(gradients),
+    }
+
+
+if __name__ == "__main__":
+    program(measure, __doc__)

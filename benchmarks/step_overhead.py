@@ -1,0 +1,93 @@
+"""What our loop adds to a step of a small MLP, against the same steps written by hand.
+
+    python -m benchmarks.step_overhead
+
+A whole run at its defaults (journal, progress, TensorBoard, non-finite check, signal check, checkpoints), and our bare
+step, each against a hand-written loop on the same tensors with the same optimizer.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from benchmarks.jobs import MAX_NORM, MLP, Arena, Rivals, against, hand_written
+from benchmarks.pairs import STRETCH, Row, Seconds, alternate, program
+from multigpu_cli.checkpoint.run_folder import owned
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.engine import step
+from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.run.learner import build_learner
+from multigpu_cli.run.parts import Run, assemble
+from multigpu_cli.run.settle import settle
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+
+
+def measure(tiny: bool = False) -> list[Row]:
+    torch.set_num_threads(1)
+    turns = 16 if tiny else 704
+    return [*_bare(turns), *_at_defaults(turns)]
+
+
+def _at_defaults(turns: int) -> list[Row]:
+    rivals: dict[str, Callable[[], object]] = {
+        "same job": hand_written(fused=True, max_norm=MAX_NORM),
+        "control": hand_written(fused=True, max_norm=MAX_NORM),
+        "unclipped": hand_written(fused=True),
+        "out of the box": hand_written(fused=False),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        flags = MLP | {"epochs": "1000", "max_steps": str(turns * STRETCH)}
+        found = against(rivals, flags, Path(folder), Seconds())
+    return [
+        found.micro("hand-written step, fused AdamW", "unclipped"),
+        found.micro("our step at defaults", "ours"),
+        found.ratio("control: hand-written / itself", "control", "same job"),
+        found.ratio("defaults / hand-written, both fused and clipped", "ours", "same job", aim=1.06),
+        found.over("defaults over hand-written, both fused and clipped", "ours", "same job"),
+        found.ratio("defaults / hand-written, fused, ours alone clips", "ours", "unclipped"),
+        found.ratio("defaults / hand-written out of the box", "ours", "out of the box", aim=0.68),
+    ]
+
+
+def _bare(turns: int) -> list[Row]:
+    """The step alone: no clipping on either side, nothing watched and nothing written."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        run = _assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
+        ours = _steps(run)
+        sides = {
+            "ours": lambda: next(ours),
+            "theirs": hand_written(fused=True),
+            "control": hand_written(fused=True),
+        }
+        found = alternate(sides, turns)
+    return [
+        found.ratio("control of the bare step", "control", "theirs"),
+        found.ratio("bare / hand-written, both fused", "ours", "theirs", aim=1.03),
+        found.over("bare over hand-written, both fused", "ours", "theirs"),
+    ]
+
+
+def _steps(run: Run) -> Iterator[None]:
+    number = 0
+    while True:
+        epoch = number // run.plan.batches.steps_per_epoch
+        for work in run.train.epoch(run.plan.batches, epoch, 0, 0, 1):
+            step(run, number, work)
+            number += 1
+            yield
+
+
+def _assembled(flags: dict[str, str], stack: ExitStack) -> Run:
+    config = resolve(flags, [], None)
+    choice, world = Choice("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
+    learner = build_learner(settle(config, choice, world, attempt=0), choice, world)
+    stack.enter_context(owned(Path(flags["save_dir"])))
+    return assemble(learner, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), stack)
+
+
+if __name__ == "__main__":
+    program(measure, __doc__)

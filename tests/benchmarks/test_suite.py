@@ -1,0 +1,48 @@
+"""Every benchmark runs in a tiny setting and says what it should; how fast it was is nobody's business here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pairs import Row, Seconds, alternate, row, table, tenth
+from benchmarks.suite import last_recorded, part
+
+
+@pytest.mark.parametrize("name", ["step_overhead", pytest.param("startup", marks=pytest.mark.slow)])
+def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
+    rows = part(name, tiny=True)
+    assert all(each.least <= each.value <= each.most for each in rows)
+    assert any(each.aim is not None for each in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data_path", "end_to_end", "ddp", "peers"])
+def test_the_longer_ones_too(name: str) -> None:
+    assert part(name, tiny=True)
+
+
+def test_sides_take_turns_and_the_first_step_of_a_turn_is_not_counted() -> None:
+    calls: list[str] = []
+    ticks = iter(range(1000))
+    found = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, lambda: next(ticks))
+    assert "".join(calls) == "aaaabbbb" * 2
+    assert {side: len(values) for side, values in found.of.items()} == {"a": 6, "b": 6}
+
+
+def test_a_ratio_is_that_of_the_blocks_tenth_percentiles() -> None:
+    seconds = Seconds()
+    seconds.of = {"ours": [3.0] * 99 + [50.0], "theirs": [2.0] * 100}
+    found = seconds.ratio("r", "ours", "theirs", aim=1.2)
+    assert (found.value, found.least, found.most) == (1.5, 1.5, 1.5)
+    assert found.verdict == "≤ 1.2 missed"
+    assert tenth([5, 1, 4, 2, 3, 9, 8, 7, 6, 0, 10]) == 1
+
+
+def test_the_table_stands_beside_the_last_result(tmp_path: Path) -> None:
+    for name, time, value in (("a", 2.0, 1.5), ("b", 1.0, 1.7)):
+        rows = [vars(Row("figure one", value, value, value))]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"time": time, "rows": rows}))
+    text = table([row("figure one", [1.0, 2.0, 3.0])], last_recorded(tmp_path))
+    assert text.splitlines()[1].split() == ["figure", "one", "2", "1", "…", "3", "ratio", "1.5"]
+    assert last_recorded(tmp_path / "nowhere") == {}
