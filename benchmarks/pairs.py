@@ -124,14 +124,8 @@ def spent(arguments: Sequence[str], *, code: int | None = 0) -> Spent:
     Args:
         code: the exit code that it must have; None for any.
     """
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | ONE_THREAD | dict(environ or {}),
-        stdout=null,
-        stderr=null,
-    )
+    null, environ = subprocess.DEVNULL, os.environ | ONE_THREAD
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environ, stdout=null, stderr=null)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if code is not None and process.returncode != code:
