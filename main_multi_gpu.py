@@ -150,6 +150,23 @@ def export(
     return exporting
 
 
+@app.command(cls=Command)
+def status(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", help="folders of runs, or of folders")] = None,
+    again: Annotated[bool, typer.Option("--watch", help="redraw until none of them is at work")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON; with --watch one line each time")] = False,
+) -> Action:
+    """Say how far runs are, how fast, and what is wrong with them; without RUN, those under checkpoints/."""
+
+    def shown() -> int:
+        from multigpu_cli.commands.status import watch
+
+        watch(runs or [], as_json=as_json, repeat=again)
+        return 0
+
+    return shown
+
+
 def _train(values: Mapping[str, Any]) -> int:
     if values["version"]:
         _print(_version())

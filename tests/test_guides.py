@@ -157,7 +157,8 @@ def test_links_lead_somewhere(guide: Path) -> None:
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
 def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
-    ours = {flag for option in typer.main.get_command(main_multi_gpu.app).params for flag in option.opts}
+    group = typer.main.get_group(main_multi_gpu.app)
+    ours = {flag for each in (group, *group.commands.values()) for option in each.params for flag in option.opts}
     assert [line for line in prose(guide).splitlines() if line.count("`") % 2] == []  # code that spans lines hides
     for code in CODE.findall(prose(guide)):
         if PLACE.fullmatch(code):

@@ -35,6 +35,7 @@ def open_run(run: Run, faults: list[str]) -> None:
         "start",
         plan=run.plan.as_dict(),
         world_size=run.world.size,
+        host=platform.node(),
         devices=[str(device) for device in run.choice.devices],
         data=run.train.where,
         versions={"torch": torch.__version__, "python": platform.python_version()},

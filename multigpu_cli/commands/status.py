@@ -1,0 +1,197 @@
+"""What runs where, how far it is and what is wrong with it, from the journals alone: while runs live, and after."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.history import JOURNAL, Attempt, History, history_of, runs_under
+from multigpu_cli.monitor.journal import valid_json
+
+HOME = "checkpoints"
+_PATIENCE = 60.0  # seconds of silence that are nothing unusual
+_FIRST_PATIENCE = 600.0  # before the first line: loading, compiling
+_REFRESH = 2.0  # seconds
+_REPAINT = "\x1b[H\x1b[2J"
+_RUNNING = ("starting", "running")
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run, now.
+
+    Attributes:
+        state: starting, running, completed, stopped, failed, or died (gone without a word).
+        step, total_steps: optimizer steps done and planned.
+        samples_per_second: of the last window of the journal.
+        eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
+        checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
+        silent_seconds: since the last line.
+        alarms: what somebody should look at.
+    """
+
+    run: str
+    state: str
+    host: str | None
+    strategy: str | None
+    workers: int | None
+    device: str | None
+    step: int
+    total_steps: int | None
+    epoch: int | None
+    loss: float | None
+    val: dict[str, float]
+    samples_per_second: float | None
+    eta_seconds: float | None
+    checkpoint_step: int | None
+    checkpoint_age: float | None
+    silent_seconds: float
+    attempts: int
+    alarms: list[str] = field(default_factory=list)
+
+
+def chosen(names: Sequence[str]) -> list[Path]:
+    """The run folders that these names stand for; without names, those under checkpoints/.
+
+    Raises:
+        RequestError: no run there.
+    """
+    found: list[Path] = []
+    for name in names or [HOME]:
+        here = runs_under(Path(name))
+        if not here:
+            raise RequestError(
+                f"{name}: no run there, that is no journal.jsonl in it or up to two levels below",
+                remedy="the --save-dir of a run, or a folder of runs",
+            )
+        found += [run for run in here if run not in found]
+    return found
+
+
+def status_of(run: Path, now: float) -> Status:
+    """What the journal of a run says at time `now` (Unix seconds)."""
+    history = history_of(run)
+    begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
+    attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
+    plan, last = history.plan, history.last_train or {}
+    state = _state(run, history, attempt)
+    silent = max(0.0, now - attempt.last)
+    saved = history.checkpoints[-1] if history.checkpoints else {}
+    evals = {split: event for (_, split), event in sorted(history.evals.items())}
+    return Status(
+        run=str(run),
+        state=state,
+        host=attempt.start.get("host"),
+        strategy=plan.get("strategy"),
+        workers=plan.get("workers"),
+        device=plan.get("device"),
+        step=history.step,
+        total_steps=plan.get("total_steps"),
+        epoch=last.get("epoch"),
+        loss=_float(last.get("loss")),
+        val={name: value for name, value in evals.get("val", {}).items() if name in ("loss", "accuracy")},
+        samples_per_second=_float(last.get("samples_per_second")),
+        eta_seconds=_eta(history, attempt, now) if state in _RUNNING else None,
+        checkpoint_step=saved.get("step"),
+        checkpoint_age=max(0.0, now - saved["time"]) if saved else None,
+        silent_seconds=silent,
+        attempts=len(history.attempts),
+        alarms=list(_alarms(history, attempt, state, silent)),
+    )
+
+
+def watch(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
+    """Show the runs once, or again and again until none of them is at work."""
+    while True:
+        found = [status_of(run, time.time()) for run in chosen(names)]
+        if as_json:
+            print(valid_json([asdict(status) for status in found], indent=None if repeat else 2), flush=True)
+        else:
+            print((_REPAINT if repeat else "") + "\n".join(lines(found)), flush=True)
+        if not repeat or not any(status.state in _RUNNING for status in found):
+            return
+        time.sleep(_REFRESH)
+
+
+def lines(found: Sequence[Status]) -> Iterator[str]:
+    """Two lines a run, and one more for each alarm."""
+    wide = max(len(status.run) for status in found)
+    for status in found:
+        total = f"/{status.total_steps:,}" if status.total_steps else ""
+        parts = [f"{status.run:<{wide}}  {status.state:<9}  step {status.step:,}{total}"]
+        parts += [f"epoch {status.epoch}"] if status.epoch is not None else []
+        parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
+        parts += [f"val {name} {value:.4g}" for name, value in status.val.items()]
+        parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
+        parts += [f"{duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
+        yield "  ".join(parts)
+        where = f"{status.strategy}, {status.workers} worker(s), {status.device}"
+        where += f" on {status.host}" if status.host else ""
+        saved = "no checkpoint yet"
+        if status.checkpoint_age is not None:
+            saved = f"checkpoint of step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago"
+        tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
+        yield f"  {where}; {saved}; last line {duration(status.silent_seconds)} ago{tries}"
+        yield from (f"  ! {alarm}" for alarm in status.alarms)
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 20 s', '5 h 12 min', '3 d 4 h'."""
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return f"{seconds:.0f} s"
+
+
+def _state(run: Path, history: History, attempt: Attempt) -> str:
+    if attempt.end:
+        return str(attempt.end.get("status"))
+    if is_locked(run):
+        begun = any(event["time"] >= attempt.start["time"] for event in history.train.values())
+        return "running" if begun else "starting"
+    return "died"
+
+
+def _eta(history: History, attempt: Attempt, now: float) -> float | None:
+    """Seconds to the planned end, at the pace of this attempt's last lines."""
+    recent = [event for _, event in sorted(history.train.items()) if event["time"] >= attempt.start["time"]][-20:]
+    total = history.plan.get("total_steps")
+    if not recent or not total:
+        return None
+    first, last = recent[0], recent[-1]
+    pace = float(last.get("step_ms", 0.0)) / 1e3
+    if last["step"] > first["step"]:
+        pace = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    left: float = (total - last["step"]) * pace - (now - last["time"])
+    return max(0.0, left)
+
+
+def _alarms(history: History, attempt: Attempt, state: str, silent: float) -> Iterator[str]:
+    if state in _RUNNING:
+        patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
+        if silent > patience:
+            usual = f"until now the longest silence was {duration(attempt.longest_silence)}"
+            yield f"stalled: nothing written for {duration(silent)}; {usual}"
+    if state == "died":
+        at = history.checkpoints[-1]["step"] if history.checkpoints else None
+        again = f"goes on from step {at}" if at is not None else "starts anew, since there is no checkpoint"
+        yield f"died: no process holds the folder and the journal has no end; the same command again {again}"
+    if state == "failed":
+        yield "failed: summary.json says why"
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for fault in history.faults:
+        kinds.setdefault(str(fault.get("kind")), []).append(fault)
+    for kind, faults in kinds.items():
+        times = f" ({len(faults)} times)" if len(faults) > 1 else ""
+        yield f"{kind}{times}: at step {faults[-1].get('step')}: {faults[-1].get('action')}"
+    loss = (history.last_train or {}).get("loss")
+    if isinstance(loss, str):
+        yield f"the loss is {loss}"
+
+
+def _float(value: Any) -> float | None:
+    """A number of the journal; non-finite ones stand there as words."""
+    return None if value is None else float(value)

@@ -1,0 +1,117 @@
+"""What the journal of a run tells afterwards: its attempts, and the lines that count; without torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.monitor.journal import Event, read
+
+JOURNAL = "journal.jsonl"
+
+
+@dataclass
+class Attempt:
+    """From one start of the processes to whatever ended them.
+
+    Attributes:
+        start: the `start` event.
+        last: time of the last event.
+        resumed_at: the step it went on from, 0 where it began anew.
+        end: the `end` event; None while it runs, or if it was killed.
+        longest_silence: seconds between two of its events.
+    """
+
+    start: Event
+    last: float
+    resumed_at: int = 0
+    end: Event | None = None
+    longest_silence: float = 0.0
+
+
+@dataclass
+class History:
+    """One journal, folded.
+
+    Attributes:
+        attempts: in order; the last one may still be running.
+        train, evals: the events that count, by step (and split): after a resume, steps beyond it are written anew.
+        checkpoints, faults: all of them, of every attempt.
+    """
+
+    attempts: list[Attempt] = field(default_factory=list)
+    train: dict[int, Event] = field(default_factory=dict)
+    evals: dict[tuple[int, str], Event] = field(default_factory=dict)
+    checkpoints: list[Event] = field(default_factory=list)
+    faults: list[Event] = field(default_factory=list)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Of the last attempt."""
+        return self.attempts[-1].start.get("plan", {}) if self.attempts else {}
+
+    @property
+    def last_train(self) -> Event | None:
+        return self.train[max(self.train)] if self.train else None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are known to be done."""
+        if not self.attempts:
+            return 0
+        ended = int((self.attempts[-1].end or {}).get("step", 0))
+        return max([self.attempts[-1].resumed_at, ended, *self.train, *(step for step, _ in self.evals)])
+
+    def add(self, event: Event) -> None:
+        """Take over one event."""
+        if event["event"] == "start":
+            self.attempts.append(Attempt(event, event["time"]))
+            if not event.get("resumed_from"):
+                self._forget_after(0)
+            return
+        if not self.attempts:
+            return
+        now = self.attempts[-1]
+        now.longest_silence = max(now.longest_silence, event["time"] - now.last)
+        now.last = max(now.last, event["time"])
+        match event["event"]:
+            case "resume":
+                now.resumed_at = event["step"]
+                self._forget_after(event["step"])
+            case "train":
+                self.train[event["step"]] = event
+            case "eval":
+                self.evals[event["step"], event["split"]] = event
+            case "checkpoint":
+                self.checkpoints.append(event)
+            case "fault":
+                self.faults.append(event)
+            case "end":
+                now.end = event
+
+    def _forget_after(self, step: int) -> None:
+        self.train = {at: event for at, event in self.train.items() if at <= step}
+        self.evals = {place: event for place, event in self.evals.items() if place[0] <= step}
+
+
+def folded(events: Iterable[Event]) -> History:
+    """The history that a journal's events make."""
+    history = History()
+    for event in events:
+        history.add(event)
+    return history
+
+
+def history_of(folder: Path) -> History:
+    """The history of the run in a folder.
+
+    Raises:
+        FileNotFoundError: there is no journal.
+    """
+    return folded(read(folder / JOURNAL))
+
+
+def runs_under(folder: Path) -> list[Path]:
+    """Run folders at this place or up to two levels below it, oldest first."""
+    journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL)]
+    return [file.parent for file in sorted(journals, key=lambda file: file.stat().st_mtime)]

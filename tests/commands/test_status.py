@@ -1,0 +1,147 @@
+"""How far runs are, from their journals: while they live, when they hang, after they died."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import main_multi_gpu
+from multigpu_cli.checkpoint.run_folder import owned
+from multigpu_cli.commands.status import chosen, duration, lines, status_of, watch
+from multigpu_cli.errors import RequestError
+
+PLAN = {"total_steps": 100, "strategy": "ddp", "workers": 2, "device": "cpu"}
+
+
+def line(time: float, event: str, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "time": time} | fields
+
+
+def train(time: float, step: int, **more: Any) -> dict[str, Any]:
+    return line(time, "train", step=step, epoch=1, loss=1.5, step_ms=10.0, samples_per_second=640.0) | more
+
+
+BEGUN = [line(1000, "start", plan=PLAN, host="node7"), train(1010, 10), train(1030, 20)]
+
+
+def run(folder: Path, events: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "tr')
+    return folder
+
+
+def test_a_run_at_work(tmp_path: Path) -> None:
+    events = [
+        *BEGUN,
+        line(1031, "eval", step=20, split="val", loss=1.4, accuracy=0.5),
+        line(1032, "checkpoint", step=20),
+    ]
+    with owned(run(tmp_path / "a", events)):
+        found = status_of(tmp_path / "a", now=1040)
+    assert (found.state, found.step, found.total_steps, found.alarms) == ("running", 20, 100, [])
+    assert found.eta_seconds == 80 * 2 - 10  # 80 steps at the pace between the two lines, ten seconds of which are over
+    assert (found.checkpoint_step, found.checkpoint_age, found.silent_seconds) == (20, 8, 8)
+    assert "\n".join(lines([found])).splitlines() == [
+        f"{tmp_path}/a  running    step 20/100  epoch 1  loss 1.5  val loss 1.4  val accuracy 0.5  640 samples/s"
+        "  2 min 30 s left",
+        "  ddp, 2 worker(s), cpu on node7; checkpoint of step 20, 8 s ago; last line 8 s ago",
+    ]
+
+
+def test_silence_is_an_alarm_when_it_is_longer_than_usual(tmp_path: Path) -> None:
+    with owned(run(tmp_path / "a", BEGUN)):
+        assert status_of(tmp_path / "a", now=1089).alarms == []
+        (alarm,) = status_of(tmp_path / "a", now=1091).alarms
+        assert alarm == "stalled: nothing written for 1 min 1 s; until now the longest silence was 20 s"
+    with owned(run(tmp_path / "b", [*BEGUN, train(1130, 30)])):
+        assert status_of(tmp_path / "b", now=1130 + 299).alarms == [], "it was silent for 100 s before"
+        assert len(status_of(tmp_path / "b", now=1130 + 301).alarms) == 1
+    with owned(run(tmp_path / "c", BEGUN[:1])):
+        found = status_of(tmp_path / "c", now=1590)
+        assert (found.state, found.alarms, found.eta_seconds) == ("starting", [], None)
+        assert "stalled" in status_of(tmp_path / "c", now=1601).alarms[0]
+
+
+def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
+    found = status_of(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)]), now=9999)
+    assert (found.state, found.eta_seconds, len(found.alarms)) == ("died", None, 1)
+    assert "goes on from step 15" in found.alarms[0]
+    assert "starts anew" in status_of(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
+
+
+def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
+    events = [
+        *BEGUN,
+        line(1031, "fault", kind="nonfinite", action="1 step(s) skipped", step=20),
+        line(1032, "fault", kind="out of memory", action="micro-batches of 16 instead of 32", step=21),
+        line(1033, "fault", kind="nonfinite", action="2 step(s) skipped", step=30),
+        train(1034, 30, loss="NaN"),
+        line(1035, "end", status="failed", step=30),
+    ]
+    found = status_of(run(tmp_path / "a", events), now=1040)
+    assert found.state == "failed"
+    assert found.alarms == [
+        "failed: summary.json says why",
+        "nonfinite (2 times): at step 30: 2 step(s) skipped",
+        "out of memory: at step 21: micro-batches of 16 instead of 32",
+        "the loss is NaN",
+    ]
+
+
+def test_after_a_restart_the_pace_is_that_of_the_new_attempt(tmp_path: Path) -> None:
+    again = [line(5000, "start", plan=PLAN, resumed_from="x"), line(5000, "resume", step=20), train(5001, 30)]
+    with owned(run(tmp_path / "a", [*BEGUN, *again])):
+        found = status_of(tmp_path / "a", now=5001)
+    assert (found.attempts, found.step) == (2, 30)
+    assert found.eta_seconds == pytest.approx(70 * 0.01)
+
+
+def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="checkpoints: no run there"):
+        chosen([])
+    run(tmp_path / "checkpoints/digits/one", BEGUN)
+    assert chosen([]) == chosen(["checkpoints", "checkpoints/digits/one"]) == [Path("checkpoints/digits/one")]
+
+
+def test_watching_ends_with_the_last_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tmp_path / "a", [line(time.time(), "start", plan=PLAN), train(time.time(), 10)])
+    with owned(folder):
+
+        def let_it_end(_: float) -> None:
+            with open(folder / "journal.jsonl", "a") as journal:
+                journal.write("\n" + json.dumps(line(time.time(), "end", status="completed", step=100)) + "\n")
+
+        monkeypatch.setattr(time, "sleep", let_it_end)
+        watch([str(folder)], as_json=True, repeat=True)
+    states = [json.loads(said)[0]["state"] for said in capsys.readouterr().out.splitlines()]
+    assert states == ["running", "completed"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(run(tmp_path / "a", [*BEGUN, line(1031, "end", status="completed", step=100)]))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/journal.jsonl").touch()
+    assert main_multi_gpu.run(["status", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "completed"
+    assert main_multi_gpu.run(["status", str(tmp_path)]) == 0
+    assert "empty  died" in capsys.readouterr().out
+    assert main_multi_gpu.run(["status", str(tmp_path / "nothing")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59.9, "60 s"), (200, "3 min 20 s"), (18720, "5 h 12 min"), (273600, "3 d 4 h")]
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys, multigpu_cli.commands.status; print({'torch', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

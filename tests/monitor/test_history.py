@@ -1,0 +1,58 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.monitor.history import folded, history_of, runs_under
+
+
+def at(time: float, event: str, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "time": time} | fields
+
+
+FIRST = [
+    at(0, "start", plan={"total_steps": 8}, resumed_from=None),
+    at(1, "train", step=2, loss=2.0),
+    at(2, "eval", step=2, split="val", loss=2.5),
+    at(3, "checkpoint", step=2),
+    at(9, "train", step=4, loss=9.0),
+    at(9, "fault", kind="nonfinite", action="skipped", step=4),
+]
+AGAIN = [
+    at(20, "start", plan={"total_steps": 8}, resumed_from="…/step_00000002"),
+    at(20, "resume", step=2, from_world_size=2, world_size=1),
+    at(21, "train", step=3, loss=1.5),
+    at(22, "end", status="stopped", step=3),
+]
+
+
+def test_after_a_resume_only_what_counts_is_left() -> None:
+    found = folded(FIRST + AGAIN)
+    assert {step: event["loss"] for step, event in found.train.items()} == {2: 2.0, 3: 1.5}
+    assert list(found.evals) == [(2, "val")]
+    assert (found.step, len(found.checkpoints), len(found.faults)) == (3, 1, 1)
+    first, second = found.attempts
+    assert (first.end, first.last, first.longest_silence) == (None, 9, 6)
+    assert (second.resumed_at, second.last) == (2, 22)
+    assert second.end is not None
+
+
+def test_a_run_that_begins_anew_forgets_what_was() -> None:
+    found = folded([*FIRST, at(20, "start", plan={}, resumed_from=None)])
+    assert (found.train, found.evals, found.step) == ({}, {}, 0)
+
+
+def test_right_after_a_resume_its_step_is_known() -> None:
+    assert folded(FIRST + AGAIN[:2]).step == 2
+
+
+def test_runs_are_found_by_their_journals(tmp_path: Path) -> None:
+    for place in ("a/one", "b", "c/d/too-deep"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        (folder / "journal.jsonl").write_text('{"event": "start", "time": 5.0}\n')
+    assert set(runs_under(tmp_path)) == {tmp_path / "a/one", tmp_path / "b"}
+    assert runs_under(tmp_path / "b") == [tmp_path / "b"]
+    assert history_of(tmp_path / "b").attempts[0].last == 5.0
+    with pytest.raises(FileNotFoundError):
+        history_of(tmp_path)
