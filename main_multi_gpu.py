@@ -167,6 +167,25 @@ def status(
     return shown
 
 
+@app.command(cls=Command)
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="folders of runs, or of folders")],
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="where to write (default: RUN/report, ./report)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="where the files are, as JSON")] = False,
+) -> Action:
+    """Write one HTML page about a run, or about several to compare them, and its pictures as PNG files."""
+
+    def write() -> int:
+        from multigpu_cli.commands.report import reported, show
+
+        show(reported(runs, out), as_json=as_json)
+        return 0
+
+    return write
+
+
 def _train(values: Mapping[str, Any]) -> int:
     if values["version"]:
         _print(_version())

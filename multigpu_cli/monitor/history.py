@@ -20,6 +20,7 @@ class Attempt:
         resumed_at: the step it went on from, 0 where it began anew.
         end: the `end` event; None while it runs, or if it was killed.
         longest_silence: seconds between two of its events.
+        reached: the last step that it wrote of.
     """
 
     start: Event
@@ -27,6 +28,7 @@ class Attempt:
     resumed_at: int = 0
     end: Event | None = None
     longest_silence: float = 0.0
+    reached: int = 0
 
 
 @dataclass
@@ -74,6 +76,7 @@ class History:
         now = self.attempts[-1]
         now.longest_silence = max(now.longest_silence, event["time"] - now.last)
         now.last = max(now.last, event["time"])
+        now.reached = max(now.reached, event.get("step", 0))
         match event["event"]:
             case "resume":
                 now.resumed_at = event["step"]

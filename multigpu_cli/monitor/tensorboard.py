@@ -13,6 +13,22 @@ from typing import Any, BinaryIO, Self
 from multigpu_cli.monitor.lines import Warn
 
 _SYSTEM = {"samples_per_second", "data_wait_share", "comm_share", "memory", "step_ms"}
+_LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names of tags are patterns
+    "Learning": {
+        "loss": ["Multiline", ["train/loss", "val/loss"]],
+        "validation accuracy": ["Multiline", ["val/accuracy"]],
+        "learning rate": ["Multiline", ["train/lr"]],
+        "gradient norm": ["Multiline", ["train/grad_norm"]],
+    },
+    "Speed": {
+        "samples per second": ["Multiline", ["system/samples_per_second"]],
+        "milliseconds per optimizer step": ["Multiline", ["system/step_ms"]],
+        "share of time spent waiting": ["Multiline", ["system/data_wait_share", "system/comm_share"]],
+    },
+    "Workers": {
+        "peak memory, bytes, one curve a rank": ["Multiline", ["system/memory/.*"]],
+    },
+}
 _POSITION = {"event", "time", "step", "samples", "split"}
 
 
@@ -115,11 +131,13 @@ class TensorBoard:
     def _head(self) -> Iterator[Any]:
         """What each event file begins with."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from torch.utils.tensorboard.summary import custom_scalars
 
         yield Event(wall_time=time.time(), file_version="brain.Event:2")
         if self._replaced_from is not None:
             again, self._replaced_from = self._replaced_from, None
             yield Event(wall_time=time.time(), step=again, session_log=SessionLog(status=SessionLog.START))
+        yield Event(wall_time=time.time(), step=self._step, summary=custom_scalars(_LAYOUT))
         if self._plan:
             yield Event(wall_time=time.time(), step=self._step, summary=_text("plan", self._plan))
 

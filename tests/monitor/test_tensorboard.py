@@ -1,6 +1,8 @@
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.tensorboard import TensorBoard
 from tests import faulty
+from tests.browser import pixels, screenshot
 from tests.forked import exit_code
 
 
@@ -116,3 +119,41 @@ def test_any_name_of_a_setting_is_shown(tmp_path: Path) -> None:
     with TensorBoard(tmp_path) as board:
         board.hyperparameters({"model.args": {"widths": {1: 16}}}, {"loss": 1.0})
     assert any(b"model.args.widths.1" in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def write_a_run(folder: Path) -> None:
+    with TensorBoard(folder) as board, Journal(None, [board]) as journal:
+        for step in range(1, 60):
+            rates = {"samples_per_second": 900.0 + step, "step_ms": 30.0, "data_wait_share": 0.1}
+            journal.write("train", step=step, loss=2 / step, lr=0.1, grad_norm=1.0, memory=[step, 2 * step], **rates)
+        journal.write("eval", epoch=1, step=59, split="val", loss=1.5, accuracy=0.75, samples=180)
+
+
+def test_every_chart_of_the_layout_has_a_curve(tmp_path: Path) -> None:
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    write_a_run(tmp_path)
+    found = stored(tmp_path)
+    layout = Layout()
+    layout.ParseFromString(found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = [chart for category in layout.category for chart in category.chart]
+    assert len(charts) >= 8
+    for chart in charts:
+        patterns = list(chart.multiline.tag)
+        assert any(re.fullmatch(patterns[0], tag) for tag in found.Tags()["scalars"]), chart.title
+
+
+@pytest.mark.browser
+def test_the_page_shows_curves(tmp_path: Path) -> None:
+    """TensorBoard's own page with our layout: its one run is drawn in orange."""
+    write_a_run(tmp_path / "run")
+    command = [sys.executable, "-W", "ignore", "-m", "tensorboard.main", "--logdir", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            said = next(line for line in server.stderr or () if " at http" in line)
+            address = said.partition(" at ")[2].split()[0] + "?darkMode=false#custom_scalars"
+            time.sleep(5)  # it reads the files in a thread of its own
+            image = screenshot(address, tmp_path / "page.png", width=1200, height=1400, wait_ms=20_000)
+        finally:
+            server.kill()
+    assert pixels(image, "#ff7043") > 2500

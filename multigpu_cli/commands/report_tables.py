@@ -1,0 +1,183 @@
+"""The tables of a report: labels and cells, one column a run; what is unknown is an empty cell."""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from multigpu_cli.commands.report_run import Told
+from multigpu_cli.commands.status import duration
+from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.monitor.result import label, measure, number
+
+Row = tuple[str, list[str]]
+
+
+class Table(NamedTuple):
+    """A heading, the names of its columns, and rows of a label and cells."""
+
+    title: str
+    columns: list[str]
+    rows: list[Row]
+
+
+def outcome(runs: Sequence[Told]) -> Table:
+    """How the runs ended."""
+    final = [(run.summary.get("final") or {}) for run in runs]
+    names = dict.fromkeys(name for each in final for name, value in each.items() if value is not None)
+    ordered = sorted(names, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
+    rows: list[Row] = [("status", [run.status for run in runs])]
+    rows += [(label(name), [_measured(name, each.get(name)) for each in final]) for name in ordered]
+    rows += [
+        ("best epoch", [_cell((run.summary.get("best") or {}).get("epoch")) for run in runs]),
+        ("optimizer steps", [f"{run.history.step:,}" for run in runs]),
+        ("training time", [_seconds(run.summary.get("train_seconds")) for run in runs]),
+        ("start-up", [_seconds(run.summary.get("startup_seconds")) for run in runs]),
+        ("samples per second", [_whole(run.summary.get("samples_per_second")) for run in runs]),
+        ("step, median", [_milliseconds(run, "p50") for run in runs]),
+        ("step, 95 % within", [_milliseconds(run, "p95") for run in runs]),
+        ("peak memory per worker", [_memory(run) for run in runs]),
+        ("attempts", [str(len(run.history.attempts)) for run in runs]),
+        ("faults", [str(len(run.history.faults)) for run in runs]),
+        ("fingerprint", [run.summary.get("fingerprint") or "" for run in runs]),
+    ]
+    return Table("Result", [run.name for run in runs], _filled(rows))
+
+
+def headline(run: Told) -> list[tuple[str, str]]:
+    """The few numbers that one looks for first."""
+    rows = {name: cells[0] for name, cells in outcome([run]).rows}
+    measures = ["test accuracy", "val accuracy", "test loss", "val loss"]
+    wanted = ["status", *measures, "optimizer steps", "training time", "samples per second"]
+    return [(name, rows[name]) for name in wanted if name in rows][:6]
+
+
+def plan_against_reality(run: Told) -> Table:
+    """What the plan of the first start said, and what came of it."""
+    history = run.history
+    plan = history.attempts[0].start.get("plan", {}) if history.attempts else {}
+    now = history.plan
+    rates = [event["lr"] for event in history.train.values() if event.get("lr") is not None]
+    steps, per_epoch = history.step, now.get("steps_per_epoch") or 1
+    rows = [
+        ("workers", plan.get("workers"), " → ".join(_changes(a.start.get("plan", {}) for a in history.attempts))),
+        ("samples per micro-batch", plan.get("batch_size"), now.get("batch_size")),
+        ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
+        ("optimizer steps", plan.get("total_steps"), steps),
+        ("epochs", number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)), number(steps / per_epoch)),
+        ("greatest learning rate", plan.get("learning_rate"), max(rates, default=None)),
+        ("precision", plan.get("precision"), run.summary.get("precision")),
+        ("steps done twice after a restart", 0, _repeated(run)),
+    ]
+    cells = [(name, [_cell(said), _cell(came)]) for name, said, came in rows]
+    return Table(run.name, ["planned", "came"], cells)
+
+
+def happenings(run: Told) -> Table:
+    """Starts, restarts, faults and ends, by the clock."""
+    if not run.history.attempts:
+        return Table(run.name, [], [])
+    zero = run.history.attempts[0].start["time"]
+    found: list[tuple[float, str]] = []
+    for count, attempt in enumerate(run.history.attempts, 1):
+        plan, at = attempt.start.get("plan", {}), attempt.resumed_at
+        going_on = f", goes on from step {at}" if at else ""
+        words = f"attempt {count} starts: {plan.get('strategy')}, {plan.get('workers')} worker(s){going_on}"
+        found.append((attempt.start["time"], words))
+        if attempt.end:
+            found.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
+        else:
+            found.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
+    found += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
+    rows = [(f"+ {duration(when - zero)}", [what]) for when, what in sorted(found)]
+    first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(zero))
+    return Table(run.name, [f"first start {first}"], rows)
+
+
+def per_class(run: Told) -> Table:
+    """Precision, recall and F1 of each class, from the summary."""
+    rows = run.summary.get("per_class") or []
+    columns = [name for name in rows[0] if name != "class"] if rows else []
+    cells = [
+        (str(row.get("class", at)), [_class_cell(row.get(name)) for name in columns]) for at, row in enumerate(rows)
+    ]
+    return Table(run.name, columns, cells)
+
+
+def configuration(runs: Sequence[Told]) -> tuple[Table, str]:
+    """The settings in which some run differs from the defaults, and the others in one text."""
+    defaults = settings(Config())
+    names = [name for name in defaults if any(name in run.words for run in runs)]
+    told = [name for name in names if any(run.words.get(name) != defaults[name] for run in runs)]
+    rows = [(name, [*(_cell(run.words.get(name)) for run in runs), _cell(defaults[name])]) for name in told]
+    rest = ", ".join(f"{name} {_cell(defaults[name]) or '–'}" for name in names if name not in told)
+    return Table("Configuration", [*(run.name for run in runs), "default"], rows), rest
+
+
+def environment(runs: Sequence[Told]) -> Table:
+    """Where the last attempt of each run was."""
+    starts = [run.history.attempts[-1].start if run.history.attempts else {} for run in runs]
+    versions = dict.fromkeys(name for start in starts for name in start.get("versions", {}))
+    rows: list[Row] = [
+        ("folder", [str(run.folder) for run in runs]),
+        ("contents", [_cell(run.history.plan.get("contents")) for run in runs]),
+        ("where", [_cell(run.history.plan.get("because")) for run in runs]),
+        ("host", [_cell(start.get("host")) for start in starts]),
+        ("device", [_cell(run.history.plan.get("device")) for run in runs]),
+        ("CPU threads per worker", [_cell(run.history.plan.get("threads")) for run in runs]),
+    ]
+    rows += [(name, [_cell(start.get("versions", {}).get(name)) for start in starts]) for name in versions]
+    return Table("Environment", [run.name for run in runs], _filled(rows))
+
+
+def _repeated(run: Told) -> int:
+    """Steps that were lost to restarts, as far as the journal's lines show."""
+    attempts, lost = run.history.attempts, 0
+    for before, after in pairwise(attempts):
+        lost += max(0, before.reached - after.resumed_at)
+    return lost
+
+
+def _changes(plans: Iterator[dict[str, Any]]) -> Iterator[str]:
+    before = None
+    for plan in plans:
+        if plan.get("workers") != before:
+            before = plan.get("workers")
+            yield str(before)
+
+
+def _filled(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if any(row[1])]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None or value in ({}, ()) else f"{value:,}" if type(value) is int else str(value)
+
+
+def _class_cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else _cell(value)
+
+
+def _measured(name: str, value: Any) -> str:
+    return "" if value is None else measure(name, value)
+
+
+def _seconds(value: Any) -> str:
+    return "" if value is None else duration(value)
+
+
+def _whole(value: Any) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _milliseconds(run: Told, which: str) -> str:
+    value = (run.summary.get("step_ms") or {}).get(which)
+    return "" if value is None else f"{value:.1f} ms"
+
+
+def _memory(run: Told) -> str:
+    peaks = run.summary.get("peak_memory_bytes") or []
+    return ", ".join(f"{peak / 2**30:.2f} GiB" for peak in dict.fromkeys(peaks))

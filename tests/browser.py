@@ -1,0 +1,30 @@
+"""Pages as people see them: a screenshot by headless Chromium, and how much of a colour is on it."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def screenshot(address: str, file: Path, *, width: int = 800, height: int = 3000, wait_ms: int = 2000) -> Path:
+    """Draw a page into a PNG file."""
+    program = next((found for name in _NAMES if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(_NAMES)}")
+    look = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"]
+    size = [f"--window-size={width},{height}", f"--virtual-time-budget={wait_ms}", f"--user-data-dir={file}.profile"]
+    subprocess.run(
+        [program, *look, *size, f"--screenshot={file}", address], check=True, capture_output=True, timeout=90
+    )
+    return file
+
+
+def pixels(file: Path, colour: str, *, near: float = 0.12) -> int:
+    """Pixels of about this colour ('#rrggbb')."""
+    wanted = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return int((np.abs(imread(file)[..., :3] - wanted).max(axis=-1) < near).sum())

@@ -1,0 +1,27 @@
+from pathlib import Path
+
+from multigpu_cli.commands.report_figures import pictures
+from multigpu_cli.commands.report_run import told
+from tests.commands.runs import event, interrupted_run, lines, run_folder
+
+
+def names(*folders: Path) -> list[str]:
+    return [picture.name for picture in pictures(told(folders))]
+
+
+def test_there_is_a_picture_of_everything_that_has_data(tmp_path: Path) -> None:
+    everything = "loss val_accuracy learning_rate throughput step_time waiting memory gradient_norm time_axis"
+    assert names(interrupted_run(tmp_path / "a")) == [*everything.split(), "confusion"]
+    assert names(run_folder(tmp_path / "c", [])) == []
+    assert names(run_folder(tmp_path / "d", [event(0, "start", plan={})])) == ["time_axis"]
+
+
+def test_runs_that_went_to_infinity_or_have_another_global_batch_are_drawn(tmp_path: Path) -> None:
+    """Steps of different global batches do not compare, so they are laid over samples."""
+    plan = {"global_batch_size": 64, "steps_per_epoch": 4, "samples": 100}
+    wild = [event(0, "start", plan=plan), *lines(1, 50, 0), *lines(51, 60, 50, loss="NaN", grad_norm="Infinity")]
+    runs = told([interrupted_run(tmp_path / "a"), run_folder(tmp_path / "b", wild)])
+    found = next(pictures(runs))
+    assert found.says == "Loss (dashed: validation) over training samples seen: a, b"
+    assert found.png.startswith(b"\x89PNG")
+    assert b"<svg" in found.svg

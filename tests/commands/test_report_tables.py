@@ -1,0 +1,47 @@
+from pathlib import Path
+
+from multigpu_cli.commands import report_tables
+from multigpu_cli.commands.report_run import told
+from tests.commands.runs import interrupted_run, run_folder
+
+
+def test_plan_against_reality(tmp_path: Path) -> None:
+    rows = dict(report_tables.plan_against_reality(told([interrupted_run(tmp_path / "a")])[0]).rows)
+    assert rows["workers"] == ["2", "2 → 1"]
+    assert rows["optimizer steps"] == ["40", "40"]
+    assert rows["steps done twice after a restart"] == ["0", "2"]
+    assert rows["greatest learning rate"] == ["0.1", "0.1"]
+
+
+def test_what_happened_is_told_in_order(tmp_path: Path) -> None:
+    table = report_tables.happenings(told([interrupted_run(tmp_path / "a")])[0])
+    assert [(when, what[0].partition(":")[0]) for when, what in table.rows] == [
+        ("+ 0 s", "attempt 1 starts"),
+        ("+ 24 s", "the last line of this attempt"),
+        ("+ 3 min 20 s", "attempt 2 starts"),
+        ("+ 3 min 30 s", "nonfinite at step 30"),
+        ("+ 5 min 0 s", "completed at step 40"),
+    ]
+    assert table.rows[2][1][0].endswith("1 worker(s), goes on from step 22")
+
+
+def test_settings_are_compared_with_the_defaults_and_each_other(tmp_path: Path) -> None:
+    runs = told([interrupted_run(tmp_path / "a", seed=7), interrupted_run(tmp_path / "b", epochs=3)])
+    table, rest = report_tables.configuration(runs)
+    assert table.columns == ["a", "b", "default"]
+    assert dict(table.rows) == {"seed": ["7", "42", "42"], "epochs": ["20", "3", "20"]}
+    assert "log_interval 50" in rest
+    assert "seed" not in rest
+
+
+def test_the_result_leaves_out_what_no_run_has(tmp_path: Path) -> None:
+    runs = told([interrupted_run(tmp_path / "a"), run_folder(tmp_path / "b", [])])
+    rows = dict(report_tables.outcome(runs).rows)
+    assert rows["test accuracy"] == ["97.50 %", ""]
+    assert rows["status"] == ["completed", "not over"]
+    assert rows["attempts"] == ["2", "0"]
+    assert "peak memory per worker" not in rows
+    assert report_tables.headline(runs[0])[:2] == [("status", "completed"), ("test accuracy", "97.50 %")]
+    environment = dict(report_tables.environment(runs).rows)
+    assert (environment["host"], environment["torch"]) == (["node8", ""], ["2", ""])
+    assert [row[0] for row in report_tables.per_class(runs[0]).rows] == ["cat", "<dog>"]
