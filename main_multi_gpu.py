@@ -18,8 +18,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from multigpu_cli.commands import explained
-from multigpu_cli.commands.options import Command, Group, with_train_options, written
+from multigpu_cli.commands import explained, seeing
+from multigpu_cli.commands.options import Command, Group, with_train_options, without_idle, written
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.causes import is_consequence
 from multigpu_cli.runtime import elastic
@@ -81,10 +81,7 @@ def selftest(
         from multigpu_cli.commands.request import requested
         from multigpu_cli.commands.selftest import examined, show, work
 
-        idle = {name: values[name] for name in ("dry_run", "print_config", "quiet", "verbose", "version")}
-        if flags := written(idle):
-            raise RequestError(f"selftest {flags[0]}: there is no such thing", remedy=f"selftest without {flags[0]}")
-        config = requested(values, os.environ)
+        config = requested(without_idle("selftest", values), os.environ)
         if results is not None:
             work(config, Path(results), os.environ)
             return 0
@@ -150,40 +147,7 @@ def export(
     return exporting
 
 
-@app.command(cls=Command)
-def status(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", help="folders of runs, or of folders")] = None,
-    again: Annotated[bool, typer.Option("--watch", help="redraw until none of them is at work")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON; with --watch one line each time")] = False,
-) -> Action:
-    """Say how far runs are, how fast, and what is wrong with them; without RUN, those under checkpoints/."""
-
-    def shown() -> int:
-        from multigpu_cli.commands.status import watch
-
-        watch(runs or [], as_json=as_json, repeat=again)
-        return 0
-
-    return shown
-
-
-@app.command(cls=Command)
-def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="folders of runs, or of folders")],
-    out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="where to write (default: RUN/report, ./report)")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="where the files are, as JSON")] = False,
-) -> Action:
-    """Write one HTML page about a run, or about several to compare them, and its pictures as PNG files."""
-
-    def write() -> int:
-        from multigpu_cli.commands.report import reported, show
-
-        show(reported(runs, out), as_json=as_json)
-        return 0
-
-    return write
+seeing.add_to(app, os.environ)
 
 
 def _train(values: Mapping[str, Any]) -> int:

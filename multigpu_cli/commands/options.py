@@ -94,6 +94,14 @@ def written(values: Mapping[str, Any]) -> list[str]:
     return ["--" + key.replace("_", "-") for key, value in values.items() if value not in (None, False, [])]
 
 
+def without_idle(command: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a command that takes those of a training, but can do nothing with some of them."""
+    idle = {name: values[name] for name in ("dry_run", "print_config", "quiet", "verbose", "version")}
+    if flags := written(idle):
+        raise RequestError(f"{command} {flags[0]}: there is no such thing", remedy=f"{command} without {flags[0]}")
+    return values
+
+
 def _of(setting: Setting) -> inspect.Parameter:
     kind: Any = bool if setting.default is False else list[str] if setting.default == () else str
     default = "" if setting.default in (None, False, ()) else f" [default: {_plain(setting.default)}]"

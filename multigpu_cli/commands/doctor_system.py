@@ -1,0 +1,132 @@
+"""The doctor's view of everything that is no GPU: shared memory, limits, ports, disk, cores."""
+
+import os
+import resource
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from multigpu_cli.commands.doctor_findings import Finding
+
+_SHM = Path("/dev/shm")
+_GIB = 2.0**30
+_TORCHRUN_PORT = 29500
+_WRITTEN = 64 * 2**20  # bytes
+
+
+def findings(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
+    """All of them.
+
+    Args:
+        save_dir: where a run would be saved; it need not exist.
+        workers: GPUs, or CPU processes, that share the cores.
+    """
+    yield shared_memory(_SHM)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield ports(_TORCHRUN_PORT)
+    yield host_name(socket.gethostname())
+    yield disk(save_dir)
+    yield cores_per_worker(cores, workers)
+
+
+def shared_memory(place: Path) -> Finding:
+    """Loader processes hand batches over through it, and NCCL connects processes by it."""
+    if not place.is_dir():
+        return Finding("shared memory", "not checked", f"there is no {place} here")
+    usage = shutil.disk_usage(place)
+    said = f"{place}: {usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} free"
+    small = usage.free < _GIB
+    fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {place}, or --num-workers 0" if small else ""
+    return Finding("shared memory", "warn" if small else "ok", said, fix, {"free_bytes": usage.free})
+
+
+def open_files(limits: tuple[int, int]) -> Finding:
+    """Each process, loader and connection takes some."""
+    soft, hard = limits
+    said = f"{_count(soft)} at once, at most {_count(hard)}"
+    if soft != resource.RLIM_INFINITY and soft < 4096:
+        aim = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
+        return Finding("open files", "warn", said, f"ulimit -n {aim}", {"soft": soft})
+    return Finding("open files", "ok", said, "", {"soft": soft})
+
+
+def ports(usual: int) -> Finding:
+    """Whether a listening socket can be had, and whether torchrun's own default is free."""
+    try:
+        with socket.create_server(("localhost", 0)) as server:
+            free = server.getsockname()[1]
+    except OSError as error:
+        return Finding("ports", "fail", f"no port can be opened on localhost: {error}", "ip link set lo up; /etc/hosts")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", usual)) == 0:
+            fix = "torchrun --standalone, which takes a free one"
+            return Finding("ports", "warn", f"localhost works, but {usual}, torchrun's default, is taken", fix)
+    return Finding("ports", "ok", f"localhost works (got {free}), {usual} is free")
+
+
+def host_name(name: str) -> Finding:
+    """torchrun's workers find each other by the machine's name."""
+    began = time.perf_counter()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        fix = f"echo '127.0.1.1 {name}' >> /etc/hosts"
+        return Finding("host name", "warn", f"{name} has no address ({error}): torchrun may not find it", fix)
+    seconds = time.perf_counter() - began
+    said = f"{name} is {address}, found in {1e3 * seconds:.0f} ms"
+    slow = seconds > 1
+    return Finding("host name", "warn" if slow else "ok", said, f"{name} in /etc/hosts" if slow else "")
+
+
+def disk(save_dir: Path) -> Finding:
+    """Space and the speed at which a checkpoint reaches the disk."""
+    place = next(path for path in (save_dir, *save_dir.absolute().parents) if path.exists())
+    name = f"disk ({save_dir})"
+    try:
+        rate, flush = _written(place)
+    except OSError as error:
+        return Finding(name, "fail", f"{place} can't be written: {error.strerror or error}", "another --save-dir")
+    free = shutil.disk_usage(place).free
+    said = f"{free / _GIB:.1f} GiB free, {rate / 2**20:.0f} MiB/s with fsync, {1e3 * flush:.1f} ms for a small one"
+    numbers = {"free_bytes": free, "bytes_per_second": rate, "small_fsync_seconds": flush}
+    if free < 5 * _GIB:
+        return Finding(name, "fail" if free < 0.2 * _GIB else "warn", said, "make room, or another --save-dir", numbers)
+    if rate < 20 * 2**20:
+        fix = "a local disk for --save-dir, or rarer checkpoints: --checkpoint-every 30m"
+        return Finding(name, "warn", said, fix, numbers)
+    return Finding(name, "ok", said, "", numbers)
+
+
+def cores_per_worker(cores: int, workers: int) -> Finding:
+    """Loading and launching need CPU time."""
+    said = f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {workers} worker(s)"
+    few = cores < 2 * workers
+    fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may be what limits"
+    return Finding("CPU cores", "warn" if few else "ok", said, fix if few else "", {"cores": cores})
+
+
+def _written(place: Path) -> tuple[float, float]:
+    """Bytes a second of a large file, and the median seconds of small ones, each until it is on disk."""
+    block = os.urandom(_WRITTEN)
+    with tempfile.TemporaryFile(dir=place) as file:
+        began = time.perf_counter()
+        file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        rate = len(block) / (time.perf_counter() - began)
+        small = []
+        for _ in range(5):
+            began = time.perf_counter()
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            small.append(time.perf_counter() - began)
+    return rate, statistics.median(small)
+
+
+def _count(number: int) -> str:
+    return "any number" if number == resource.RLIM_INFINITY else f"{number:,}"

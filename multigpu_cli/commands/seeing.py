@@ -1,0 +1,76 @@
+"""The commands that look: doctor, status, report; their words on the command line, and nothing heavy."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multigpu_cli.commands.options import Command, with_train_options, without_idle
+from multigpu_cli.errors import FAILED
+
+Action = Callable[[], int]
+
+
+def add_to(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Give the front door these commands."""
+    app.command(cls=Command)(_doctor(environ))
+    app.command(cls=Command)(status)
+    app.command(cls=Command)(report)
+
+
+def _doctor(environ: Mapping[str, str]) -> Callable[..., Action]:
+    @with_train_options
+    def doctor(
+        context: typer.Context, *, results: Annotated[str | None, typer.Option(hidden=True)] = None, **values: Any
+    ) -> Action:
+        """Check this machine: versions, GPUs, connections, disk; and whether a model fits. Exit code 1: not fit."""
+
+        def examine() -> int:
+            from multigpu_cli.commands.doctor import examined, show, work
+            from multigpu_cli.commands.request import requested
+
+            config = requested(without_idle("doctor", values), environ)
+            if results is not None:
+                work(config, Path(results), environ)
+                return 0
+            show(findings := examined(config, environ), as_json=values["json"])
+            return FAILED if any(finding.verdict == "fail" for finding in findings) else 0
+
+        return examine
+
+    return doctor
+
+
+def status(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", help="folders of runs, or of folders")] = None,
+    again: Annotated[bool, typer.Option("--watch", help="redraw until none of them is at work")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON; with --watch one line each time")] = False,
+) -> Action:
+    """Say how far runs are, how fast, and what is wrong with them; without RUN, those under checkpoints/."""
+
+    def shown() -> int:
+        from multigpu_cli.commands.status import watch
+
+        watch(runs or [], as_json=as_json, repeat=again)
+        return 0
+
+    return shown
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="folders of runs, or of folders")],
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="where to write (default: RUN/report, ./report)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="where the files are, as JSON")] = False,
+) -> Action:
+    """Write one HTML page about a run, or about several to compare them, and its pictures as PNG files."""
+
+    def write() -> int:
+        from multigpu_cli.commands.report import reported, show
+
+        show(reported(runs, out), as_json=as_json)
+        return 0
+
+    return write

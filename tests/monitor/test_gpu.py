@@ -1,0 +1,53 @@
+import sys
+
+import pytest
+
+from multigpu_cli.monitor import gpu
+from multigpu_cli.monitor.gpu import NoNvml, Tenant, driver, gpus, links, opened
+from tests.nvml import GIB, Nvml, a100, t4
+
+
+def test_what_a_gpu_says() -> None:
+    (found,) = gpus(Nvml([a100(used=9 * GIB, busy=97, tenants=[(4321, 8 * GIB), (4322, None)])]))
+    assert (found.number, found.name, found.uuid) == (0, "NVIDIA A100-SXM4-40GB", "GPU-00000000")
+    assert (found.memory_total, found.memory_used, found.capability) == (40 * GIB, 9 * GIB, (8, 0))
+    assert (found.utilisation, found.temperature, found.power) == (97, 31, 52.0)
+    assert (found.pcie, found.pcie_most, found.mig) == ((1, 16), (4, 16), False)
+    assert found.tenants == (Tenant(4321, 8 * GIB), Tenant(4322, None))
+
+
+def test_what_a_gpu_does_not_say_is_none() -> None:
+    silent = a100(busy=None, temperature=None, milliwatts=None, capability=None, pcie=None, tenants=None)
+    (found,) = gpus(Nvml([silent]))
+    assert (found.utilisation, found.temperature, found.power, found.capability, found.pcie) == (None,) * 5
+    assert found.tenants == ()
+
+
+def test_connections_of_eight_and_of_four() -> None:
+    eight = links(Nvml([a100()] * 8))
+    assert len(eight) == 28
+    assert set(eight.values()) == {"NVLink (12 links)"}
+    four = links(Nvml([t4()] * 4, levels={(0, 1): 10, (2, 3): 30, (0, 2): 99}))
+    assert (four[0, 1], four[2, 3], four[1, 2], four[0, 2]) == (
+        "one PCIe switch",
+        "one PCIe host bridge",
+        "across CPU sockets",
+        "unknown",
+    )
+
+
+def test_the_driver_is_named() -> None:
+    assert driver(Nvml([a100()], driver="535.104", cuda=12020)) == ("535.104", (12, 2))
+
+
+def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Nvml):
+        def nvmlInit(self) -> None:
+            raise self.NVMLError("Driver Not Loaded")
+
+    monkeypatch.setitem(sys.modules, "pynvml", Broken([]))  # type: ignore[arg-type]
+    with pytest.raises(NoNvml, match="Driver Not Loaded"):
+        opened()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(NoNvml, match="nvidia-ml-py is not installed"):
+        gpu.opened()
