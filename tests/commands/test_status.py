@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.run_folder import owned
+from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.commands.status import chosen, duration, lines, status_of, watch
 from multigpu_cli.errors import RequestError
 
