@@ -146,7 +146,7 @@ def fit(run: Run) -> str:
 
 
 def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
-    """One optimizer step on the mean loss of its global batch.
+    """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
 
     Args:
         number: the step, counted from 0 over the whole run.
@@ -160,6 +160,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
     in_epoch = number % batches.steps_per_epoch
     samples, passes = batches.samples_in(in_epoch), batches.passes(in_epoch, run.world.rank, strategy.lanes)
     fetched: list[Tensor] = []
+    counted: list[Tensor | int] = []
     set_rate(run.kept.optimizer, run.plan.schedule.at(number))
     everyone = -(-len(batches.micro_batches_of(in_epoch)) // strategy.lanes)
     losses = torch.zeros(everyone, dtype=torch.float64, device=device)
@@ -175,12 +176,14 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
             with run.precision.autocast():
                 value = run.task.loss_sum(strategy.callable, batch)
             run.watch.at(number, "last backward" if last else "backward", batch.indices)
-            run.precision.backward(value * (strategy.loss_factor / samples))
+            run.precision.backward(value * (strategy.loss_factor / run.units.expected(samples)))
         strategy.micro_batch_done(batch.index)
         losses[batch.index] = value.detach()
         fetched.append(batch.indices)
+        counted.append(run.task.units(batch))
     run.watch.at(number, "reduction")
     strategy.finish(idle=not passes)
+    run.units.settle(counted, samples, run.trained)
     outcome = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
     strategy.undo(outcome[1])
     if run.kept.average:

@@ -1,26 +1,43 @@
 """Optimizers by name: parameter groups, fused kernels, and the rate that the schedule sets."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime import plugins
+
+_KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+}
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD with Nesterov momentum 0.9; weight decay on matrices and kernels only, not on biases and norms."""
+    """AdamW or SGD with Nesterov momentum 0.9; weight decay on matrices and kernels only, not on biases and norms.
+
+    Raises:
+        RequestError: optimizer.args that torch's optimizer does not take.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=True, fused=True)
+    kind, offered = _KINDS[config.name]
+    if taken := sorted(config.args.keys() & {"lr", "params", "weight_decay"}):
+        raise RequestError(f"optimizer.args.{taken[0]} is not for you to give", remedy="--lr and --weight-decay")
+    optimizer: torch.optim.Optimizer = plugins.call(
+        kind, {"params": groups, "lr": 0.0, "fused": True, **offered}, config.args, where="optimizer"
+    )
+    if optimizer.defaults.get("momentum"):
         for parameter in trained:  # or the first step makes them, of uninitialised memory where that step is skipped
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    return torch.optim.AdamW(groups, lr=0.0, fused=True)
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -49,6 +49,15 @@ class Items(Dataset[tuple[Tensor, int]]):
         return self.inputs[index] + 0.1 * torch.randn(6), int(self.targets[index])
 
 
+def sentences(split: str, seed: int) -> TensorDataset:
+    """Sequences of 9 tokens out of 5, each a count upwards, of which only some targets count: from 9 down to none."""
+    count = {"train": 60, "val": 21, "test": 22}[split]
+    generator = torch.Generator().manual_seed(seed + len(split))
+    tokens = (torch.randint(5, (count, 1), generator=generator) + torch.arange(10)) % 5
+    length = torch.randint(10, (count, 1), generator=generator)
+    return TensorDataset(tokens[:, :-1], torch.where(torch.arange(9) < length, tokens[:, 1:], -100))
+
+
 class Deed(nn.Module):
     """Passes its input on, and does at some pass what the environment says."""
 

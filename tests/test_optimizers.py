@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
 
 
@@ -144,3 +147,25 @@ def test_momentum_begins_at_zero() -> None:
     optimizer = built("sgd", model)
     momenta: list[Tensor] = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     assert all(float(m.abs().max()) == 0.0 for m in momenta)
+
+
+def test_torchs_own_arguments_are_passed_on() -> None:
+    adamw = build_optimizer(network(), OptimizerConfig(args={"betas": [0.9, 0.95], "eps": 1e-6}))
+    assert {(*group["betas"], group["eps"], group["fused"]) for group in adamw.param_groups} == {
+        (0.9, 0.95, 1e-6, True)
+    }
+    sgd = build_optimizer(network(), OptimizerConfig(name="sgd", args={"momentum": 0, "nesterov": False}))
+    assert not sgd.state
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"beta": 1}, r"optimizer\.args\.beta: .*AdamW.* takes no such argument"),
+        ({"betas": [2, 3]}, "Invalid beta parameter"),
+        ({"lr": 1.0}, r"optimizer\.args\.lr is not for you"),
+    ],
+)
+def test_arguments_that_torch_does_not_take_are_refused(args: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        build_optimizer(network(), OptimizerConfig(args=args))

@@ -40,6 +40,16 @@ def mnist(folder: Path) -> Path:
     return folder
 
 
+def text(folder: Path) -> Path:
+    """A text of two thousand characters, and arrays of as many tokens."""
+    draws = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    (folder / "input.txt").write_text("".join(map(chr, draws.integers(97, 123, 2000))))
+    for split in ("train", "val"):
+        draws.integers(0, 100, 1000, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    return folder
+
+
 def cifar10(folder: Path) -> Path:
     """The six files of CIFAR-10's binary version: 4 images each, for networks that are slow on a CPU."""
     draws = np.random.default_rng(0)

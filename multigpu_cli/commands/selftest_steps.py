@@ -38,22 +38,23 @@ def _by_definition(learner: Learner, number: int) -> Found:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p) for name, p in named.items()}
     missing: set[str] = set()
-    seen = 0
-    whole = learner.plan.batches.samples_in(number)
+    samples = seen = 0
+    whole = learner.plan.batches.samples_in(number) * learner.task.units_per_sample
     for batch in next(learner.train.epoch(learner.plan.batches, 0, number, 0, 1)):
         seed_micro_batch(seed, number, batch.index, learner.world.device)
         with precision.autocast():
             loss = learner.task.loss_sum(model, batch)
         precision.backward(loss / whole)
-        seen += len(batch)
+        samples += len(batch)
+        seen += int(learner.task.units(batch))
         for name, parameter in named.items():
             if parameter.grad is None:
                 missing.add(name)
             else:
                 total[name] += parameter.grad / scale
             parameter.grad = None
-    gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # by the samples themselves
-    return {"gradient": gradient, "missing": sorted(missing), "samples": seen}
+    gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # by what was there
+    return {"gradient": gradient, "missing": sorted(missing), "samples": samples}
 
 
 def gradients(side: Side, stack: ExitStack) -> Found:
@@ -150,8 +151,7 @@ def advance(run: Run, until: int) -> list[float]:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
             sums, _ = step(run, progress.step, work)
-            in_step = batches.samples_in(progress.step % batches.steps_per_epoch)
-            losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / in_step)
+            losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
             progress.step += 1
             if progress.step == until:
                 break

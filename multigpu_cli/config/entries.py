@@ -10,7 +10,7 @@ from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.yaml_text import UnreadableError
 from multigpu_cli.errors import RequestError, TrainingError
 
-PARTS = ("data", "model", "task")
+PARTS = ("data", "model", "task", "optimizer", "schedule")
 
 
 class Entry(NamedTuple):
@@ -50,7 +50,7 @@ def from_recipe(recipe: str | None, faults: list[TrainingError]) -> tuple[str | 
 
 
 def _flat(root: yaml.MappingNode, file: str) -> list[Entry]:
-    """All settings of a file under their full keys; data, model and task may be a word or {name, args}."""
+    """All settings of a file under their full keys; those that are PARTS may be a word or {name, args}."""
     entries = []
     for key, node, number in yaml_text.lines(root):
         if key in PARTS and isinstance(node, yaml.MappingNode):

@@ -1,7 +1,7 @@
 """Every setting of a run: one frozen section for each part of the house, one table for flags, YAML and help.
 
 A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Only the free-form
-arguments of plug-ins have no flag: data.args.*, model.args.*, task.args.*.
+arguments of the parts have no flag: data.args.*, and so for model, task, optimizer and schedule.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,7 @@ def setting(key: str, default: Any, kind: Kind, help: str, *, free: bool = False
 
 
 def _arguments(key: str) -> Any:
-    metadata = {"key": key, "kind": kinds.args, "help": "arguments of the plug-in", "free": False}
-    return field(default_factory=dict, metadata=metadata)
+    return field(default_factory=dict, metadata={"key": key, "kind": kinds.args, "help": "arguments", "free": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +159,7 @@ class RateConfig:
     schedule: str = setting(
         "schedule", "cosine", choice("cosine", "linear", "constant", "step"), "how the rate falls after warm-up"
     )
+    args: dict[str, Any] = _arguments("schedule.args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +168,7 @@ class OptimizerConfig:
 
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", choice("adamw", "sgd"), "optimizer (fused where the device has it)")
+    args: dict[str, Any] = _arguments("optimizer.args")
     weight_decay: float = setting("weight_decay", 1e-4, number(0), "on matrices and kernels, not on biases and norms")
     max_grad_norm: float | str = setting(
         "max_grad_norm", 1.0, number(0, above=True, word="off"), "clip the global batch's gradient to this norm"
@@ -293,8 +294,7 @@ def _declared() -> Iterator[Setting]:
         for entry in fields(kind):
             meta = entry.metadata
             default = {} if meta["key"].endswith(".args") else entry.default
-            where = {"section": section, "attribute": entry.name, "panel": kind.PANEL}
-            yield Setting(**meta, **where, default=default)
+            yield Setting(**meta, section=section, attribute=entry.name, panel=kind.PANEL, default=default)
 
 
 SETTINGS: dict[str, Setting] = {entry.key: entry for entry in _declared()}

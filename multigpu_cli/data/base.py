@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.vocabulary import Vocabulary
 
 
 def as_float(inputs: Tensor) -> Tensor:
@@ -30,6 +31,7 @@ class Source:
         class_names: one name a class, or empty.
         prepare: whole batch on its device, stored dtype → what the model meets (normalising, channel mode).
         augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.
+        vocabulary: between text and tokens, where samples are text.
         model, task: what suits this dataset where the user names none.
     """
 
@@ -41,5 +43,6 @@ class Source:
     class_names: tuple[str, ...] = ()
     prepare: Callable[[Tensor], Tensor] = as_float
     augment: Callable[[Tensor, Draws], Tensor] | None = None
+    vocabulary: Vocabulary | None = None
     model: str = "mlp"
     task: str = "classification"

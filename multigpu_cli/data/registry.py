@@ -7,4 +7,5 @@ DATASETS = {
     "fashion-mnist": "multigpu_cli.data.idx:fashion_mnist",
     "cifar10": "multigpu_cli.data.cifar10:load",
     "synthetic": "multigpu_cli.data.synthetic:load",
+    "text": "multigpu_cli.data.text:load",
 }

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -90,7 +91,9 @@ def _classes(dataset: Dataset[Any]) -> int:
     if names := getattr(inner, "classes", None):
         return len(names)
     if isinstance(dataset, TensorDataset):
-        labels = dataset.tensors[1]
+        inputs, labels = dataset.tensors[0], dataset.tensors[1]
+        if labels.ndim > 1 and {inputs.dtype, labels.dtype} == {torch.int64} and inputs.shape == labels.shape:
+            return int(torch.maximum(inputs, labels).max()) + 1  # tokens, and those that follow them
         return 0 if labels.is_floating_point() or labels.ndim != 1 else int(labels.max()) + 1
     count = len(dataset)  # type: ignore[arg-type]
     if count > _MOST_SCANNED:

@@ -5,4 +5,5 @@ MODELS = {
     "convnet": "multigpu_cli.models.convnet:build",
     "resnet18": "multigpu_cli.models.resnet:resnet18",
     "har-convnet": "multigpu_cli.models.har_convnet:build",
+    "gpt": "multigpu_cli.models.gpt:build",
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MANY_CLASSES = 20
-_SHORT = {"samples_per_second", "loss", "step", "epoch", "lr"}
+_SHORT = {"samples_per_second", "tokens_per_second", "loss", "step", "epoch", "lr"}
 
 
 def train_line(fields: Mapping[str, Any], total_steps: int, *, everything: bool = False) -> str:
@@ -12,8 +12,9 @@ def train_line(fields: Mapping[str, Any], total_steps: int, *, everything: bool 
     total = f"/{total_steps}" if total_steps else ""
     parts = [f"step {fields['step']}{total}"]
     parts += [f"{name} {number(fields[name])}" for name in ("epoch", "loss", "lr") if fields.get(name) is not None]
-    if (rate := fields.get("samples_per_second")) is not None:
-        parts.append(f"{rate:,.0f} samples/s")
+    unit = "tokens" if "tokens_per_second" in fields else "samples"
+    if (rate := fields.get(f"{unit}_per_second")) is not None:
+        parts.append(f"{rate:,.0f} {unit}/s")
     if everything:
         rest = {name: value for name, value in fields.items() if name not in _SHORT | {"event", "time", "samples"}}
         parts += [f"{label(name)} {number(value)}" for name, value in rest.items() if value is not None]

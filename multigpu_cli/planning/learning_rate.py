@@ -1,8 +1,9 @@
 """The learning rate: how it follows the batch size, and how it moves over the run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, pi, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
 
@@ -53,12 +54,14 @@ class Schedule:
         total_steps: length of the run in optimizer steps.
         warmup_steps: linear climb from near zero; step `warmup_steps` is the first at the peak.
         shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant stays.
+        floor: share of the peak at which cosine and linear end instead, and below which step does not fall.
     """
 
     peak: float
     total_steps: int
     warmup_steps: int
     shape: str
+    floor: float = 0.0
 
     def at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 0."""
@@ -67,11 +70,11 @@ class Schedule:
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         done = min(done, 1.0)
         if self.shape == "cosine":
-            return self.peak * 0.5 * (1 + cos(pi * done))
+            return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + cos(pi * done)))
         if self.shape == "linear":
-            return self.peak * (1 - done)
+            return self.peak * (self.floor + (1 - self.floor) * (1 - done))
         if self.shape == "step":
-            return self.peak * (1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01)
+            return self.peak * max(self.floor, 1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01)
         return self.peak
 
 
@@ -83,11 +86,15 @@ def plan_schedule(
     epochs: int,
     max_steps: int | None,
     warmup_epochs: float | None,
+    args: Mapping[str, Any] | None = None,
 ) -> Schedule:
     """Count the run in optimizer steps and place the warm-up: as asked, or min(2 epochs, 10 % of the run).
 
+    Args:
+        args: `floor`, the share of the peak at which the schedule ends (schedule.args).
+
     Raises:
-        RequestError: an explicit warm-up that never ends within the epochs.
+        RequestError: an explicit warm-up that never ends within the epochs, or arguments that schedules don't have.
     """
     whole = steps_per_epoch * epochs
     total = whole if max_steps is None else min(whole, max_steps)
@@ -100,4 +107,13 @@ def plan_schedule(
                 f"--warmup-epochs {warmup_epochs:g} never ends within --epochs {epochs}",
                 remedy="a shorter warm-up or more epochs",
             )
-    return Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape)
+    return Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape, floor=_floor(args or {}))
+
+
+def _floor(args: Mapping[str, Any]) -> float:
+    if unknown := sorted(args.keys() - {"floor"}):
+        raise RequestError(f"schedule.args.{unknown[0]}: there is no such argument", remedy="schedule.args.floor")
+    floor = args.get("floor", 0.0)
+    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
+        raise RequestError(f"schedule.args.floor: {floor!r}", remedy="a share of the peak rate, from 0 to 1")
+    return float(floor)

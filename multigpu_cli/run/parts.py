@@ -20,6 +20,7 @@ from multigpu_cli.monitor.tensorboard import TensorBoard
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.run.learner import Learner
 from multigpu_cli.runtime.collectives import together
+from multigpu_cli.tasks.units import Units
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Run(Learner):
     console: Console
     bar: Bar
     meters: Meters
+    units: Units
     nonfinite: Nonfinite
     stop: StopRequest
     agreement: Agreement
@@ -74,6 +76,7 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
         console=console,
         bar=console.progress(plan.schedule.total_steps, learner.progress.step),
         meters=Meters(device_runs_ahead=world.device.type == "cuda"),
+        units=Units(learner.task, world),
         nonfinite=Nonfinite(config.fault.nonfinite, world.device, fp16=learner.precision.name == "fp16"),
         stop=stop,
         agreement=Agreement(world),

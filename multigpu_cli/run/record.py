@@ -99,10 +99,11 @@ def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
         "step": progress.step,
         "epoch": -(-progress.step // batches.steps_per_epoch),
         "samples": batches.samples_after(progress.step),
-        "loss": fsum(value for row in everyone for value in row[:-1]) / _samples_in(run),
+        "loss": fsum(value for row in everyone for value in row[:-1]) / max(1, int(run.units.last)),
         "lr": run.plan.schedule.at(progress.step - 1),
         "grad_norm": float(outcome[0]),
         "samples_per_second": rates["samples_per_second"],
+        **run.units.rate(rates["samples_per_second"]),
         "step_ms": rates["step_ms"],
         "data_wait_share": rates.get("data_wait_share", 0.0),
         "comm_share": rates.get("comm_share"),
@@ -146,11 +147,6 @@ def _samples_of(run: Run, step: int) -> list[int]:
 
 def _first(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
-
-
-def _samples_in(run: Run) -> int:
-    """Samples of the step that has just ended."""
-    return run.plan.batches.samples_in((run.progress.step - 1) % run.plan.batches.steps_per_epoch)
 
 
 def note_fault(run: Run, kind: str, action: str, **more: Any) -> None:

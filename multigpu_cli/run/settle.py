@@ -152,6 +152,7 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
             epochs=config.length.epochs,
             max_steps=config.length.max_steps,
             warmup_epochs=config.rate.warmup_epochs,
+            args=config.rate.args,
         ),
         base_lr=None if given else words.rate.base_lr or BASE_LR[config.optimizer.name],
         base_batch_size=config.rate.base_batch_size,

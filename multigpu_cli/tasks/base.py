@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from math import fsum
+from math import fsum, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ class Measured(NamedTuple):
     """What one batch adds to an evaluation.
 
     Attributes:
-        loss_sum: () float64, summed over the samples.
+        loss_sum: () float64, summed over the units.
         counts: (k,) int64, whatever the task counts; integers add up exactly in any order.
     """
 
@@ -44,24 +44,38 @@ class Evaluation(NamedTuple):
 class Task(ABC):
     """Base class of all tasks; a user's own is given as --task module:Class.
 
+    The loss of a step, and of an evaluation, is a sum over units divided by their number over all workers. Units are
+    samples, unless a task says otherwise.
+
     Args:
         source: the dataset, for class count and names.
         config: label smoothing and the like.
+
+    Attributes:
+        unit: what the loss is the mean over.
+        units_per_sample: how many an ordinary sample has: sums are divided by it at once, so that they stay in range.
     """
+
+    unit: str = "sample"
+    units_per_sample: int = 1
 
     def __init__(self, source: Source, config: TaskConfig) -> None:
         self.source, self.config = source, config
 
     @abstractmethod
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """(): the loss of one micro-batch, summed (not averaged) over its samples."""
+        """(): the loss of one micro-batch, summed (not averaged) over its units."""
+
+    def units(self, batch: Batch) -> Tensor | int:
+        """How many units `loss_sum` sums over: an int, or () int64 on the batch's device."""
+        return len(batch)
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
         """What one batch of an evaluation adds."""
 
-    def metrics(self, counts: Tensor, samples: int) -> dict[str, float]:
-        """Figures from the summed counts, beside the loss."""
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        """Figures from the counts, which were summed over so many units, beside the loss."""
         return {}
 
     def details(self, counts: Tensor) -> dict[str, Any]:
@@ -85,15 +99,18 @@ class Task(ABC):
         model.eval()
         slots = torch.zeros(-(-loader.size // batch_size), dtype=torch.float64, device=world.device)
         counts: Tensor | None = None
+        units = torch.zeros((), dtype=torch.int64, device=world.device)
         for batch in loader.held_out(batch_size, world.rank, world.size):
             with precision.autocast():
                 measured = self.measure(model, batch)
             slots[batch.index] = measured.loss_sum
+            units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
         model.train(was_training)
         counts = _agreed(world, counts)
-        loss = fsum(total(world, slots).tolist()) / loader.size
-        return Evaluation({"loss": loss} | self.metrics(counts, loader.size), loader.size, self.details(counts))
+        seen = int(total(world, units))
+        loss = fsum(total(world, slots).tolist()) / seen if seen else nan
+        return Evaluation({"loss": loss} | self.metrics(counts, max(1, seen)), loader.size, self.details(counts))
 
 
 def _agreed(world: World, counts: Tensor | None) -> Tensor:

@@ -43,8 +43,8 @@ class Classification(Task):
             cross_entropy(logits, batch.targets, reduction="sum"), torch.bincount(pairs, minlength=classes * classes)
         )
 
-    def metrics(self, counts: Tensor, samples: int) -> dict[str, float]:
-        return {"accuracy": int(self._confusion(counts).trace()) / samples}
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        return {"accuracy": int(self._confusion(counts).trace()) / units}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["accuracy"], -metrics["loss"])

@@ -2,4 +2,5 @@
 
 TASKS = {
     "classification": "multigpu_cli.tasks.classification:Classification",
+    "language-model": "multigpu_cli.tasks.language_model:LanguageModel",
 }

@@ -162,6 +162,7 @@ WRITTEN = {
     "data": "har",
     "data.args": {"window": 3, "names": ["a", None], "nested": {"rate": 1e-5}},
     "model": "my.module:build",
+    "optimizer.args": {"betas": [0.9, 0.95]},
     "freeze": ["features.*", "*"],
     "gpu_ids": "1,0",
     "checkpoint_every": "10m",

@@ -84,6 +84,20 @@ def test_where_each_shape_ends(shape: str, end: float) -> None:
     assert schedule.at(1000) == pytest.approx(end), "beyond the end it stays"
 
 
+@pytest.mark.parametrize(("shape", "half"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("step", 0.1)])
+def test_a_floor_is_where_the_fall_ends(shape: str, half: float) -> None:
+    schedule = planned(shape=shape, warmup_epochs=0, args={"floor": 0.1})
+    assert schedule.at(0) == 1.0
+    assert schedule.at(100) == pytest.approx(half)
+    assert schedule.at(200) == pytest.approx(1.0 if shape == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("args", [{"flor": 0.1}, {"floor": 2}, {"floor": "low"}, {"floor": True}])
+def test_a_floor_that_is_none_is_refused(args: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=r"schedule\.args\.flo"):
+        planned(args=args)
+
+
 @pytest.mark.parametrize(
     ("shape", "half", "late"), [("cosine", 0.5, 0.1464466), ("linear", 0.5, 0.25), ("step", 0.1, 0.01)]
 )

@@ -1,0 +1,95 @@
+"""Between text and the numbers that a language model sees."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from multigpu_cli.errors import RequestError
+
+_UNICODE = 0x110000
+
+
+class Vocabulary(Protocol):
+    """Turns text into tokens and back."""
+
+    size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Characters:
+    """One token for each distinct character, in order of their code points.
+
+    Args:
+        symbols: (size,) uint32 code points, rising.
+    """
+
+    def __init__(self, symbols: np.ndarray) -> None:
+        self.symbols, self.size = symbols, len(symbols)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            RequestError: a character that is not in the vocabulary.
+        """
+        own = {chr(symbol): token for token, symbol in enumerate(self.symbols.tolist())}
+        if unknown := sorted(set(text) - own.keys()):
+            raise RequestError(
+                f"the characters {', '.join(map(repr, unknown[:5]))} are not among those the model was trained on",
+                remedy=f"use these: {''.join(own)!r}",
+            )
+        return [own[character] for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(self.symbols[token]) for token in tokens)
+
+
+class Bytes:
+    """One token for each byte of UTF-8."""
+
+    size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class Numbers:
+    """Tokens that somebody else made: as text they are numbers between spaces."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers.
+
+        Raises:
+            RequestError: something else than numbers, or one beyond the vocabulary.
+        """
+        words = text.split()
+        if wrong := [word for word in words if not word.isdecimal() or int(word) >= self.size]:
+            raise RequestError(
+                f"{wrong[0]!r} is no token: the data holds numbers from 0 to {self.size - 1}",
+                remedy="tokens as numbers with spaces between them, as the tokenizer gives them",
+            )
+        return [int(word) for word in words]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def characters_of(text: str) -> tuple[Characters, np.ndarray]:
+    """The vocabulary of a text, and the text in it: (len(text),) uint16 or uint32."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    there = np.zeros(_UNICODE, dtype=bool)
+    there[codes] = True
+    symbols = np.flatnonzero(there).astype(np.uint32)
+    numbers = np.zeros(_UNICODE, dtype=np.uint16 if len(symbols) <= 1 << 16 else np.uint32)
+    numbers[symbols] = np.arange(len(symbols))
+    return Characters(symbols), numbers[codes]

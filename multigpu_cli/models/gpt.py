@@ -1,0 +1,108 @@
+"""A GPT-2 style decoder: each place of a sequence predicts the next token from those before it.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, with the initialisation of its
+section 2.3. GPT-2's smallest model (124M parameters) is depth 12, heads 12, width 768 on 1,024 tokens.
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from multigpu_cli.errors import RequestError
+
+_SPREAD = 0.02  # of the initial weights
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads: (n, t, width) → (n, t, width)."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.query_key_value = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_head = self.query_key_value(x).unflatten(2, (3, self.heads, -1)).transpose(1, 3)  # (n, heads, 3, t, size)
+        query, key, value = by_head.unbind(2)
+        dropout = self.dropout if self.training else 0.0
+        mixed = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each on normalised input and added to what came in."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(width, bias=bias)
+        self.attention = Attention(width, heads, dropout, bias)
+        self.norm_mlp = nn.LayerNorm(width, bias=bias)
+        self.widen = nn.Linear(width, 4 * width, bias=bias)
+        self.narrow = nn.Linear(4 * width, width, bias=bias)
+        self.activation, self.dropout = nn.GELU(), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_attention(x)))
+        out: Tensor = x + self.dropout(self.narrow(self.activation(self.widen(self.norm_mlp(x)))))
+        return out
+
+
+class GPT(nn.Module):
+    """Tokens (n, t) int64 → logits (n, t, vocabulary), for t up to the length it was built for.
+
+    The output layer is the token embedding itself.
+    """
+
+    def __init__(
+        self, vocabulary: int, length: int, *, depth: int, heads: int, width: int, dropout: float, bias: bool
+    ) -> None:
+        super().__init__()
+        self.length = length
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.dropout = nn.Dropout(dropout)
+        blocks = [Block(width, heads, dropout, bias) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.apply(_initialise)
+        for block in blocks:  # 2·depth additions to the residual stream keep its variance
+            for added in (block.attention.out, block.narrow):
+                nn.init.normal_(added.weight, std=_SPREAD / sqrt(2 * depth))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.norm(self.blocks(self.dropout(self.tokens(tokens) + places)))
+        return linear(x, self.tokens.weight)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=_SPREAD)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def build(
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    depth: int = 4,
+    heads: int = 4,
+    width: int = 128,
+    dropout: float = 0.0,
+    bias: bool = False,
+) -> nn.Module:
+    """A GPT for sequences of input_shape[0] tokens out of num_classes.
+
+    Raises:
+        RequestError: the width can't be shared out to the heads, or samples are no sequences.
+    """
+    if width % heads:
+        raise RequestError(f"model.args.width: {width} can't be shared out to {heads} heads", remedy="a multiple of it")
+    if len(input_shape) != 1:
+        raise RequestError(
+            f"--model gpt: samples of shape {input_shape} are no sequences of tokens", remedy="--data text"
+        )
+    return GPT(num_classes, input_shape[0], depth=depth, heads=heads, width=width, dropout=dropout, bias=bias)

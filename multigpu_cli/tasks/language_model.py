@@ -1,0 +1,62 @@
+"""The next token at every place of a sequence, learned by cross-entropy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import RequestError
+from multigpu_cli.tasks.base import Measured, Task
+
+IGNORED = -100  # a target that does not count: torch's own default
+
+
+class LanguageModel(Task):
+    """Inputs (n, t) int64 tokens, targets (n, t) int64 or -100 where none counts, model outputs (n, t, vocabulary).
+
+    Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
+    tokens that were the likeliest ones. The better result has the lower loss.
+
+    Raises:
+        RequestError: the dataset has no vocabulary.
+    """
+
+    unit = "token"
+
+    def __init__(self, source: Source, config: TaskConfig) -> None:
+        super().__init__(source, config)
+        if source.num_classes < 2:
+            raise RequestError(
+                f"--task language-model: the dataset has a vocabulary of {source.num_classes} tokens",
+                remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
+            )
+        self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        logits, targets = _flat(model(batch.inputs), batch.targets)
+        smoothing = self.config.label_smoothing
+        return cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+
+    def units(self, batch: Batch) -> Tensor:
+        return torch.count_nonzero(batch.targets != IGNORED)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        logits, targets = _flat(model(batch.inputs), batch.targets)
+        losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        right = (logits.argmax(1) == targets).sum()
+        return Measured(losses.double().sum(), right.view(1))
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        return {"accuracy": int(counts[0]) / units}
+
+
+def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, vocabulary) of at least 32 bits, and (tokens,)."""
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}: (n, tokens, vocabulary)?")
+    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten()

@@ -1,0 +1,98 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.config.schema import DataConfig, TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.language_model import LanguageModel
+from tests.gloo import each_rank
+from tests.own import sentences
+
+CPU = torch.device("cpu")
+VAL = sentences("val", 3)
+same = nn.Identity()
+
+
+def task(vocabulary: int = 5, **config: float) -> LanguageModel:
+    source = Source(train=VAL, val=VAL, test=None, input_shape=(9,), num_classes=vocabulary)
+    return LanguageModel(source, TaskConfig(**config))  # type: ignore[arg-type]
+
+
+def batch(logits: Tensor, targets: Tensor) -> Batch:
+    return Batch(logits, targets, torch.arange(len(targets)), 0)
+
+
+def drawn() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(21, 9, 5, generator=generator), VAL.tensors[1]
+
+
+def test_only_targets_that_count_are_summed_and_counted() -> None:
+    logits, targets = drawn()
+    there = targets != -100
+    assert 0 < int(there.sum()) < there.numel()
+    assert not there.any(1).all(), "a sample without a single target is among them"
+    learner = task()
+    assert int(learner.units(batch(logits, targets))) == int(there.sum())
+    expected = cross_entropy(logits[there], targets[there], reduction="sum")
+    assert torch.allclose(learner.loss_sum(same, batch(logits, targets)), expected)
+    measured = learner.measure(same, batch(logits, targets))
+    assert measured.loss_sum.dtype == torch.float64
+    assert float(measured.loss_sum) == pytest.approx(float(expected), rel=1e-6)
+    right = int((logits[there].argmax(1) == targets[there]).sum())
+    assert learner.metrics(measured.counts, int(there.sum())) == {"accuracy": right / int(there.sum())}
+
+
+def test_labels_can_be_smoothed_and_half_precision_is_widened() -> None:
+    logits, targets = drawn()
+    plain, smoothed = (task(label_smoothing=value).loss_sum(same, batch(logits, targets)) for value in (0.0, 0.3))
+    there = targets != -100
+    uniform = -logits[there].log_softmax(1).mean(1).sum()
+    assert float(smoothed) == pytest.approx(0.7 * float(plain) + 0.3 * float(uniform), rel=1e-5)
+    assert task().loss_sum(same, batch(logits.bfloat16(), targets)).dtype == torch.float32
+
+
+def evaluated(world: World) -> Any:
+    torch.manual_seed(1)
+    model, learner = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)), task()
+    loader = Loader(VAL, learner.source, DataConfig(), device=CPU, seed=1)
+    found = learner.evaluate(model, loader, world, Precision("off", CPU), 4)
+    return [found.metrics, found.samples]
+
+
+def test_an_evaluation_is_the_mean_over_tokens_on_any_number_of_workers() -> None:
+    alone = evaluated(World(CPU))
+    assert [evaluated_there == alone for evaluated_there in each_rank(3, evaluated)] == [True] * 3
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
+    inputs, targets = VAL.tensors
+    whole = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # torch's own mean leaves -100 out
+    assert alone[0]["loss"] == pytest.approx(whole.item(), rel=1e-6)
+    assert alone[1] == 21
+
+
+def test_a_split_without_a_single_target_has_no_loss() -> None:
+    nothing = TensorDataset(VAL.tensors[0], torch.full((21, 9), -100))
+    learner = task()
+    loader = Loader(nothing, learner.source, DataConfig(), device=CPU, seed=1)
+    found = learner.evaluate(nn.Embedding(5, 5), loader, World(CPU), Precision("off", CPU), 4)
+    assert found.metrics["loss"] != found.metrics["loss"]
+
+
+def test_a_dataset_without_a_vocabulary_is_refused() -> None:
+    with pytest.raises(RequestError, match="vocabulary of 0 tokens"):
+        task(vocabulary=0)
+
+
+def test_outputs_of_another_shape_are_named() -> None:
+    logits, targets = drawn()
+    with pytest.raises(ValueError, match=r"outputs \(21, 5\) for targets \(21, 9\)"):
+        task().loss_sum(same, batch(logits[:, 0], targets))
