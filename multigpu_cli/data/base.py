@@ -32,6 +32,7 @@ class Source:
         prepare: whole batch on its device, stored dtype → what the model meets (normalising, channel mode).
         augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         vocabulary: between text and tokens, where samples are text.
+        remark: what is special about the samples, for the plan.
         model, task: what suits this dataset where the user names none.
     """
 
@@ -44,5 +45,6 @@ class Source:
     prepare: Callable[[Tensor], Tensor] = as_float
     augment: Callable[[Tensor, Draws], Tensor] | None = None
     vocabulary: Vocabulary | None = None
+    remark: str = ""
     model: str = "mlp"
     task: str = "classification"

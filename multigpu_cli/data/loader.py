@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import Draws
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.sample import Collate, sample_of
 from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
@@ -157,6 +158,7 @@ class _Items:
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             _Keyed(split, seed),
+            collate_fn=Collate(split),
             batch_sampler=self._chunks,
             num_workers=processes,
             pin_memory=device.type == "cuda",
@@ -167,8 +169,14 @@ class _Items:
 
     def stream(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[_Fetched]:
         self._chunks.now = [[(epoch, index) for index in chunk.tolist()] for chunk in chunks]
-        for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
-            yield self._moved(inputs), self._moved(targets), indices
+        try:
+            for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
+                yield self._moved(inputs), self._moved(targets), indices
+        except RequestError as error:
+            _, came_from_there, said = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
+            if came_from_there:  # with the traceback of the loader process in its text
+                raise RequestError(said.strip()) from error
+            raise
 
     def close(self) -> None:
         """Not left to the garbage collector: the process may end past it, and its children must not outlive it."""
@@ -205,16 +213,13 @@ class _Keyed(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, where: tuple[int, int]) -> Any:
+    def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         epoch, index = where
         number = key(self.seed, epoch, index)
         random.seed(number)
         numpy.random.seed(number & 0xFFFFFFFF)
         torch.default_generator.manual_seed(number)
-        item = self.dataset[index]
-        if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise RequestError(f"--data: sample {index} must be (input, target), not {type(item).__name__}")
-        return item
+        return index, sample_of(self.dataset, index)
 
 
 def _belong_to_trainer(_: int) -> None:

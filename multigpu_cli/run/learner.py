@@ -1,6 +1,7 @@
 """What learns, and from what: model, optimizer, task, strategy and data, before any file of the run is touched."""
 
 import shutil
+import traceback
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +14,11 @@ from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Kept, Progress
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import warm_start
+from multigpu_cli.config.kinds import shown
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.sample import shapes
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
 from multigpu_cli.optimizers import averaged, build_optimizer
@@ -124,20 +127,38 @@ def fresh_model(config: Config, source: Source, name: str) -> nn.Module:
 def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
     """Whether data, model and task fit together shows in one small evaluation, before anything is written."""
     model.eval()
+    seen: list[str] = []
+    watch = model.register_forward_hook(lambda _module, _inputs, output: seen.append(shapes(output)))
     try:
         with torch.inference_mode(), precision.autocast():
             task.measure(model, batch)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        shape = tuple(getattr(batch.inputs, "shape", ())) or type(batch.inputs).__name__
-        raise RequestError(
-            f"--model {settled.model} does not take the first batch of --data {settled.config.data.name} "
-            f"(inputs {shape}): {type(error).__name__}: {str(error).splitlines()[0]}",
-            remedy=f"a model for inputs (n, {', '.join(map(str, settled.source.input_shape))}) "
-            f"and outputs as the task {settled.task} expects them; --debug shows where it failed",
-        ) from error
+        raise _no_fit(settled, task, batch, seen, error) from error
+    finally:
+        watch.remove()
     model.train()
+
+
+def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], error: Exception) -> RequestError:
+    """What was called with what, and what was expected."""
+    source, config = settled.source, settled.config
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    said = (str(error).splitlines() or [""])[0]
+    args = "".join(f", {name}={shown(value)}" for name, value in config.model.args.items())
+    told = [
+        f"--model {settled.model} does not take the first batch of --data {config.data.name}, or --task {settled.task} "
+        "not what it returns",
+        f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
+        f"  the model was built for input_shape={source.input_shape}, num_classes={source.num_classes}{args}",
+        f"  it was called with  {shapes(batch.inputs)}",
+        f"  it returned         {outputs[0] if outputs else 'nothing: it failed itself'}",
+        f"  the targets are     {shapes(batch.targets)}",
+        f"  the task expects    {task.expects}",
+    ]
+    remedy = "another --model, or --task" if outputs else "a model for these inputs"
+    return RequestError("\n".join(told), remedy=f"{remedy}; --debug shows the whole way to where it failed")
 
 
 def _loaders(settled: Settled, world: World) -> tuple[Loader, Loader | None, Loader | None]:

@@ -17,7 +17,7 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime import plugins
-from multigpu_cli.runtime.collectives import decided, together
+from multigpu_cli.runtime.collectives import decided, greatest, together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
 from multigpu_cli.runtime.precision import choose_format
@@ -99,11 +99,22 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int, source
         words = merged(config, start.manifest["settings"], start.manifest["written"], pins, start.folder)
     config = with_settings(words, _resolved(pins)) if pins else words
     source = source or together(world, lambda: open_source(config.data, config.reproducibility.seed))
+    _same_everywhere(world, len(source.train))  # type: ignore[arg-type]
     plan = _plan(words, config, choice, world, start, source)
     _check(config, plan, source, start)
     return Settled(
         words, config, start, source, plan, config.model.name or source.model, config.task.name or source.task
     )
+
+
+def _same_everywhere(world: World, samples: int) -> None:
+    """Files that differ from machine to machine, or a dataset that shares itself out, would end in a deadlock."""
+    most, least = greatest(world, [samples, -samples])
+    if most != -least:
+        raise RequestError(
+            f"--data: the ranks see different data: from {-int(least):,} to {int(most):,} training samples",
+            remedy="the whole dataset on every rank: samples are shared out here, not by the dataset",
+        )
 
 
 def with_batch(settled: Settled, size: int, choice: Choice, world: World, *, because: str = "") -> Settled:
@@ -158,7 +169,7 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
         base_batch_size=config.rate.base_batch_size,
         precision=number.name,
         precision_because="as the run was started with" if start.manifest else number.because,
-        contents=f"{name} on {config.data.name} ({len(source.train):,} training samples), {task}",  # type: ignore[arg-type]
+        contents=f"{name} on {config.data.name} ({source.remark}{len(source.train):,} training samples), {task}",  # type: ignore[arg-type]
         start=start.because,
         idle=_without_effect(words, choice),
         save_dir=start.folder,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.config.kinds import shown
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
 
@@ -33,7 +34,9 @@ def find(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., 
                 f"{flag} {name}: there is no module {module_name!r} in {Path.cwd()} or among the installed packages",
                 remedy="run from the folder that holds it, or check the spelling before the colon",
             ) from missing
-        raise
+        raise _not_imported(name, module_name, flag, missing) from missing
+    except Exception as error:  # the user's own code: reported as what is wrong with the request
+        raise _not_imported(name, module_name, flag, error) from error
     found = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -79,12 +82,27 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{Path(line.filename).name}:{line.lineno}"
-        raise RequestError(
-            f"{where}: {_name(factory)} raised {type(error).__name__} in {at}: {error}",
-            remedy=f"it was called with {', '.join(f'{name}={shown!r}' for name, shown in chosen.items())[:300]}",
-        ) from error
+        told = [f"{where}: {_name(factory)} raised {type(error).__name__} in {_place(error)}: {error}"]
+        told += ["  it was called with"] + [f"    {name} = {shown(value)}" for name, value in chosen.items()]
+        raise RequestError("\n".join(told), remedy=f"other {where}.args, or --debug to see the whole way") from error
+
+
+def _not_imported(name: str, module: str, flag: str, error: Exception) -> Exception:
+    """What to raise where a module can't be imported; one of ours lacks a package of an extra, at worst."""
+    if isinstance(error, TrainingError):
+        return error
+    return RequestError(
+        f"{flag} {name}: importing {module} raised {type(error).__name__} in {_place(error)}: {error}",
+        remedy=f"python -c 'import {module}' must work where you run this",
+    )
+
+
+def _place(error: Exception) -> str:
+    """Where it happened: file and line."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith("<")]
+    return f"{Path(lines[-1].filename).name}:{lines[-1].lineno}"
 
 
 def _needed(parameter: inspect.Parameter) -> bool:

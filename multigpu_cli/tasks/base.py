@@ -22,10 +22,12 @@ class Measured(NamedTuple):
     Attributes:
         loss_sum: () float64, summed over the units.
         counts: (k,) int64, whatever the task counts; integers add up exactly in any order.
+        sums: (s,) float64, summed over the units: one for each of the task's `sums`.
     """
 
     loss_sum: Tensor
     counts: Tensor
+    sums: Tensor | None = None
 
 
 class Evaluation(NamedTuple):
@@ -54,10 +56,14 @@ class Task(ABC):
     Attributes:
         unit: what the loss is the mean over.
         units_per_sample: how many an ordinary sample has: sums are divided by it at once, so that they stay in range.
+        sums: names of what an evaluation adds up beside the loss.
+        expects: targets and outputs in words, for messages.
     """
 
     unit: str = "sample"
     units_per_sample: int = 1
+    sums: tuple[str, ...] = ()
+    expects: str = "what its loss_sum and measure take"
 
     def __init__(self, source: Source, config: TaskConfig) -> None:
         self.source, self.config = source, config
@@ -78,6 +84,10 @@ class Task(ABC):
         """Figures from the counts, which were summed over so many units, beside the loss."""
         return {}
 
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        """Figures from the means over units of the task's `sums`, beside the loss."""
+        return {}
+
     def details(self, counts: Tensor) -> dict[str, Any]:
         """Tables from the summed counts, for the final report."""
         return {}
@@ -92,25 +102,29 @@ class Task(ABC):
     ) -> Evaluation:
         """One pass: each sample counted once, and the same bits on any number of workers.
 
-        The loss of each batch has a slot of its own, which only one worker fills; the slots are added in order of
-        batches and without rounding (Shewchuk's fsum).
+        The loss of each batch has a slot of its own, which only one worker fills, and so have other sums; the slots are
+        added without rounding (Shewchuk's fsum).
         """
         was_training = model.training
         model.eval()
-        slots = torch.zeros(-(-loader.size // batch_size), dtype=torch.float64, device=world.device)
+        batches = -(-loader.size // batch_size)
+        slots = torch.zeros(1 + len(self.sums), batches, dtype=torch.float64, device=world.device)
         counts: Tensor | None = None
         units = torch.zeros((), dtype=torch.int64, device=world.device)
         for batch in loader.held_out(batch_size, world.rank, world.size):
             with precision.autocast():
                 measured = self.measure(model, batch)
-            slots[batch.index] = measured.loss_sum
+            slots[0, batch.index] = measured.loss_sum
+            if measured.sums is not None:
+                slots[1:, batch.index] = measured.sums
             units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
         model.train(was_training)
         counts = _agreed(world, counts)
         seen = int(total(world, units))
-        loss = fsum(total(world, slots).tolist()) / seen if seen else nan
-        return Evaluation({"loss": loss} | self.metrics(counts, max(1, seen)), loader.size, self.details(counts))
+        loss, *others = (fsum(row) / seen if seen else nan for row in total(world, slots).tolist())
+        figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
+        return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
 
 
 def _agreed(world: World, counts: Tensor | None) -> Tensor:

@@ -22,6 +22,8 @@ class Classification(Task):
         RequestError: the dataset has no classes, or labels that are not among them.
     """
 
+    expects = "targets (n,) int64 class numbers; outputs (n, classes) logits"
+
     def __init__(self, source: Source, config: TaskConfig) -> None:
         super().__init__(source, config)
         if source.num_classes < 2:
@@ -36,8 +38,9 @@ class Classification(Task):
         return cross_entropy(_wide(logits), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
 
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
-        logits = model(batch.inputs).double()
-        classes = self.source.num_classes
+        logits, classes = model(batch.inputs).double(), self.source.num_classes
+        if logits.shape != (len(batch), classes):
+            raise ValueError(f"outputs {tuple(logits.shape)} for {len(batch)} samples of {classes} classes")
         pairs = batch.targets * classes + logits.argmax(1)
         return Measured(
             cross_entropy(logits, batch.targets, reduction="sum"), torch.bincount(pairs, minlength=classes * classes)

@@ -27,6 +27,7 @@ class LanguageModel(Task):
     """
 
     unit = "token"
+    expects = "targets (n, t) int64 tokens, -100 where none counts; outputs (n, t, vocabulary) logits"
 
     def __init__(self, source: Source, config: TaskConfig) -> None:
         super().__init__(source, config)

@@ -2,5 +2,7 @@
 
 TASKS = {
     "classification": "multigpu_cli.tasks.classification:Classification",
+    "multi-label": "multigpu_cli.tasks.multi_label:MultiLabel",
+    "regression": "multigpu_cli.tasks.regression:Regression",
     "language-model": "multigpu_cli.tasks.language_model:LanguageModel",
 }

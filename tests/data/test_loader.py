@@ -225,7 +225,7 @@ def test_nested_inputs_stay_nested() -> None:
     assert batch.inputs[1]["deep"][1].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("item", [torch.ones(2), (1, 2, 3), {"input": 1, "target": 2}])
+@pytest.mark.parametrize("item", [torch.ones(2), (1, 2, 3), "ab"])
 def test_an_item_that_is_no_pair_is_named(item: Any) -> None:
     class Wrong(Noisy):
         def __getitem__(self, index: int) -> Any:

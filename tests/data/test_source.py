@@ -13,7 +13,18 @@ from multigpu_cli.errors import RequestError
 
 MODULE = """
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+class Stream(IterableDataset):
+    classes = ["ant", "bee"]
+    def __init__(self, count=100):
+        self.count = count
+    def __iter__(self):
+        for index in range(self.count):
+            yield {"x": torch.rand(3), "y": index % 2}
+
+def streams(split):
+    return Stream(50)
 
 def tensors(count=100, classes=3, seed=0):
     return TensorDataset(torch.arange(count * 8).view(count, 2, 4).float(), torch.arange(count) % classes)
@@ -144,7 +155,7 @@ def test_a_factory_with_splits_is_called_once_for_each() -> None:
     [
         ("nothing", "the factory returned a NoneType"),
         ("number", "the factory returned a int"),
-        ("pairless", r"a sample must be \(input, target\)"),
+        ("pairless", r"sample 0 must be \(input, target\), not tuple of 1"),
         ("without_training", "returned None for split='train'"),
         ("empty", "split train: the dataset is empty"),
         ("empty_val", "split val: the dataset is empty"),
@@ -184,3 +195,29 @@ def test_labels_held_in_tensors_are_classes_too(tmp_path: Path) -> None:
     text = "class Boxed(Items):\n    def __getitem__(self, at):\n        return torch.zeros(2), torch.tensor(at % 6)\n"
     (tmp_path / "my_data_for_tests.py").write_text(MODULE + text)
     assert opened("Boxed").num_classes == 6
+
+
+def test_a_stream_is_read_once_and_then_has_numbers() -> None:
+    source, again = opened("Stream"), opened("Stream")
+    assert [len(part) for part in (source.train, source.val, source.test)] == [80, 10, 10]  # type: ignore[arg-type]
+    assert (source.input_shape, source.num_classes) == ((3,), 2)
+    assert "a stream that was read once" in source.remark
+    first, twice = source.train[5]["x"].tolist(), again.train[5]["x"].tolist()
+    assert first == source.train[5]["x"].tolist() == twice
+    assert opened("Stream", seed=1).train[5]["x"].tolist() != first
+    split = opened("streams")
+    assert split.train[0]["x"].tolist() != split.val[0]["x"].tolist(), "no split repeats another"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(0, "the stream is empty"), (10**9, "no end of the stream after 100,000 samples")]
+)
+def test_a_stream_without_samples_or_end_is_refused(count: int, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        opened("Stream", args={"count": count})
+
+
+def test_tokens_and_those_that_follow_have_a_vocabulary(tmp_path: Path) -> None:
+    text = "def tokens():\n    rows = torch.arange(40).view(20, 2)\n    return TensorDataset(rows, (rows + 1) % 50)\n"
+    (tmp_path / "my_data_for_tests.py").write_text(MODULE + text)
+    assert opened("tokens").num_classes == 41

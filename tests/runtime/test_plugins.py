@@ -70,8 +70,14 @@ def test_what_cannot_be_found_is_named(own: Path, name: str, problem: str, remed
 
 
 def test_what_the_users_module_lacks_is_not_blamed_on_its_name(own: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+    with pytest.raises(RequestError, match="importing broken_for_plugins raised ModuleNotFoundError in broken_for_pl"):
         find("broken_for_plugins:build", REGISTRY, flag="--model")
+
+
+def test_a_module_that_is_no_python_is_named_with_its_line(own: Path) -> None:
+    (own / "broken_for_plugins.py").write_text("x = 1\ndef build(:\n")
+    with pytest.raises(RequestError, match=r"raised SyntaxError in broken_for_plugins\.py:2"):
+        find("broken_for_plugins:build", REGISTRY, flag="--data")
 
 
 def test_a_factory_gets_what_it_names_and_the_users_own_words_win() -> None:

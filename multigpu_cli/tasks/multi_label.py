@@ -1,0 +1,67 @@
+"""Any number of labels for each sample, learned by binary cross-entropy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.tasks.base import Measured, Task
+
+
+class MultiLabel(Task):
+    """Targets (n, k) of 0 and 1, model outputs (n, k) logits; the better result has the higher F1 over all labels.
+
+    The loss of a sample is the mean over its labels. `accuracy` is the share of samples with every label right.
+    """
+
+    expects = "targets (n, labels) of 0 and 1; outputs (n, labels) logits"
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        logits, targets = _alike(model(batch.inputs), batch.targets)
+        targets = targets * (1 - self.config.label_smoothing) + self.config.label_smoothing / 2
+        return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        logits, targets = _alike(model(batch.inputs), batch.targets)
+        loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
+        said, there = logits > 0, targets > 0.5
+        whole = (said == there).all(1).sum().view(1)
+        counts = [(said & there).sum(0), (said & ~there).sum(0), (~said & there).sum(0), whole]
+        return Measured(loss, torch.cat(counts))
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        hit, wrong, missed = (int(row.sum()) for row in counts[:-1].view(3, -1))
+        return {"accuracy": int(counts[-1]) / units, "f1": _share(2 * hit, 2 * hit + wrong + missed)}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return (metrics["f1"], -metrics["loss"])
+
+    def details(self, counts: Tensor) -> dict[str, Any]:
+        rows = counts[:-1].view(3, -1).T.tolist()
+        names = self.source.class_names or tuple(map(str, range(len(rows))))
+        return {
+            "per_class": [
+                {
+                    "class": name,
+                    "precision": _share(hit, hit + wrong),
+                    "recall": _share(hit, hit + missed),
+                    "f1": _share(2 * hit, 2 * hit + wrong + missed),
+                    "support": hit + missed,
+                }
+                for name, (hit, wrong, missed) in zip(names, rows, strict=True)
+            ]
+        }
+
+
+def _alike(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.shape != targets.shape or logits.ndim != 2:
+        raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}")
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide), targets.to(wide)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,67 @@
+"""Numbers learned by squared error, absolute error or Huber's mixture of both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import huber_loss, l1_loss, mse_loss
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.tasks.base import Measured, Task
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {"squared": mse_loss, "absolute": l1_loss, "huber": huber_loss}
+
+
+class Regression(Task):
+    """Targets (n,) or (n, k) floats, model outputs the same, or (n, 1) for (n,); the better result has the lower loss.
+
+    The loss of a sample is the mean over its k numbers, as in torch's own losses. An evaluation also gives `mae`, the
+    mean absolute error, and `rmse`, the root of the mean squared one.
+
+    Args:
+        loss: squared, absolute or huber (Huber 1964, with its edge at 1).
+
+    Raises:
+        RequestError: no such loss.
+    """
+
+    sums = ("absolute", "squared")
+    expects = "targets (n,) or (n, k) numbers; outputs of the same shape, or (n, 1) for (n,)"
+
+    def __init__(self, source: Source, config: TaskConfig, loss: str = "squared") -> None:
+        super().__init__(source, config)
+        if loss not in _LOSSES:
+            raise RequestError(f"task.args.loss: {loss!r}", remedy=did_you_mean(str(loss), _LOSSES))
+        self._loss = _LOSSES[loss]
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        outputs, targets = _alike(model(batch.inputs), batch.targets)
+        return _by_sample(self._loss(outputs, targets, reduction="none")).sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        outputs, targets = (value.double() for value in _alike(model(batch.inputs), batch.targets))
+        error = outputs - targets
+        loss = _by_sample(self._loss(outputs, targets, reduction="none"))
+        sums = torch.stack([_by_sample(error.abs()).sum(), _by_sample(error.square()).sum()])
+        return Measured(loss.sum(), torch.zeros(1, dtype=torch.int64, device=error.device), sums)
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"mae": means["absolute"], "rmse": means["squared"] ** 0.5}
+
+
+def _alike(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as (n,) or (n, k) of at least 32 bits; broadcasting would compare every output with every target."""
+    if targets.ndim == 1 and outputs.shape == (len(targets), 1):
+        outputs = outputs.squeeze(1)
+    if outputs.shape != targets.shape:
+        raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}")
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(wide), targets.to(wide)
+
+
+def _by_sample(errors: Tensor) -> Tensor:
+    return errors.flatten(1).mean(1) if errors.ndim > 1 else errors
