@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -138,9 +139,8 @@ class Watch:
     def _report(self, error: BaseException, ends: list[End]) -> None:
         """For the next attempt, and for people."""
         self._ends.conclude(crash_report.one_line(error))
-        if self._logs is not None:
-            with self._file(f"crash_{self._world.attempt}.txt") as file:
-                file.write(crash_report.text(error, ends))
+        with suppress(OSError), self._file(f"crash_{self._world.attempt}.txt") as file:  # the disk may be what failed
+            file.write(crash_report.text(error, ends))
 
     def _end(self, error: Exception) -> End:
         named = isinstance(error, TrainingError)
@@ -193,7 +193,7 @@ class Watch:
     def _hang(self, still: float) -> TrainingError:
         """Write down what every thread does, and say who did not arrive."""
         self._ends.call_hang()
-        with self._file(f"stacks_{self._world.attempt}_rank_{self._world.rank}.txt") as file:
+        with suppress(OSError), self._file(f"stacks_{self._world.attempt}_rank_{self._world.rank}.txt") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         places = self._places()
         error = crash_report.hang(places, self._world.size, still, self._logs)
