@@ -95,6 +95,8 @@ class Watch:
     def begin(self, steps: int, logs: Path) -> None:
         """Training begins, after so many steps; reports go into this folder."""
         self._begins_at, self._steps, self._logs = steps, steps, logs
+        with suppress(OSError):  # the run folder may lie on another machine: then reports are made there
+            logs.mkdir(exist_ok=True)
 
     def explained(self, error: BaseException) -> BaseException:
         """What to raise for an error that ends this rank: itself, or another rank's that it only follows from."""
@@ -217,7 +219,6 @@ class Watch:
     def _file(self, name: str) -> Any:
         if self._logs is None:
             return open(os.devnull, "w")
-        self._logs.mkdir(exist_ok=True)
         return open(self._logs / name, "w")
 
 
