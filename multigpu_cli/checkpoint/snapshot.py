@@ -47,8 +47,13 @@ class Kept:
     average: AveragedModel | None
     progress: Progress
 
-    def capture(self) -> dict[str, Any]:
-        """Plain values and tensors in host memory."""
+    def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Plain values and tensors in host memory.
+
+        Args:
+            into: an earlier capture that nobody reads any more; its memory is used again, which is several times faster
+                than asking the system for fresh pages.
+        """
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -56,7 +61,10 @@ class Kept:
             "average": self.average.state_dict() if self.average else None,
             "progress": asdict(self.progress),
         }
-        return dict(_on_host(state))
+        captured = dict(_on_host(state, into))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the copies were only queued
+        return captured
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
         """Put a captured state into the live objects.
@@ -77,11 +85,16 @@ class Kept:
         return self.average.module if self.average else self.model
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: Any, into: Any) -> Any:
+    """A copy in host memory, in that of `into` as far as it has the same shape."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        fits = isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype
+        target = into if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return target.copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
-        return {name: _on_host(entry) for name, entry in value.items()}
+        there = into if isinstance(into, dict) else {}
+        return {name: _on_host(entry, there.get(name)) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(entry) for entry in value)
+        fits = isinstance(into, (list, tuple)) and len(into) == len(value)
+        return type(value)(map(_on_host, value, into if fits else [None] * len(value)))
     return value

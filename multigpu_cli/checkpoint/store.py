@@ -2,13 +2,12 @@
 
 import shutil
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import flush_folder, publish
+from multigpu_cli.checkpoint.files import flush_folder, publish, publish_by
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
-from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.packing import pack, tensor_bytes, unpacked
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,8 @@ class Store:
         draft, final = self.folder / f".draft_step_{step:08d}", self.folder / f"step_{step:08d}"
         try:
             draft.mkdir()
-            content = packed(state)
-            publish(draft / "state.pt", content)
-            listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
+            size, total = _write(draft / "state.pt", state)
+            listed = {"state.pt": {"size": size, "sha256": total}}
             publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
             if final.exists():  # the same step once more, after a resume from an older checkpoint
                 self._remove(final)
@@ -67,7 +65,7 @@ class Store:
         upto = [folder for folder in self._folders() if folder.name <= final.name]  # beyond lie only damaged ones
         for old in upto[self.keep :]:
             self._remove(old)
-        return len(content)
+        return size
 
     def _remove(self, folder: Path) -> None:
         """Let a checkpoint go; a damaged one is evidence, and only steps aside."""
@@ -104,3 +102,10 @@ class Store:
     def _folders(self) -> list[Path]:
         """Newest first."""
         return sorted(self.folder.glob("step_*"), reverse=True)
+
+
+def _write(file: Path, state: dict[str, Any]) -> tuple[int, str]:
+    """Size and SHA-256 of the file that was written."""
+    told: list[tuple[int, str]] = []
+    publish_by(file, lambda draft: told.append(pack(state, draft)), tensor_bytes(state))
+    return told[0]

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class Run(Learner):
     watch: Watch
     trace: SampleTrace | None
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
+    snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
     best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
 
     @property

@@ -257,12 +257,12 @@ def _hear_of_the_last(run: Run) -> None:
 
 
 def _captured(run: Run) -> dict[str, Any]:
-    """The state for a checkpoint, with the seconds of this attempt in its totals."""
+    """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
     live = run.progress
     before, live.train_seconds = live.train_seconds, live.train_seconds + run.meters.seconds
-    state = run.kept.capture()
+    run.snapshot = run.kept.capture(run.snapshot)
     live.train_seconds = before
-    return state
+    return run.snapshot
 
 
 def settle_writes(run: Run) -> None:

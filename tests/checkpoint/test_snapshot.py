@@ -94,3 +94,24 @@ def test_progress_begins_at_nothing() -> None:
     assert Progress() == Progress(
         step=0, best={}, score=[], stale_epochs=0, train_seconds=0.0, startup_seconds=0.0, last={}, faults=[]
     )
+
+
+def test_a_capture_into_an_earlier_one_uses_its_memory_and_says_the_same() -> None:
+    live = kept()
+    train(live, 1)
+    first = live.capture()
+    places = {name: value.data_ptr() for name, value in first["model"].items()}
+    train(live, 2)
+    second = live.capture(first)
+    assert {name: value.data_ptr() for name, value in second["model"].items()} == places
+    assert packed(second) == packed(live.capture())
+    assert second["progress"]["step"] == 3
+
+
+def test_a_capture_into_one_of_another_shape_takes_new_memory() -> None:
+    """The optimizer has no state before its first step."""
+    live = kept()
+    before, other = live.capture(), kept(width=8).capture()
+    train(live, 1)
+    for into in (before, other):
+        assert packed(live.capture(into)) == packed(live.capture())
