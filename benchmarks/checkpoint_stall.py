@@ -95,6 +95,7 @@ def measured(kept: Kept, step: Callable[[], None], folder: Path, pairs: int) -> 
         "synchronous_ms": 1e3 * statistics.median(saves),
         "stall_share": statistics.median(ratios),
         "stall_share_worst": max(ratios),
+        "stall_share_of_minima": min(stalls) / min(saves),
         "written_after_ms": 1e3 * statistics.median(written),
         "step_ms": 1e3 * statistics.median(alone),
         "step_beside_writer_ms": 1e3 * statistics.median(beside),
