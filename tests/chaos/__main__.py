@@ -20,7 +20,7 @@ from tests.chaos.verdict import repeats, wrong
 def one_round(seed: int, number: int, home: Path) -> bool:
     """Play a round, say how it went in one line, and keep its folder if it went wrong."""
     began, the_round, folder = time.monotonic(), drawn(seed, number), home / f"round-{number}"
-    reference = undisturbed(the_round.job, home)
+    reference = undisturbed(the_round.job, home, the_round.steady or 2)
     played = play(the_round, folder, state_size(reference))
     faults = wrong(the_round, played, folder, reference)
     again = ",".join(str(found.steps) for found in repeats(played, the_round.job.every)) or "no"

@@ -64,9 +64,10 @@ class Round:
     acts: tuple[Act, ...]
 
     @property
-    def steady(self) -> bool:
-        """Whether the number of workers never changes."""
-        return all(act.workers == 2 for act in self.acts)
+    def steady(self) -> int | None:
+        """The number of workers, if it never changes."""
+        numbers = {act.workers for act in self.acts}
+        return numbers.pop() if len(numbers) == 1 else None
 
     @property
     def fills_disk(self) -> bool:
@@ -214,7 +215,7 @@ def state_size(run: Path) -> int:
     return (checkpoints(run)[0] / "state.pt").stat().st_size
 
 
-def undisturbed(job: Job, home: Path, workers: int = 2) -> Path:
+def undisturbed(job: Job, home: Path, workers: int) -> Path:
     """The run folder of a job that nobody disturbs; trained once."""
     folder = home / f"undisturbed-{job.name}-{workers}"
     if not folder.exists():

@@ -13,8 +13,8 @@ import pytest
 from tests.chaos.__main__ import one_round
 from tests.chaos.job import Job
 from tests.chaos.mischief import Deed, Harm, a_kill
-from tests.chaos.rounds import Act, Played, Round, drawn, play, state_size, undisturbed
-from tests.chaos.verdict import left_over, repeated_too_much, repeats, wrong
+from tests.chaos.rounds import JOBS, Act, Played, Round, drawn, play, state_size, undisturbed
+from tests.chaos.verdict import damaged_and_lost, left_over, repeated_too_much, repeats, wrong
 from tests.trained import trained
 
 KILLED_TWICE = Round(  # the second launch is a single process: few imports of torch, and another number of workers
@@ -99,12 +99,11 @@ def test_thirty_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_three_workers_killed_at_random_times(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """torchrun --standalone --max-restarts=3: exactly three restarts, and nothing else is different."""
     dice = random.Random(seed)
-    act = Act(3, tuple(a_kill(dice, 3) for _ in range(3)))
-    three = Round(seed, Job("mlp", {"model": "mlp"}), "torchrun", (act,))
+    three = Round(seed, JOBS[0], "torchrun", (Act(3, tuple(a_kill(dice, 3) for _ in range(3))),))
     home = tmp_path_factory.getbasetemp()
-    reference = undisturbed(three.job, home, workers=3)
+    reference = undisturbed(three.job, home, 3)
     played = play(three, home / f"three-{seed}", state_size(reference))
-    assert wrong(replace(three, acts=(replace(act, workers=2),)), played, home / f"three-{seed}", reference) == []
+    assert wrong(three, played, home / f"three-{seed}", reference) == []
     assert [found.cause for found in repeats(played, three.job.every)] == ["killed"] * 3
 
 
@@ -220,6 +219,11 @@ def test_a_planted_fault_is_found(name: str, short: Looked, tmp_path: Path) -> N
     shutil.copytree(short.home, tmp_path / "home")
     faults = plant(Looked(list(short.played), tmp_path / "home", short.reference)).faults()
     assert any(told in fault for fault in faults), faults
+
+
+def test_an_older_checkpoint_that_is_damaged_need_not_be_told(short: Looked) -> None:
+    newer = replace(short.played[1], events=[], sound="step_99999999")
+    assert list(damaged_and_lost(short.home / "run", [short.played[0], newer])) == []
 
 
 @pytest.mark.parametrize(

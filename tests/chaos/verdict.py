@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ def wrong(the_round: Round, played: list[Played], home: Path, reference: Path) -
         home: of the round; its run is in home/run.
         reference: the run folder of the undisturbed run.
     """
-    run, same_bits = home / "run", the_round.steady or the_round.job.exact
+    run, same_bits = home / "run", bool(the_round.steady) or the_round.job.exact
     found = [f"act {place}: {fault}" for place, part in enumerate(played, 1) for fault in of_an_act(the_round, part)]
     found += repeated_too_much(played, the_round.job.every)
     found += results_apart(run, reference, the_round.job.steps, same_bits=same_bits)
@@ -169,12 +168,12 @@ def left_over(home: Path, acts: tuple[Act, ...]) -> Iterator[str]:
 
 
 def damaged_and_lost(run: Path, played: list[Played]) -> Iterator[str]:
-    """A damaged checkpoint is reported when it is passed over, and put aside when its step comes again."""
-    for part, following in pairwise(played):
+    """A damaged checkpoint is reported if newer than the one that is used, and put aside when its place is needed."""
+    for place, part in enumerate(played):
+        later = played[place + 1 :]
+        told = [event["action"] for each in later for event in each.events if event["event"] == "fault"]
         for name in part.damaged:
-            told = [event["action"] for event in following.events if event["event"] == "fault"]
-            starts = any(event["event"] == "start" for event in following.events)
-            if starts and not any(name in action for action in told):
+            if name > (later[0].sound or "") and not any(name in action for action in told):
                 yield f"{name} was damaged, and nobody says so"
             if not list((run / "checkpoints").glob(f"damaged_{name}*")):
                 yield f"{name} was damaged, and is gone"
