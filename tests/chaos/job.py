@@ -17,6 +17,7 @@ from tests.together.launcher import TORCHRUN, alone, options
 
 MARK = "MULTIGPU_CHAOS"  # in the environment of every process of a round, with the round's own value
 SECONDS = 240  # more than any one launch takes on a busy machine
+HANG = 60  # seconds; a rank that hangs leaves its stacks, and counts as a restart too many
 GONE = 10.0  # seconds; a loader process looks for its parent every five
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -41,6 +42,7 @@ class Job:
         """All flags of the run, but those that say how it is launched."""
         common = {"data": "digits", "global_batch_size": 32, "batch_size": 8, "max_steps": self.steps}
         common |= {"checkpoint_every": str(self.every), "log_interval": 1, "trace_samples": True}
+        common |= {"hang_timeout": HANG}
         return common | {"save_dir": str(folder)} | self.flags | ({"exact": True} if self.exact else {})
 
     def command(self, launcher: str, workers: int, folder: Path, restarts: int = 0) -> list[str]:

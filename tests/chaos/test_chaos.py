@@ -167,6 +167,11 @@ def without_the_damaged(looked: Looked) -> Looked:
     return looked
 
 
+def without_summary(looked: Looked) -> Looked:
+    (looked.home / "run" / "summary.json").unlink()
+    return looked
+
+
 def a_step(number: int) -> Callable[[dict[str, Any]], bool]:
     return lambda line: line.get("step") == number and line.get("event", "train") == "train"
 
@@ -180,6 +185,7 @@ PLANTED = {
     "too few steps": (in_summary("steps", 89), "steps 89"),
     "another test result": (in_summary("final", {}), "final"),
     "other best weights": (in_summary("best", {}), "best"),
+    "no summary": (without_summary, "there is no summary"),
     "not completed": (in_summary("status", "stopped"), "the run is stopped"),
     "another loss": (in_lines("journal.jsonl", a_step(90), {"loss": 0.1}), "1 journal lines differ, first step 90"),
     "a journal line missing": (in_lines("journal.jsonl", a_step(90), None), "lacks or adds ['step 90']"),

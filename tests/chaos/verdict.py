@@ -131,6 +131,9 @@ def results_apart(run: Path, reference: Path, steps: int, *, same_bits: bool) ->
     Args:
         same_bits: whether losses, evaluations and weights must be equal, too, and not only steps and samples.
     """
+    if not (run / "summary.json").exists():
+        yield "there is no summary"
+        return
     ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, reference))
     if ours["status"] != "completed":
         yield f"the run is {ours['status']}"
