@@ -3,6 +3,8 @@
 A sample is therefore augmented alike on any worker, device or batch, in whatever order batches are made.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,15 @@ _GAMMA, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 def _mixed(x: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 (planning/keys.py has it for one number); the masks make the shifts logical."""
     x = x + _GAMMA
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+    x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX1)
+    x.bitwise_xor_((x >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX2)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(0x1FFFFFFFF))
+
+
+@lru_cache
+def _lanes(streams: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """(1, columns) the mixed numbers of the streams' columns, which every batch asks for again."""
+    return _mixed(torch.cat([torch.arange(count, device=device) + (stream << 20) for stream, count in streams]))[None]
 
 
 class Draws:
@@ -38,6 +46,9 @@ class Draws:
 
     def uniform(self, stream: int, count: int = 1) -> Tensor:
         """(n, count) float32 in [0, 1); each use in one augmentation takes a stream number of its own."""
-        lanes = torch.arange(count, device=self._base.device) + (stream << 20)
-        bits = _mixed(self._base[:, None] ^ _mixed(lanes)[None, :])
-        return ((bits >> 40) & 0xFFFFFF).float() / (1 << 24)
+        return self.together((stream, count))
+
+    def together(self, *streams: tuple[int, int]) -> Tensor:
+        """(n, columns) the numbers of several (stream, count) side by side, in one go."""
+        bits = _mixed(self._base[:, None] ^ _lanes(streams, self._base.device))
+        return (bits >> 40).bitwise_and_(0xFFFFFF).float().div_(1 << 24)

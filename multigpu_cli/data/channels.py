@@ -33,7 +33,7 @@ class Standardised:
         mean, scale = self._on(batch.device, batch.ndim)
         if self.mode == "first":
             return (batch[:, :1].float() - mean[:, :1]) * scale[:, :1]
-        standardised = (batch.float() - mean) * scale
+        standardised = batch.to(torch.float32, copy=True).sub_(mean).mul_(scale)
         return standardised.mean(dim=1, keepdim=True) if self.mode == "average" else standardised
 
     def _on(self, device: torch.device, ndim: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any
 
 import numpy
@@ -86,11 +87,12 @@ class Loader:
             lanes: micro-batches joined into one batch (DataParallel takes one for each device).
         """
         order = epoch_order(self.size, self.seed, epoch)
-        steps = [plan.passes(step, rank, lanes) for step in range(start, plan.steps_per_epoch)]
-        chunks = [order[first:stop] for step in steps for _, first, stop in step]
+        steps = range(start, plan.steps_per_epoch)
+        chunks = (order[first:stop] for step in steps for _, first, stop in plan.passes(step, rank, lanes))
         batches = self._fetch.stream(chunks, epoch)
         for step in steps:
-            yield (self._finished(next(batches), index, epoch, train=True) for index, _, _ in step)
+            passes = plan.passes(step, rank, lanes)
+            yield (self._finished(next(batches), index, epoch, train=True) for index, _, _ in passes)
 
     def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass: fixed batches, each sample once on any number of workers."""
@@ -140,7 +142,7 @@ class _Memory:
     def close(self) -> None:
         """Nothing is open."""
 
-    def stream(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[_Fetched]:
+    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[_Fetched]:
         home = self.inputs.device
         for indices in chunks:
             at = indices.to(home)
@@ -167,8 +169,9 @@ class _Items:
         )
         self.where = f"fetched by {processes} loader process(es)" if processes else "fetched in this process"
 
-    def stream(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[_Fetched]:
-        self._chunks.now = [[(epoch, index) for index in chunk.tolist()] for chunk in chunks]
+    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[_Fetched]:
+        asked, chunks = tee(chunks)
+        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in asked)
         try:
             for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
                 yield self._moved(inputs), self._moved(targets), indices
@@ -198,13 +201,10 @@ class _Chunks:
     """A batch sampler whose batches are laid down before each pass."""
 
     def __init__(self) -> None:
-        self.now: list[list[tuple[int, int]]] = []
+        self.now: Iterable[list[tuple[int, int]]] = []
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return iter(self.now)
-
-    def __len__(self) -> int:
-        return len(self.now)
 
 
 class _Keyed(Dataset[Any]):
