@@ -158,6 +158,21 @@ def test_torchs_own_arguments_are_passed_on() -> None:
     assert not sgd.state
 
 
+def test_amsgrad_and_maximize_are_torchs_own_step() -> None:
+    for args in ({"amsgrad": True}, {"maximize": True}):
+        ours, theirs = network(), network()
+        first = build_optimizer(ours, OptimizerConfig(args=args))
+        second = torch.optim.AdamW(build_optimizer(theirs, OptimizerConfig(args=args)).param_groups, fused=True, **args)
+        for number in range(3):
+            for model, optimizer in ((ours, first), (theirs, second)):
+                torch.manual_seed(number)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+                set_rate(optimizer, 0.01)
+                optimizer.step()
+        assert fingerprint(ours.state_dict()) == fingerprint(theirs.state_dict())
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
@@ -169,3 +184,26 @@ def test_torchs_own_arguments_are_passed_on() -> None:
 def test_arguments_that_torch_does_not_take_are_refused(args: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         build_optimizer(network(), OptimizerConfig(args=args))
+
+
+def test_our_step_is_torchs_to_the_last_bit() -> None:
+    """With skipped steps, parameters that have no gradient now and then, and a state that went through a checkpoint."""
+    ours, theirs = network(), network()
+    first = built("adamw", ours)
+    second = torch.optim.AdamW(build_optimizer(theirs, OptimizerConfig(weight_decay=0.1)).param_groups, fused=True)
+    for number, skipped in enumerate([0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]):
+        for model, optimizer in ((ours, first), (theirs, second)):
+            torch.manual_seed(number)
+            for name, parameter in model.named_parameters():
+                absent = name.startswith("1.") and number in (0, 4)
+                parameter.grad = None if absent else torch.randn_like(parameter)
+            set_rate(optimizer, 0.01 * (number + 1))
+            optimizer.found_inf = torch.tensor(skipped)  # type: ignore[attr-defined]
+            optimizer.step()
+        if number == 2:
+            state = first.state_dict()
+            first = built("adamw", ours)
+            first.load_state_dict(state)
+    assert fingerprint(ours.state_dict()) == fingerprint(theirs.state_dict())
+    steps = [[float(state["step"]) for state in optimizer.state.values()] for optimizer in (first, second)]
+    assert steps[0] == steps[1]
