@@ -27,18 +27,20 @@ class StepBuffers:
         self._all = [torch.view_as_real(b) if b.is_complex() else b for b in model.buffers()]
         self._together, self._total = workers > 1 or always, total
         self._micro_batches = 1
-        self._before: list[Tensor] = []
+        self._kinds = [[b for b in self._all if b.dtype == kind] for kind in {b.dtype: None for b in self._all}]
+        self._before: list[Tensor] = []  # one flat copy for each kind
         self._start: list[Tensor] = []
         self._change: list[Tensor] = []
 
     def begin(self, micro_batches: int) -> None:
         """Note where the step starts; nothing to do where one micro-batch is all there is."""
         self._micro_batches = micro_batches
-        self._before = [buffer.detach().clone() for buffer in self._all]
         self._start, self._change = [], []
-        if self._all and (micro_batches > 1 or self._together):
-            self._start = self._before
-            self._change = self.no_change()
+        if self._all:
+            self._before = [_flat(kind) for kind in self._kinds]
+            if micro_batches > 1 or self._together:
+                self._start = [buffer.detach().clone() for buffer in self._all]
+                self._change = self.no_change()
 
     def no_change(self) -> list[Tensor]:
         """Zeros, as a micro-batch that changes nothing would give."""
@@ -55,21 +57,22 @@ class StepBuffers:
 
     def collect(self) -> None:
         """After one micro-batch: add its change to those of the others on this worker."""
+        if not self._change:
+            return
         for change, fresh in zip(self._change, self.taken(), strict=True):
             change += fresh
 
     @torch.no_grad()
     def abandon(self) -> None:
         """Go back to the start of a step that can't be finished."""
-        for buffer, before in zip(self._all, self._before, strict=True):
-            buffer.copy_(before)
+        for kind, before in zip(self._kinds, self._before, strict=True):
+            _put_back(kind, before)
         self._start, self._change = [], []
 
-    @torch.no_grad()
     def undo(self, skipped: Tensor) -> None:
         """Go back to the start if the step was skipped, or a NaN would stay in the statistics; no host sync."""
-        for buffer, before in zip(self._all, self._before, strict=True):
-            buffer.copy_(torch.where(skipped.bool(), before, buffer))
+        for kind, before in zip(self._kinds, self._before, strict=True):
+            _put_back(kind, torch.where(skipped.bool(), before, _flat(kind)))
 
     def finish(self) -> None:
         """After the last: move by the mean change of all micro-batches on all workers."""
@@ -83,6 +86,18 @@ class StepBuffers:
         """Move by the sum of all micro-batches' changes, divided by their number."""
         for buffer, change in zip(self._all, changes, strict=bool(changes)):
             buffer += (change / self._micro_batches).to(buffer.dtype)
+
+
+@torch.no_grad()
+def _flat(buffers: list[Tensor]) -> Tensor:
+    """(n,) a copy of all elements: one kernel, where a copy of each would be hundreds in a deep network."""
+    return torch.cat([buffer.flatten() for buffer in buffers])
+
+
+@torch.no_grad()
+def _put_back(buffers: list[Tensor], flat: Tensor) -> None:
+    parts = flat.split([buffer.numel() for buffer in buffers])
+    torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
 
 def _moved(start: Tensor, end: Tensor) -> Tensor:
