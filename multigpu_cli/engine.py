@@ -19,7 +19,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run import ending, record
 from multigpu_cli.run.learner import build_learner
-from multigpu_cli.run.parts import Run, assemble
+from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.collectives import decided, gathered
@@ -125,7 +125,7 @@ def fit(run: Run) -> str:
             run.bar.update(progress.step)
             logged = progress.step % run.config.log.interval == 0 or progress.step == total
             if logged:
-                record.log_step(run, *outcome)
+                record.log_step(run, outcome)
             epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
             if epoch_ended:
                 record.judge(run)
@@ -133,7 +133,7 @@ def fit(run: Run) -> str:
             run.watch.at(progress.step, "agreeing")
             stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
             if (stopping or finished) and not logged:
-                record.log_step(run, *outcome)
+                record.log_step(run, outcome)
             if stopping or late or finished or every.due(progress.step, epoch_ended=epoch_ended):
                 record.save(run)
                 every.saved()
@@ -145,25 +145,21 @@ def fit(run: Run) -> str:
     return "completed"
 
 
-def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
 
     Args:
         number: the step, counted from 0 over the whole run.
         work: this worker's micro-batches; there may be none.
-
-    Returns:
-        (micro-batches,) float64, the loss sums of this worker's micro-batches in their slots, zeros elsewhere; and
-        (2,), the norm of the global gradient and 1 where the step was skipped.
     """
     batches, strategy, device = run.plan.batches, run.strategy, run.world.device
     in_epoch = number % batches.steps_per_epoch
     samples, passes = batches.samples_in(in_epoch), batches.passes(in_epoch, run.world.rank, strategy.lanes)
+    set_rate(run.kept.optimizer, run.plan.schedule.at(number))
+    everyone = -(-batches.count_in(in_epoch) // strategy.lanes)
+    losses: dict[int, Tensor] = {}
     fetched: list[Tensor] = []
     counted: list[Tensor | int] = []
-    set_rate(run.kept.optimizer, run.plan.schedule.at(number))
-    everyone = -(-len(batches.micro_batches_of(in_epoch)) // strategy.lanes)
-    losses = torch.zeros(everyone, dtype=torch.float64, device=device)
     strategy.begin(everyone)
     for _ in passes:
         run.watch.at(number, "fetching data")
@@ -176,7 +172,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
             with run.precision.autocast():
                 value = run.task.loss_sum(strategy.callable, batch)
             run.watch.at(number, "last backward" if last else "backward", batch.indices)
-            run.precision.backward(value * (strategy.loss_factor / run.units.expected(samples)))
+            run.precision.backward(value, strategy.loss_factor / run.units.expected(samples))
         strategy.micro_batch_done(batch.index)
         losses[batch.index] = value.detach()
         fetched.append(batch.indices)
@@ -184,14 +180,14 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> tuple[Tensor, Tensor]:
     run.watch.at(number, "reduction")
     strategy.finish(idle=not passes)
     run.units.settle(counted, samples, run.trained)
-    outcome = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
-    strategy.undo(outcome[1])
+    norm, skipped = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
+    strategy.undo(skipped)
     if run.kept.average:
         run.kept.average.update_parameters(run.kept.model)
-    run.nonfinite.note(outcome[1])
+    run.nonfinite.note(skipped)
     if run.trace:
         run.trace.write(number + 1, fetched)
-    return losses, outcome
+    return Outcome(everyone, losses, norm, skipped)
 
 
 def _limit(config: Config) -> float | None:

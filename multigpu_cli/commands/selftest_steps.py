@@ -92,9 +92,9 @@ def _given_to_optimizer(run: Run, number: int) -> tuple[dict[str, Tensor], float
     hook = run.kept.optimizer.register_step_pre_hook(note)
     batches = run.plan.batches
     epoch = run.train.epoch(batches, 0, number, run.world.rank, run.strategy.lanes)
-    _, outcome = step(run, number, next(epoch))
+    outcome = step(run, number, next(epoch))
     hook.remove()
-    return seen, float(outcome[0])
+    return seen, float(outcome.norm)
 
 
 def _modest_scale(learner: Learner) -> float:
@@ -150,7 +150,7 @@ def advance(run: Run, until: int) -> list[float]:
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
-            sums, _ = step(run, progress.step, work)
+            sums = step(run, progress.step, work).slots(run.world.device)
             losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
             progress.step += 1
             if progress.step == until:

@@ -1,6 +1,4 @@
-"""Steps that were skipped because the gradient was not finite: counted on the device, judged when someone looks."""
-
-from typing import NamedTuple
+"""Steps that were skipped because the gradient was not finite: noted on the device, judged when someone looks."""
 
 import torch
 from torch import Tensor
@@ -9,20 +7,7 @@ from multigpu_cli.errors import TrainingError
 
 _IN_A_ROW = 10
 _IN_A_ROW_FP16 = 30  # the loss scale halves at each overflow: finding it takes a few steps, but not thirty
-
-
-class Skipped(NamedTuple):
-    """Steps whose update was skipped.
-
-    Attributes:
-        fresh: how many since the last reading.
-        longest: the most in a row so far.
-        last: the newest of them, counted from 0; without meaning where there was none.
-    """
-
-    fresh: int
-    longest: int
-    last: int
+_MOST_LOOSE = 1000  # steps are noted at no cost, and packed now and then where nobody reads for long
 
 
 class Nonfinite:
@@ -36,39 +21,44 @@ class Nonfinite:
     def __init__(self, policy: str, device: torch.device, *, fp16: bool) -> None:
         self._stop = policy == "stop" and not fp16
         self._limit = _IN_A_ROW_FP16 if fp16 else _IN_A_ROW
-        self._total = torch.zeros((), device=device)
-        self._row = torch.zeros((), device=device)
-        self._longest = torch.zeros((), device=device)
-        self._since = torch.zeros((), device=device)
-        self._seen = 0
+        self._since: list[Tensor] = [torch.zeros(0, device=device)]  # the steps since the last reading, (n,) each
+        self._fresh: list[Tensor] = []  # the newest of them, () each
+        self._row, self._longest = 0, 0
 
     def note(self, skipped: Tensor) -> None:
         """Add one step: () 1.0 where it was skipped, 0.0 where not."""
-        self._total += skipped
-        self._row = (self._row + skipped) * skipped
-        self._longest = torch.maximum(self._longest, self._row)
-        self._since = (self._since + 1) * (1 - skipped)
+        self._fresh.append(skipped)
+        if len(self._fresh) == _MOST_LOOSE:
+            self._pack()
 
-    def read(self, step: int) -> Skipped:
-        """What was skipped since the last reading (a host sync).
+    def read(self, step: int) -> list[int]:
+        """The steps skipped since the last reading, counted from 0 (a host sync).
 
         Args:
             step: steps done.
         """
-        numbers = torch.stack([self._total, self._longest, self._since]).tolist()
-        total, longest, since = (int(value) for value in numbers)
-        fresh, self._seen = total - self._seen, total
-        return Skipped(fresh, longest, step - since - 1)
+        self._pack()
+        flags = torch.cat(self._since).tolist()
+        self._since = self._since[:1]
+        for skipped in flags:
+            self._row = self._row + 1 if skipped else 0
+            self._longest = max(self._longest, self._row)
+        return [step - len(flags) + place for place, skipped in enumerate(flags) if skipped]
 
-    def judge(self, found: Skipped) -> None:
-        """Whether training may go on.
+    def judge(self, skipped: list[int]) -> None:
+        """Whether training may go on after these steps.
 
         Raises:
             TrainingError: too many in a row, or any at all under the policy stop.
         """
-        fresh, longest, last = found
-        if longest >= self._limit or (fresh and self._stop):
+        if self._longest >= self._limit or (skipped and self._stop):
             raise TrainingError(
-                f"the loss or its gradient was NaN or infinite in {longest} steps in a row, up to step {last + 1}",
+                f"the loss or its gradient was NaN or infinite in {self._longest} steps in a row, "
+                f"up to step {skipped[-1] + 1}",
                 remedy="a lower --lr, --max-grad-norm 0.5, or --amp off; check the data for NaN",
             )
+
+    def _pack(self) -> None:
+        if self._fresh:
+            self._since.append(torch.stack(self._fresh))
+            self._fresh = []

@@ -85,18 +85,23 @@ class BatchPlan:
         per_epoch = self.samples - (self.left_over if self.drop_last else 0)
         return epochs * per_epoch + min(rest * self.global_batch, per_epoch)
 
+    def count_in(self, step: int) -> int:
+        """Micro-batches in a step of an epoch, over all workers."""
+        return -(-self.samples_in(step) // self.micro_batch)
+
     def micro_batches_of(self, step: int) -> list[MicroBatch]:
         """All micro-batches of a step of an epoch, in order; the last may be short."""
-        first = step * self.global_batch
-        end = first + self.samples_in(step)
-        starts = range(first, end, self.micro_batch)
-        return [MicroBatch(number, start, min(start + self.micro_batch, end)) for number, start in enumerate(starts)]
+        return self._pieces(step, range(self.count_in(step)))
 
     def share(self, step: int, rank: int) -> list[MicroBatch]:
         """One worker's micro-batches of a step: a contiguous block, as even as whole ones allow; may be empty."""
-        every = self.micro_batches_of(step)
-        count = len(every)
-        return every[count * rank // self.workers : count * (rank + 1) // self.workers]
+        count = self.count_in(step)
+        return self._pieces(step, range(count * rank // self.workers, count * (rank + 1) // self.workers))
+
+    def _pieces(self, step: int, numbers: range) -> list[MicroBatch]:
+        first, size = step * self.global_batch, self.micro_batch
+        end = first + self.samples_in(step)
+        return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
     def passes(self, step: int, rank: int, lanes: int) -> list[MicroBatch]:
         """One process's forward passes in a step: its share, with `lanes` neighbouring micro-batches in one pass.

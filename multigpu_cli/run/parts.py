@@ -3,8 +3,9 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.lock import needed
@@ -48,6 +49,29 @@ class Run(Learner):
     @property
     def folder(self) -> Path:
         return Path(self.settled.start.folder)
+
+
+class Outcome(NamedTuple):
+    """What one step has given: numbers that stay on the device until someone looks.
+
+    Attributes:
+        micro_batches: of the step, over all workers.
+        losses: () loss sums of this worker's micro-batches, by their number in the step.
+        norm: () of the global gradient.
+        skipped: () 1 where the optimizer skipped the step.
+    """
+
+    micro_batches: int
+    losses: dict[int, Tensor]
+    norm: Tensor
+    skipped: Tensor
+
+    def slots(self, device: torch.device) -> Tensor:
+        """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
+        slots = torch.zeros(self.micro_batches, dtype=torch.float64, device=device)
+        for number, loss in self.losses.items():
+            slots[number] = loss
+        return slots
 
 
 def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch, stack: ExitStack) -> Run:

@@ -21,7 +21,7 @@ from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.faults.ends import earlier_cause
-from multigpu_cli.run.parts import Run
+from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.tasks.base import Evaluation
@@ -83,15 +83,13 @@ def _bring_best(run: Run) -> None:
         run.progress.best, run.progress.score = {}, []
 
 
-def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
+def log_step(run: Run, outcome: Outcome) -> None:
     """One `train` line; the only place where the host waits for the numbers of a step.
 
-    Args:
-        losses: (micro-batches,) float64, this worker's loss sums; the others' slots are zero. Added without rounding,
-            so that the figure does not depend on the number of workers.
-        outcome: (2,) the gradient norm, and 1 where the step was skipped.
+    The losses are added without rounding, so that the figure does not depend on the number of workers.
     """
     run.watch.at(run.progress.step, "logging")
+    losses = outcome.slots(run.world.device)
     everyone = torch.stack(gathered(run.world, torch.cat([losses, peak_memory_here(run).double()]))).tolist()
     rates = run.meters.read()
     progress, batches = run.progress, run.plan.batches
@@ -101,7 +99,7 @@ def log_step(run: Run, losses: Tensor, outcome: Tensor) -> None:
         "samples": batches.samples_after(progress.step),
         "loss": fsum(value for row in everyone for value in row[:-1]) / max(1, int(run.units.last)),
         "lr": run.plan.schedule.at(progress.step - 1),
-        "grad_norm": float(outcome[0]),
+        "grad_norm": float(outcome.norm),
         "samples_per_second": rates["samples_per_second"],
         **run.units.rate(rates["samples_per_second"]),
         "step_ms": rates["step_ms"],
@@ -122,15 +120,15 @@ def look_for_nonfinite(run: Run) -> None:
     Raises:
         TrainingError: too many, or any with --nonfinite stop.
     """
-    found = run.nonfinite.read(run.progress.step)
-    if not found.fresh:
+    skipped = run.nonfinite.read(run.progress.step)
+    if not skipped:
         return
-    samples = _samples_of(run, found.last)
-    last = f"last in step {found.last + 1}, of samples {_first(samples)}"
-    text = f"{found.fresh} step(s) skipped: the gradient was NaN or infinite, {last}"
+    samples = _samples_of(run, skipped[-1])
+    last = f"last in step {skipped[-1] + 1}, of samples {_first(samples)}"
+    text = f"{len(skipped)} step(s) skipped: the gradient was NaN or infinite, {last}"
     note_fault(run, "nonfinite", text, samples=samples)
     try:
-        run.nonfinite.judge(found)
+        run.nonfinite.judge(skipped)
     except TrainingError as error:
         error.problem += f", of samples {_first(samples)}"
         raise

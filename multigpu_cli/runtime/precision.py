@@ -1,6 +1,6 @@
 """Number formats: autocast, loss scaling, and the commit of a step that skips itself where a gradient is not finite."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,35 +42,42 @@ class Precision:
         self.name, self.device = name, device
         self._dtype = _DTYPE.get(name)
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self._key: tuple[float, torch.dtype] | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype is not None)
+        return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the loss, scaled for fp16."""
-        self._scaler.scale(loss).backward() if self._scaler.is_enabled() else loss.backward()
+    def backward(self, loss: Tensor, factor: float = 1.0) -> None:
+        """Backward of the loss (): its gradient times the factor, scaled for fp16."""
+        if self._scaler.is_enabled():
+            self._scaler.scale(loss * factor).backward()
+            return
+        key = (factor, loss.dtype)
+        if key != self._key:  # the factor is handed in as the loss's own gradient: no product to keep and to undo
+            self._key, self._factor = key, torch.tensor(factor, dtype=loss.dtype, device=self.device)
+        loss.backward(self._factor)
 
-    def commit(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None) -> Tensor:
-        """Unscale, measure and clip the reduced gradient, and step; (2,): gradient norm, and 1 where it was skipped.
+    def commit(
+        self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Unscale, measure and clip the reduced gradient, and step; (), (): gradient norm, and 1 where it was skipped.
 
         No host sync: fused optimizers skip on the device when `found_inf` is 1. The norm is of the reduced gradient, so
         it is the same number, and the same decision, on every rank.
         """
         if self._scaler.is_enabled():
             self._scaler.unscale_(optimizer)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        skipped = (~torch.isfinite(norm)).float()
+        norm = _clipped(parameters, max_norm)
+        skipped = (norm - norm != 0).float()  # only NaN and infinity are no zero away from themselves
         if self._scaler.is_enabled():
             self._scaler.step(optimizer)
             self._scaler.update()
         else:
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return torch.stack([norm.float(), skipped])
+        for parameter in parameters:  # as optimizer.zero_grad() does, without its hooks: 30 µs of a small step
+            parameter.grad = None
+        return norm, skipped
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._scaler.state_dict())
@@ -78,3 +85,21 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self._scaler.load_state_dict(state)
+
+
+def _clipped(parameters: list[Tensor], max_norm: float | None) -> Tensor:
+    """() the common norm of the gradients before they are brought down to `max_norm`, in place.
+
+    torch's own way sorts them by kind first, which for a small model costs more than the arithmetic.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm: Tensor
+    if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if max_norm is not None:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -124,6 +124,38 @@ def test_also_the_very_first_step_may_be_skipped(optimizer: str) -> None:
     assert step.weights == undisturbed.weights
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_norm_and_clipping_are_torchs_to_the_last_bit(mixed: bool, max_norm: float | None) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 7)))
+        if mixed:
+            models[-1][1].double()
+        for parameter in models[-1].parameters():
+            parameter.grad = torch.randn_like(parameter)
+    ours, theirs = (list(model.parameters()) for model in models)
+    norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm or torch.inf)
+    seen: list[torch.Tensor] = []
+    optimizer = torch.optim.SGD(ours, lr=0.0, fused=True)
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in ours if p.grad is not None))
+    assert torch.equal(Precision("off", CPU).commit(optimizer, ours, max_norm)[0], norm)
+    assert all(torch.equal(mine, p.grad) for mine, p in zip(seen, theirs, strict=True) if p.grad is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_of_the_loss_is_one_of_the_gradient(dtype: torch.dtype) -> None:
+    weights = torch.randn(9, dtype=dtype, requires_grad=True)
+    precision = Precision("off", CPU)
+    for factor in (1 / 3, 1 / 7, 1 / 7):
+        (expected,) = torch.autograd.grad(weights.exp().sum() * factor, weights)
+        weights.grad = None
+        precision.backward(weights.exp().sum(), factor)
+        assert weights.grad is not None
+        assert torch.equal(weights.grad, expected)
+
+
 def test_the_loss_scale_is_kept() -> None:
     precision = Precision("off", CPU)
     assert precision.state_dict() == {}

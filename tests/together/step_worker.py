@@ -65,7 +65,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
         while run.progress.step < case.steps:
             epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
             for work in run.train.epoch(batches, epoch, first, world.rank, 1):
-                losses, _ = engine.step(run, run.progress.step, work)
+                losses = engine.step(run, run.progress.step, work).slots(world.device)
                 in_epoch = run.progress.step % batches.steps_per_epoch
                 found["losses"].append(float(total(world, losses).sum()) / batches.samples_in(in_epoch))
                 run.progress.step += 1
@@ -78,7 +78,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
 def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     commit = run.precision.commit
 
-    def watched(optimizer: Any, parameters: list[Tensor], max_norm: float | None) -> Tensor:
+    def watched(optimizer: Any, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
             names = [name for name, p in run.kept.model.named_parameters() if p.requires_grad]
             found["gradient"] = {
