@@ -76,7 +76,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if optimizer.defaults.get("momentum"):
         for parameter in trained:  # or the first step makes them, of uninitialised memory where that step is skipped
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    optimizer.register_load_state_dict_post_hook(_laid_out_as_weights)
     return optimizer
+
+
+def _laid_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Fused kernels on CPU go through weights and state side by side in memory, and never look at strides."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter).copy_(value)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

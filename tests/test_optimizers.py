@@ -207,3 +207,25 @@ def test_our_step_is_torchs_to_the_last_bit() -> None:
     assert fingerprint(ours.state_dict()) == fingerprint(theirs.state_dict())
     steps = [[float(state["step"]) for state in optimizer.state.values()] for optimizer in (first, second)]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_state_of_another_memory_layout_is_brought_into_that_of_the_weights(name: str) -> None:
+    """Fused kernels on CPU mix up elements whose layouts differ, without a word."""
+    ends = []
+    for later in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 8, 3)
+        optimizer = built(name, model)
+        for number in range(4):
+            if number == 2:
+                model.to(memory_format=later)  # type: ignore[call-overload]
+                state, optimizer = optimizer.state_dict(), built(name, model)
+                optimizer.load_state_dict(state)
+            set_rate(optimizer, 0.1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.grad = torch.empty_like(parameter).fill_(0.1 * number).add_(parameter)
+            optimizer.step()
+        ends.append(fingerprint(model.state_dict()))
+    assert ends[0] == ends[1]

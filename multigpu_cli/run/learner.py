@@ -20,7 +20,7 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sample import shapes
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import build_model
+from multigpu_cli.models.build import build_model, in_channels_last
 from multigpu_cli.optimizers import averaged, build_optimizer
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.settle import Settled
@@ -102,7 +102,7 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
     precision = Precision(settled.plan.precision, world.device)
-    _try_a_batch(settled, task, model, precision, first_batch(train, min(2, train.size)))
+    _lay_out(settled, task, model, precision, first_batch(train, min(2, train.size)))
     ema = config.optimizer.ema
     average = None if ema == "off" else averaged(model, float(ema))
     return task, Kept(model, build_optimizer(model, config.optimizer), precision, average, Progress()), precision
@@ -122,6 +122,16 @@ def fresh_model(config: Config, source: Source, name: str) -> nn.Module:
     }
     seed_weights(config.reproducibility.seed)
     return build_model(config.model, name, offered)
+
+
+def _lay_out(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
+    """Channels last where the model has 2-d convolutions and takes a batch like that; a `.view` of features may not."""
+    if in_channels_last(model):
+        try:
+            return _try_a_batch(settled, task, model, precision, batch)
+        except RequestError:
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return _try_a_batch(settled, task, model, precision, batch)
 
 
 def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
