@@ -7,6 +7,7 @@
 torch is imported only when training starts, so that --help and every usage error answer at once.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -163,6 +164,7 @@ def _train(values: Mapping[str, Any]) -> int:
 
         _print(dump(config).rstrip())
         return 0
+    gc.disable()  # what torch makes while it loads is there to stay: going through it costs half a second
     from train_multi_gpu import train  # torch loads here
 
     summary = train(config, screen=screen, dry_run=values["dry_run"])

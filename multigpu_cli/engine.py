@@ -1,5 +1,6 @@
 """The heart: settle a request, assemble the parts, and train. Every strategy, dataset and task runs through `step`."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -92,6 +93,8 @@ def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any
     run.watch.on_end = failed
     try:
         record.open_run(run, notes)
+        gc.freeze()  # modules and the like never become garbage: no collection in the loop goes through them again
+        gc.enable()
         status = fit(run)
         end = ending.conclude(run) if status == "completed" else ending.leave(run)
     except BaseException as error:
@@ -100,6 +103,7 @@ def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any
         failed(reason)
         raise reason from (None if reason is error else error)
     finally:
+        gc.unfreeze()
         run.bar.close()
     end["peak_memory_bytes"] = [int(peak) for peak in gathered(run.world, record.peak_memory_here(run))]
     found = ending.summary(run, status, end)

@@ -1,3 +1,4 @@
+import gc
 import json
 import shutil
 import time
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli import engine
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
+from multigpu_cli.run.parts import Run
 from tests.trained import trained
 
 RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}
@@ -374,3 +377,15 @@ def test_a_warm_start_begins_with_those_weights() -> None:
     for name, value in before.items():
         if "running" not in name and "num_batches" not in name:
             assert torch.allclose(after[name], value, atol=1e-6), name
+
+
+def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = engine.fit
+
+    def watched(run: Run) -> str:
+        Path("seen.json").write_text(json.dumps([gc.isenabled(), gc.get_freeze_count() > 10_000]))
+        return fit(run)
+
+    monkeypatch.setattr(engine, "fit", watched)
+    assert trained(**RUN | {"epochs": 1}).summary["status"] == "completed"
+    assert json.loads(Path("seen.json").read_text()) == [True, True]
