@@ -32,7 +32,7 @@ class Replica(nn.Module):
 
     def forward(self, *inputs: object, **named: object) -> Tensor:
         if self.idle:
-            return torch.stack([p.flatten()[:1].sum() * 0 for p in self.model.parameters() if p.requires_grad]).sum()
+            return torch.stack([p.sum() * 0 for p in self.model.parameters() if p.requires_grad]).sum()
         return self.model(*inputs, **named)  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,8 @@ import torch._dynamo  # seconds; DDP imports it, and here it is done once rather
 import torch.distributed as dist
 
 from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.models.build import in_channels_last
+from multigpu_cli.models.convnet import build
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.distributed import Distributed
@@ -155,3 +157,26 @@ def test_buckets_can_be_sized() -> None:
         return int(strategy._ddp.bucket_bytes_cap)
 
     assert each_rank(2, work) == [3 * 1024 * 1024] * 2
+
+
+def test_kernels_with_channels_last_travel_as_they_lie() -> None:
+    """torch warns, and copies, where a gradient's strides are not its parameter's: also those of an idle worker."""
+
+    def work(world: World) -> bool:
+        torch.manual_seed(0)
+        model = build((1, 8, 8), 3, width=4)
+        assert in_channels_last(model)
+        strategy = Distributed(model, world, CommunicationConfig())
+        for step in range(3):
+            strategy.begin(2)
+            idle = world.rank == step == 1
+            if not idle:
+                strategy.callable(torch.ones(4, 1, 8, 8)).sum().backward()
+                strategy.micro_batch_done(world.rank)
+            strategy.finish(idle=idle)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = None
+        return True
+
+    assert each_rank(2, work) == [True, True]
