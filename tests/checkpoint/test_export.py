@@ -158,8 +158,8 @@ def test_a_network_that_cannot_be_exported_says_what_can(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_network_of_ours_can_be_exported(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mlp", "convnet", "resnet18", "har-convnet"])
+def test_the_networks_for_samples_with_classes_can_be_exported(name: str, tmp_path: Path) -> None:
     shape = {"har-convnet": (3, 32), "mlp": (12,)}.get(name, (3, 16, 16))
     factory = plugins.find(name, MODELS, flag="--model")
     model = plugins.call(factory, {"input_shape": shape, "num_classes": 4, "mode": "flatten"}, {}, where="model")

@@ -54,7 +54,8 @@ def test_a_run_saves_by_the_minute(
 
     monkeypatch.setattr(engine.time, "monotonic", staticmethod(ticking))
     steps = 48 // workers
-    assert trained(workers, **RUN, checkpoint_every="1m", keep="99").error == ""
+    slow = {"OWN_PAUSE": "0.08"} if workers > 1 else {}
+    assert trained(workers, **RUN, checkpoint_every="1m", keep="99", environ=slow).error == ""
     saved = [event["step"] for event in journal.read("run/journal.jsonl") if event["event"] == "checkpoint"]
     assert saved[-1] == steps
     if workers == 1:
