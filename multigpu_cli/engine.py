@@ -177,6 +177,8 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
                 value = run.task.loss_sum(strategy.callable, batch)
             run.watch.at(number, "last backward" if last else "backward", batch.indices)
             run.precision.backward(value, strategy.loss_factor / run.units.expected(samples))
+        if run.noise.wants(number + 1, len(passes), len(fetched) + 1):
+            run.noise.look(run.trained, len(batch.indices), samples)
         strategy.micro_batch_done(batch.index)
         losses[batch.index] = value.detach()
         fetched.append(batch.indices)

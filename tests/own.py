@@ -123,3 +123,20 @@ def explosive(input_shape: Sequence[int], num_classes: int, at: int = 1) -> nn.M
             return logits * float("nan") if self.training and self.passes >= at else logits
 
     return Explosive()
+
+
+class SlowItems(Items):
+    """Each sample takes a millisecond to fetch."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        time.sleep(1e-3)
+        return super().__getitem__(index)
+
+
+def slow_rank(input_shape: Sequence[int], num_classes: int, seconds: float = 0.02) -> nn.Module:
+    """On rank 1 each training pass takes so much longer."""
+    network = net(input_shape, num_classes)
+    assert isinstance(network, nn.Sequential)
+    assert isinstance(network[0], Deed)
+    network[0].pause = seconds if os.environ.get("RANK") == "1" else 0.0
+    return network

@@ -37,6 +37,7 @@ _STYLE: Any = {  # matplotlib's own type lists every name
     "lines.solid_capstyle": "round",
     "svg.hashsalt": "report",  # the same picture is the same text
 }
+_WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
 _SIZE = (4.4, 2.9)  # inches
 _GIB = 2.0**-30
 
@@ -67,6 +68,11 @@ def pictures(runs: Sequence[Told]) -> Iterator[Picture]:
         ("step_time", "Milliseconds per optimizer step", lambda axes: _curves(axes, runs, "step_ms", by)),
         ("waiting", "Share of time spent waiting (%)", lambda axes: _waits(axes, runs, by)),
         ("memory", "Peak memory per worker (GiB)", lambda axes: _workers(axes, runs, "memory", by, _GIB)),
+        ("own_time", "Own milliseconds per step", lambda axes: _workers(axes, runs, "own_ms", by, 1.0)),
+        ("gpu_utilisation", "GPU utilisation (%)", lambda axes: _workers(axes, runs, "gpu_utilisation", by, 1.0)),
+        ("gpu_power", "GPU power (W)", lambda axes: _workers(axes, runs, "gpu_power", by, 1.0)),
+        ("gpu_temperature", "GPU temperature (°C)", lambda axes: _workers(axes, runs, "gpu_temperature", by, 1.0)),
+        ("noise_scale", "Gradient noise scale (samples)", lambda axes: _curves(axes, runs, "noise_scale", by)),
         ("gradient_norm", "Gradient norm", lambda axes: _curves(axes, runs, "grad_norm", by, faint=True)),
     ]
     with rc_context(_STYLE):
@@ -146,11 +152,11 @@ def _curves(axes: Axes, runs: Sequence[Told], field: str, by: str, *, faint: boo
 
 def _waits(axes: Axes, runs: Sequence[Told], by: str) -> None:
     for number, run in enumerate(runs):
-        for at, (field, said) in enumerate((("data_wait_share", "for data"), ("comm_share", "for other workers"))):
+        for at, (field, said) in enumerate(_WAITS):
             shade = colour(at) if len(runs) == 1 else colour(number)
             label = said if len(runs) == 1 else f"{run.name}, {said}"
             series = run.curve(field, by=by, factor=100.0)
-            _line(axes, series, shade, linestyle="-" if at == 0 else "--", label=label, linewidth=1.4)
+            _line(axes, series, shade, linestyle=("-", "--", ":")[at], label=label, linewidth=1.4)
     if axes.has_data():
         axes.set_ylim(bottom=0)
 

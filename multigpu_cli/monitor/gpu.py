@@ -1,5 +1,7 @@
 """What NVIDIA's management library (NVML, by nvidia-ml-py) says of the GPUs of this machine, whoever uses them."""
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -150,3 +152,59 @@ def _asked(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
 def _text(said: str | bytes) -> str:
     """Older bindings answer in bytes."""
     return said.decode() if isinstance(said, bytes) else said
+
+
+class Sampler:
+    """Asks about one GPU again and again, in a thread beside the training; without NVML it stays silent.
+
+    Args:
+        uuid: of the GPU, as NVML writes it.
+        nvml: the library; None opens the real one.
+        every: seconds between two looks.
+    """
+
+    def __init__(self, uuid: str, nvml: Any = None, every: float = 1.0) -> None:
+        self.missing = ""
+        self._every, self._seen, self._lock = every, [], threading.Lock()  # type: ignore[var-annotated]
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            self._nvml = opened() if nvml is None else nvml
+        except NoNvml as reason:
+            self.missing = str(reason)
+            return
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._thread = threading.Thread(target=self._look_on, name="gpu sampler", daemon=True)
+        self._thread.start()
+
+    def read(self) -> list[float]:
+        """Means since the last call: utilisation in %, °C, watts, bytes of memory in use by everybody; NaN: unknown."""
+        with self._lock:
+            seen, self._seen = self._seen, []
+        columns = list(zip(*seen, strict=True)) or [()] * 4
+        known = [[value for value in column if value is not None] for column in columns]
+        return [sum(values) / len(values) if values else math.nan for values in known]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._thread:
+            self._thread.join()
+
+    def _look_on(self) -> None:
+        while not self._over.wait(self._every):
+            now = _changing(self._nvml, self._handle)
+            with self._lock:
+                self._seen.append(now)
+
+
+def _changing(nvml: Any, handle: Any) -> tuple[float | None, ...]:
+    rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    power = _asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    return (
+        None if rates is None else rates.gpu,
+        _asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        None if power is None else power / 1000,
+        None if memory is None else memory.used,
+    )

@@ -75,6 +75,15 @@ class Meters:
         """Count seconds that something else has measured, such as 'comm' by the strategy."""
         self._window.waits[reason] = self._window.waits.get(reason, 0.0) + seconds
 
+    @property
+    def steps_so_far(self) -> int:
+        """Steps since the last `read`."""
+        return self._window.steps
+
+    def so_far(self, reason: str) -> float:
+        """Seconds waited for this reason since the last `read`."""
+        return self._window.waits.get(reason, 0.0)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time inside (evaluation, checkpoints) is no training time."""

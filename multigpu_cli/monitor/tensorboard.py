@@ -12,7 +12,11 @@ from typing import Any, BinaryIO, Self
 
 from multigpu_cli.monitor.lines import Warn
 
-_SYSTEM = {"samples_per_second", "data_wait_share", "comm_share", "memory", "step_ms"}
+_SYSTEM = {
+    *("samples_per_second", "step_ms", "step_p50_ms", "step_p95_ms", "own_ms", "mfu"),
+    *("data_wait_share", "comm_share", "straggler_share", "memory", "memory_reserved"),
+    *("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used"),
+}
 _LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names of tags are patterns
     "Learning": {
         "loss": ["Multiline", ["train/loss", "val/loss"]],
@@ -22,11 +26,23 @@ _LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names 
     },
     "Speed": {
         "samples per second": ["Multiline", ["system/samples_per_second"]],
-        "milliseconds per optimizer step": ["Multiline", ["system/step_ms"]],
-        "share of time spent waiting": ["Multiline", ["system/data_wait_share", "system/comm_share"]],
+        "milliseconds per optimizer step": [
+            "Multiline",
+            ["system/step_ms", "system/step_p50_ms", "system/step_p95_ms"],
+        ],
+        "share of time spent waiting": [
+            "Multiline",
+            ["system/data_wait_share", "system/comm_share", "system/straggler_share"],
+        ],
+        "share of the device's peak FLOP/s": ["Multiline", ["system/mfu"]],
+        "gradient noise scale, samples": ["Multiline", ["train/noise_scale"]],
     },
     "Workers": {
         "peak memory, bytes, one curve a rank": ["Multiline", ["system/memory/.*"]],
+        "own milliseconds per step, one curve a rank": ["Multiline", ["system/own_ms/.*"]],
+        "GPU utilisation, %, one curve a rank": ["Multiline", ["system/gpu_utilisation/.*"]],
+        "GPU temperature, °C, one curve a rank": ["Multiline", ["system/gpu_temperature/.*"]],
+        "GPU power, watts, one curve a rank": ["Multiline", ["system/gpu_power/.*"]],
     },
 }
 _POSITION = {"event", "time", "step", "samples", "split"}

@@ -15,12 +15,16 @@ from multigpu_cli.faults.nonfinite import Nonfinite
 from multigpu_cli.faults.stop import Agreement, StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.gpu import Sampler
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.progress import Progress as Bar
 from multigpu_cli.monitor.tensorboard import TensorBoard
 from multigpu_cli.monitor.trace import SampleTrace
+from multigpu_cli.planning.peaks import peak_flops
 from multigpu_cli.run.learner import Learner
+from multigpu_cli.run.tracing import traced
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.tasks.units import Units
 
@@ -42,6 +46,9 @@ class Run(Learner):
     agreement: Agreement
     watch: Watch
     trace: SampleTrace | None
+    noise: NoiseMeter
+    sampler: Sampler | None
+    flops_per_sample: float | None  # where the device's peak rate is known
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
     snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
     best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
@@ -108,4 +115,23 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
         agreement=Agreement(world),
         watch=watch,
         trace=trace,
+        noise=NoiseMeter(0 if learner.precision.name == "fp16" else config.log.interval, learner.strategy.loss_factor),
+        sampler=_sampler(world.device, stack),
+        flops_per_sample=_flops(learner),
     )
+
+
+def _sampler(device: torch.device, stack: ExitStack) -> Sampler | None:
+    """Somebody who watches this rank's GPU."""
+    if device.type != "cuda":
+        return None
+    sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    stack.callback(sampler.close)
+    return sampler
+
+
+def _flops(learner: Learner) -> float | None:
+    """Counted where something can be made of them; it costs a forward and backward pass."""
+    if peak_flops(learner.plan.device, learner.precision.name) is None:
+        return None
+    return traced(learner, learner.plan.batches.micro_batch).flops_per_sample

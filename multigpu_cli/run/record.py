@@ -21,6 +21,7 @@ from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.faults.ends import earlier_cause
+from multigpu_cli.run import figures
 from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink
 from multigpu_cli.runtime.collectives import decided, gathered
@@ -90,22 +91,23 @@ def log_step(run: Run, outcome: Outcome) -> None:
     """
     run.watch.at(run.progress.step, "logging")
     losses = outcome.slots(run.world.device)
-    everyone = torch.stack(gathered(run.world, torch.cat([losses, peak_memory_here(run).double()]))).tolist()
-    rates = run.meters.read()
+    mine = torch.cat([losses, figures.mine(run, peak_memory(run.world.device))])
+    everyone = torch.stack(gathered(run.world, mine)).tolist()
+    rows = [row[len(losses) :] for row in everyone]
+    steps, rates = run.meters.steps_so_far, run.meters.read()
     progress, batches = run.progress, run.plan.batches
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": -(-progress.step // batches.steps_per_epoch),
         "samples": batches.samples_after(progress.step),
-        "loss": fsum(value for row in everyone for value in row[:-1]) / max(1, int(run.units.last)),
+        "loss": fsum(value for row in everyone for value in row[: len(losses)]) / max(1, int(run.units.last)),
         "lr": run.plan.schedule.at(progress.step - 1),
-        "grad_norm": float(outcome.norm),
+        **figures.of_the_gradient(run, rows, float(outcome.norm)),
         "samples_per_second": rates["samples_per_second"],
         **run.units.rate(rates["samples_per_second"]),
         "step_ms": rates["step_ms"],
-        "data_wait_share": rates.get("data_wait_share", 0.0),
-        "comm_share": rates.get("comm_share"),
-        "memory": [int(row[-1]) for row in everyone],
+        **figures.of_all(rows, rates, steps),
+        **figures.of_the_device(run, rates["samples_per_second"]),
     }
     run.progress.last["train_loss"] = fields["loss"]
     run.console.train(run.journal.write("train", **fields))

@@ -57,6 +57,10 @@ class Strategy(ABC):
         """Put the buffers back where the step began, if the optimizer skipped it: () 1.0 or 0.0, on the device."""
         self._buffers.undo(skipped)
 
+    def waited(self) -> float | None:
+        """Mean seconds a step since the last call in which this worker only waited for the reduction; None: unknown."""
+        return None
+
     def abandon(self) -> None:
         """Forget a step that could not be finished."""
         self._buffers.abandon()

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.waiting import LastBucket
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _BUFFERS_BY_DDP: str = (  # renamed in torch 2.13
@@ -60,6 +61,7 @@ class Distributed(Strategy):
         if hook := _HOOKS.get(config.grad_compression):
             self._ddp.register_comm_hook(None, hook)
         self.callable = self._ddp
+        self._wait = LastBucket((p for p in model.parameters() if p.requires_grad), world.device)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Let DDP lay its buckets out once and for all.
@@ -78,14 +80,20 @@ class Distributed(Strategy):
                 buffer.copy_(before)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self._ddp.no_sync()
+        return self._wait.measured() if last else self._ddp.no_sync()
 
     def finish(self, *, idle: bool) -> None:
         if idle:
             self._replica.idle = True
-            self._ddp(None).backward()  # on CUDA, DDP moves inputs to the device and fails where there is none to move
+            with self._wait.measured():
+                self._ddp(
+                    None
+                ).backward()  # on CUDA, DDP moves inputs to the device and fails where there is none to move
             self._replica.idle = False
         super().finish(idle=idle)
+
+    def waited(self) -> float | None:
+        return self._wait.read()
 
     def _total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)

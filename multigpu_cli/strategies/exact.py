@@ -14,6 +14,7 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.buffers import StepBuffers
 from multigpu_cli.strategies.tree import Tree, cover
+from multigpu_cli.strategies.waiting import LastBucket
 
 Sum = list[Tensor]  # one tensor for each parameter and buffer
 
@@ -40,6 +41,7 @@ class Exact(Strategy):
             raise RequestError(f"--exact needs a model in one number format; this one has {sorted(map(str, formats))}")
         self._leaves = 0
         self._tree: Tree[Sum] = Tree(_add)
+        self._wait = LastBucket([], world.device)
 
     def begin(self, micro_batches: int) -> None:
         self._leaves = micro_batches
@@ -58,10 +60,17 @@ class Exact(Strategy):
 
     @torch.no_grad()
     def finish(self, *, idle: bool) -> None:
-        whole = self._tree.total() if self._world.size == 1 else self._across_workers()
+        if self._world.size == 1:
+            whole = self._tree.total()
+        else:
+            with self._wait.measured():
+                whole = self._across_workers()
         for parameter, gradient in zip(self._trained, whole, strict=False):
             parameter.grad = gradient
         self._buffers.move(whole[len(self._trained) :])
+
+    def waited(self) -> float | None:
+        return self._wait.read()
 
     def _across_workers(self) -> Sum:
         """Go on with the same tree over the workers; every rank ends with the same sum."""

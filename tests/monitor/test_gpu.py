@@ -1,9 +1,12 @@
+import math
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from multigpu_cli.monitor import gpu
-from multigpu_cli.monitor.gpu import NoNvml, Tenant, driver, gpus, links, opened
+from multigpu_cli.monitor.gpu import NoNvml, Sampler, Tenant, driver, gpus, links, opened
 from tests.nvml import GIB, Nvml, a100, t4
 
 
@@ -51,3 +54,37 @@ def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoNvml, match="nvidia-ml-py is not installed"):
         gpu.opened()
+
+
+def test_the_sampler_averages_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Utilisation 40 and 60 %, and no temperature."""
+    busy = iter([40, 60])
+    both = threading.Event()
+
+    class Changing(Nvml):
+        def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+            assert uuid == "GPU-x"
+            return 0
+
+        def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
+            now = next(busy, None)
+            if now is None:
+                both.set()
+                raise self.NVMLError("over")
+            return SimpleNamespace(gpu=now)
+
+    sampler = Sampler("GPU-x", Changing([a100(temperature=None)]), every=0.001)
+    assert both.wait(5)
+    sampler.close()
+    used, temperature, power, memory = sampler.read()
+    assert (used, power, memory) == (50, 52.0, GIB // 2)
+    assert math.isnan(temperature)
+    assert all(map(math.isnan, sampler.read()))
+
+
+def test_without_nvml_the_sampler_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    sampler = Sampler("GPU-x")
+    assert sampler.missing == "nvidia-ml-py is not installed"
+    assert all(map(math.isnan, sampler.read()))
+    sampler.close()

@@ -1,0 +1,91 @@
+"""The gradient noise scale: how large a global batch still pays, from the norms of small and large batches' gradients.
+
+McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1. With G the true
+gradient and Σ the covariance of single samples' gradients, E|G_B|² = |G|² + tr(Σ)/B. Two batch sizes give both
+unknowns, and B_simple = tr(Σ)/|G|² is the batch at which noise and signal are alike.
+"""
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_REMEMBERED = 200  # estimates
+
+
+class NoiseScale(NamedTuple):
+    """B_simple in samples, with its standard error."""
+
+    value: float
+    spread: float
+
+
+class Norms(NamedTuple):
+    """|gradient|² of a small and of a large batch, and their samples."""
+
+    small: float
+    large: float
+    small_batch: int
+    large_batch: int
+
+    def signal_and_noise(self) -> tuple[float, float]:
+        """Unbiased estimates of |G|² and tr(Σ); a single pair may well give negative ones."""
+        b, B = self.small_batch, self.large_batch
+        return (B * self.large - b * self.small) / (B - b), (self.small - self.large) / (1 / b - 1 / B)
+
+
+class NoiseMeter:
+    """Looks at the first micro-batch's gradient of a step that is logged, where more are added to it afterwards.
+
+    Args:
+        interval: steps between log lines; 0 never looks.
+        factor: what the loss of a micro-batch was multiplied by beside 1 / (samples of the global batch).
+    """
+
+    def __init__(self, interval: int, factor: float = 1.0) -> None:
+        self._interval, self._factor = interval, factor
+        self._norm: Tensor | None = None
+        self._samples = (0, 0)
+        self._estimates: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+
+    def wants(self, step: int, passes: int, done: int) -> bool:
+        """Whether micro-batch `done` of this worker's `passes` in step `step` (counted from 1) is one to look at."""
+        return bool(self._interval) and done == 1 and passes > 1 and step % self._interval == 0
+
+    @torch.no_grad()
+    def look(self, parameters: list[Tensor], samples: int, of: int) -> None:
+        """Keep the norm of what a first micro-batch of so many samples, of a global batch's `of`, left in `.grad`."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._norm, self._samples = torch.nn.utils.get_total_norm(gradients), (samples, of)
+
+    def small_norm(self) -> float | None:
+        """|gradient|² of the micro-batch that was looked at since the last call, as a mean over its samples."""
+        norm, self._norm = self._norm, None
+        if norm is None:
+            return None
+        return (float(norm) * self._samples[1] / self._samples[0] / self._factor) ** 2
+
+    def add(self, small: float, large: float) -> None:
+        """Take over a step: |gradient|² of its micro-batches (mean over the ranks) and of its global batch."""
+        if self._samples[0] and math.isfinite(small) and math.isfinite(large):
+            self._estimates.append(Norms(small, large, *self._samples).signal_and_noise())
+
+    def value(self) -> NoiseScale | None:
+        """The ratio of the mean estimates; None while there are few, or where the signal drowns."""
+        return ratio(list(self._estimates))
+
+
+def ratio(estimates: list[tuple[float, float]]) -> NoiseScale | None:
+    """tr(Σ)/|G|² with its standard error, by linear propagation from the scatter of the estimates."""
+    count = len(estimates)
+    if count < 5:
+        return None
+    signal = sum(each[0] for each in estimates) / count
+    noise = sum(each[1] for each in estimates) / count
+    if signal <= 0 or noise <= 0:
+        return None
+    value = noise / signal
+    scatter = sum((tr - value * g) ** 2 for g, tr in estimates) / (count - 1)
+    return NoiseScale(value, math.sqrt(scatter / count) / signal)

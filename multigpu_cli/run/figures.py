@@ -1,0 +1,84 @@
+"""What each rank tells of itself at a log line: one vector, so that one small collective brings all of it to all."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.planning.peaks import peak_flops
+from multigpu_cli.run.parts import Run
+
+_OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
+
+
+def mine(run: Run, peak: int) -> Tensor:
+    """(k,) float64 on the device of this rank: peak memory, waits, and what its GPU says; NaN where it is unknown.
+
+    Args:
+        peak: bytes.
+    """
+    wait = run.strategy.waited()
+    told = [float(peak), run.meters.so_far("data_wait"), math.nan if wait is None else wait]
+    told.append(math.nan if (small := run.noise.small_norm()) is None else small)
+    if run.world.device.type == "cuda":
+        told.append(float(torch.cuda.memory_reserved(run.world.device)))
+        told += run.sampler.read() if run.sampler else [math.nan] * len(_OF_A_GPU)
+    return torch.tensor(told, dtype=torch.float64, device=run.world.device)
+
+
+def of_the_gradient(run: Run, rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
+    """The gradient's norm, and its noise scale so far.
+
+    Args:
+        norm: of the global batch's gradient.
+    """
+    small = [row[3] for row in rows if not math.isnan(row[3])]
+    if small:
+        run.noise.add(sum(small) / len(small), norm**2)
+    found = run.noise.value()
+    scale = {"noise_scale": found.value, "noise_scale_spread": found.spread} if found else {}
+    return {"grad_norm": norm} | scale
+
+
+def of_all(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:
+    """The fields of a `train` line.
+
+    A step takes all workers equally long, so a worker's own time is what it did not spend waiting for the others. The
+    least wait of all is the communication that nothing hides; what the others wait longer, they wait for stragglers.
+
+    Args:
+        rows: what `mine` said, rank by rank.
+        rates: of the window, from rank 0's meters.
+        steps: in the window.
+    """
+    peaks, data, waits, _, *more = zip(*rows, strict=True)
+    seconds = rates["step_ms"] / 1e3
+    fields: dict[str, Any] = {
+        "data_wait_share": _share(sum(data) / len(data), steps * seconds),
+        "comm_share": None,
+        "memory": [int(peak) for peak in peaks],
+    }
+    if not any(map(math.isnan, waits)):
+        least, mean = min(waits), sum(waits) / len(waits)
+        fields["comm_share"] = _share(least, seconds)
+        fields["straggler_share"] = _share(mean - least, seconds)
+        fields["own_ms"] = [1e3 * max(0.0, seconds - wait) for wait in waits]
+    for name, values in zip(("memory_reserved", *_OF_A_GPU), more, strict=False):
+        fields[name] = [None if math.isnan(value) else value for value in values]
+    return fields
+
+
+def of_the_device(run: Run, samples_per_second: float) -> dict[str, Any]:
+    """How a step's time is spread over the run so far, and the model's share of what its devices could compute."""
+    times = run.meters.step_ms()
+    fields = {"step_p50_ms": times["p50"], "step_p95_ms": times["p95"]}
+    peak = peak_flops(run.plan.device, run.precision.name)
+    if peak and run.flops_per_sample:
+        fields["mfu"] = run.flops_per_sample * samples_per_second / (peak * run.plan.batches.workers)
+    return fields
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,64 @@
+"""One micro-batch forward and backward under observation: its arithmetic, and what it keeps in memory for backward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from multigpu_cli.run.learner import Learner, first_batch
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What was seen.
+
+    Attributes:
+        samples: in the micro-batch.
+        flops: forward and backward, of matrix products, convolutions and attention; a multiplication with its addition
+            counts two.
+        activations: bytes that forward keeps for backward, beside parameters, buffers and inputs.
+    """
+
+    samples: int
+    flops: int
+    activations: int
+
+    @property
+    def flops_per_sample(self) -> float:
+        return self.flops / self.samples
+
+
+def traced(learner: Learner, size: int) -> Traced:
+    """Run the first micro-batch of so many samples; weights, buffers and gradients are left as they were."""
+    model = learner.kept.model
+    batch = first_batch(learner.train, min(size * learner.strategy.lanes, learner.train.size))
+    before = [buffer.clone() for buffer in model.buffers()]
+    known = {_place(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    known |= {_place(tensor) for tensor in (batch.inputs, batch.targets) if isinstance(tensor, Tensor)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _place(tensor) not in known:
+            kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, _as_it_is):
+        with learner.strategy.accumulating(last=False), learner.precision.autocast():
+            loss = learner.task.loss_sum(learner.strategy.callable, batch)
+        (loss * 0).backward()
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, was in zip(model.buffers(), before, strict=True):
+            buffer.copy_(was)
+    return Traced(len(batch.indices), counter.get_total_flops(), sum(kept.values()))
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

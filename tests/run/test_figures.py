@@ -1,0 +1,65 @@
+"""What a train line says of time: against sleeps that were planted."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.run.figures import of_all
+from tests.trained import trained
+
+NAN = math.nan
+
+
+def last_line(folder: Path) -> dict[str, Any]:
+    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    found: dict[str, Any] = [event for event in events if event["event"] == "train"][-1]
+    return found
+
+
+def test_waits_are_told_apart() -> None:
+    """Ten steps of 100 ms; rank 0 waits 30 ms of each for the others, rank 1 10 ms."""
+    rows = [(100.0, 0.1, 0.03, NAN), (200.0, 0.3, 0.01, NAN)]
+    fields = of_all(rows, {"step_ms": 100.0}, 10)
+    assert fields == {
+        "data_wait_share": pytest.approx(0.2),
+        "comm_share": pytest.approx(0.1),
+        "straggler_share": pytest.approx(0.1),
+        "own_ms": [pytest.approx(70), pytest.approx(90)],
+        "memory": [100, 200],
+    }
+
+
+def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
+    fields = of_all([(100.0, 0.0, NAN, NAN)], {"step_ms": 5.0}, 2)
+    assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100]}
+
+
+def test_a_gpu_adds_its_own() -> None:
+    fields = of_all([(1.0, 0.0, NAN, NAN, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
+    assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
+    assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
+
+
+def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
+    """Twenty milliseconds in each of rank 1's passes, and nothing on the wire."""
+    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
+    trained(2, **flags | {"model": "tests.own:slow_rank"})
+    line = last_line(tmp_path / "a")
+    fast, slow = line["own_ms"]
+    assert 15 < slow - fast < 60
+    assert 2 * line["straggler_share"] * line["step_ms"] == pytest.approx(slow - fast, rel=0.01)
+    assert line["straggler_share"] > line["comm_share"]
+    assert line["step_p50_ms"] > 20
+
+
+def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
+    """Ten samples of a millisecond each in every step."""
+    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
+    trained(1, **flags | {"data": "tests.own:SlowItems", "num_workers": "0"})
+    line = last_line(tmp_path / "a")
+    assert 10 < line["data_wait_share"] * line["step_ms"] < 80
+    assert line["data_wait_share"] > 0.5
+    assert line["comm_share"] is None

@@ -1,0 +1,62 @@
+"""FLOPs and kept activations of networks that can be counted by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.run.learner import Learner, build_learner
+from multigpu_cli.run.settle import settle
+from multigpu_cli.run.tracing import traced
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+
+CPU = torch.device("cpu")
+
+
+def plain(input_shape: tuple[int, ...], num_classes: int, width: int = 16) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(input_shape[0], width, bias=False), nn.Tanh(), nn.Linear(width, num_classes, bias=False)
+    )
+
+
+def learner(tmp_path: Path, model: str, **flags: str) -> Learner:
+    words = {"data": "tests.own:tensors", "model": model, "save_dir": str(tmp_path / "run")} | flags
+    choice = Choice("single", (CPU,), 0, "test")
+    return build_learner(settle(resolve(words, [], None), choice, World(CPU), attempt=0), choice, World(CPU))
+
+
+def test_two_matrices(tmp_path: Path) -> None:
+    """Forward 2·n·in·out each; backward the same for each weight, and once for the input of the second layer."""
+    found = traced(learner(tmp_path, "tests.run.test_tracing:plain"), 10)
+    first, second = 2 * 10 * 6 * 16, 2 * 10 * 16 * 3
+    assert found.samples == 10
+    assert found.flops == 2 * first + 3 * second
+    assert found.flops_per_sample == found.flops / 10
+
+
+def test_activations_grow_with_the_batch_and_nothing_else_is_counted(tmp_path: Path) -> None:
+    """Tanh keeps its output, cross-entropy its log-probabilities; float32 takes 4 bytes. A few bytes do not grow."""
+    made = learner(tmp_path, "tests.run.test_tracing:plain")
+    ten, forty = traced(made, 10).activations, traced(made, 40).activations
+    assert (forty - ten) / 30 == 4 * (16 + 3)
+    assert ten < 10 * 4 * (16 + 3) + 64
+
+
+def test_it_leaves_no_trace(tmp_path: Path) -> None:
+    made = learner(tmp_path, "tests.own:net")
+    before = {name: tensor.clone() for name, tensor in made.kept.model.state_dict().items()}
+    traced(made, 10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.kept.model.state_dict().items())
+    assert all(p.grad is None for p in made.kept.model.parameters())
+
+
+def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigpu_cli.run import parts
+
+    made = learner(tmp_path, "tests.run.test_tracing:plain")
+    assert parts._flops(made) is None
+    monkeypatch.setattr(parts, "peak_flops", lambda device, precision: 1e12)
+    assert parts._flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3

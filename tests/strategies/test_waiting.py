@@ -1,0 +1,58 @@
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.exact import Exact
+from multigpu_cli.strategies.single import Single
+from multigpu_cli.strategies.waiting import LastBucket
+from tests.gloo import each_rank
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_whoever_is_early_waits_for_whoever_is_late() -> None:
+    """Rank 1 is fifty milliseconds late with each step."""
+
+    def work(world: World) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for name, strategy in (
+            ("ddp", Distributed(network(), world, CommunicationConfig())),
+            ("exact", Exact(network(), world)),
+        ):
+            for _ in range(3):
+                strategy.begin(2)
+                time.sleep(0.05 * world.rank)
+                with strategy.accumulating(last=True):
+                    strategy.callable(torch.ones(4, 8)).sum().backward()
+                strategy.micro_batch_done(world.rank)
+                strategy.finish(idle=False)
+            found[name] = strategy.waited()
+            assert strategy.waited() is None, "nothing has happened since"
+        return found
+
+    early, late = each_rank(2, work)
+    for name in ("ddp", "exact"):
+        assert early[name] - late[name] == pytest.approx(0.05, abs=0.025)
+
+
+def test_only_the_last_gradient_is_watched_after_the_first_step() -> None:
+    model = network()
+    watch = LastBucket(list(model.parameters()), torch.device("cpu"))
+    for _ in range(2):
+        with watch.measured():
+            model(torch.ones(4, 8)).sum().backward()
+            time.sleep(0.01)
+    assert 0.01 <= (watch.read() or 0) < 0.03
+    assert len(watch._hooks) == 1
+
+
+def test_alone_there_is_nothing_to_wait_for() -> None:
+    assert Single(network()).waited() is None
