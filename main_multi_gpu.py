@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from multigpu_cli.commands import explained, seeing
+from multigpu_cli.commands import explained, seeing, using
 from multigpu_cli.commands.options import Command, Group, with_train_options, without_idle, written
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.causes import is_consequence
@@ -149,6 +149,7 @@ def export(
 
 
 seeing.add_to(app, os.environ)
+using.add_to(app, os.environ)
 
 
 def _train(values: Mapping[str, Any]) -> int:

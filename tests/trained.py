@@ -61,7 +61,7 @@ def trained(
         ranks = [
             fork.Process(
                 target=_rank,
-                args=(dict(environ or {}) | _launched(rank, workers, store.port, attempt), request, rank, pipes),
+                args=(dict(environ or {}) | launched(rank, workers, store.port, attempt), request, rank, pipes),
             )
             for rank in range(workers)
         ]
@@ -77,7 +77,7 @@ def trained(
     return Ended(summaries[0] if summaries and answers[0] is not None else {}, error, kind, killed)
 
 
-def _launched(rank: int, workers: int, port: int, attempt: int) -> dict[str, str]:
+def launched(rank: int, workers: int, port: int, attempt: int) -> dict[str, str]:
     if workers == 1:
         return {}
     return {

@@ -1,21 +1,19 @@
 """Trained weights, or the whole network, as a file that other programs read."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.export import Trained, export_network, export_weights, trained_weights
-from multigpu_cli.checkpoint.weights import check_fit
-from multigpu_cli.config.pinned import with_settings
-from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.commands.restored import restored
+from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.run.learner import first_batch, fresh_model
+from multigpu_cli.run.learner import first_batch
 
 _SAMPLES = 9
 
@@ -74,29 +72,11 @@ def show(found: Exported, *, as_json: bool) -> None:
 
 def _rebuilt(found: Trained, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
     """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
-    config = _config(found, data_dir)
-    names = [name for name in (found.model or config.model.name or "", config.data.name) if ":" in name]
-    if names and not own_code:
-        raise RequestError(
-            f"{found.origin} names code that is not ours: {', '.join(names)}",
-            remedy="--own-code, if you know it and want it to run",
-        )
-    source = open_source(config.data, config.reproducibility.seed)
-    model = fresh_model(config, source, found.model or config.model.name or source.model)
-    check_fit(model, found.state, str(found.origin))
-    model.load_state_dict(found.state)
-    inputs = _samples(config, source)
+    run = restored(found, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
+    inputs = _samples(run.config, run.source)
     if not isinstance(inputs, Tensor):
         raise RequestError("the model's input is not one tensor", remedy="--to ….safetensors, for the weights alone")
-    return model.eval(), inputs
-
-
-def _config(found: Trained, data_dir: str | None) -> Config:
-    """The settings of the run, without what only matters while it learns."""
-    config = with_settings(Config(), {key: value for key, value in found.settings.items() if key in SETTINGS})
-    plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=())
-    data = replace(config.data, num_workers=0, dir=data_dir or config.data.dir)
-    return replace(config, model=plain, data=data)
+    return run.model, inputs
 
 
 def _samples(config: Config, source: Source) -> object:

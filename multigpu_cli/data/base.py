@@ -1,7 +1,9 @@
 """What a dataset is to the rest of the house."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -28,11 +30,14 @@ class Source:
         train, val, test: the splits; None where there is none.
         input_shape: shape of one sample as the model meets it (after `prepare`).
         num_classes: how many classes; 0 where targets are no classes.
+        outputs: how many numbers a target holds that is no class.
         class_names: one name a class, or empty.
         prepare: whole batch on its device, stored dtype → what the model meets (normalising, channel mode).
         augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.
+        target_scale: mean and deviation of the training targets, where they are numbers of any size.
         vocabulary: between text and tokens, where samples are text.
         remark: what is special about the samples, for the plan.
+        transformed: a mark of what else was learned from the training part and went into the samples.
         model, task: what suits this dataset where the user names none.
     """
 
@@ -41,10 +46,23 @@ class Source:
     test: Dataset[Any] | None
     input_shape: tuple[int, ...]
     num_classes: int
+    outputs: int = 1
     class_names: tuple[str, ...] = ()
     prepare: Callable[[Tensor], Tensor] = as_float
     augment: Callable[[Tensor, Draws], Tensor] | None = None
+    target_scale: tuple[float, float] | None = None
     vocabulary: Vocabulary | None = None
     remark: str = ""
+    transformed: str = ""
     model: str = "mlp"
     task: str = "classification"
+
+    def learned(self) -> str:
+        """A mark of what the training part has taught: classes, tokens, scales. Weights mean nothing without these."""
+        scale = repr(self.prepare) if is_dataclass(self.prepare) else ""
+        tokens = self.vocabulary.mark() if self.vocabulary else ""
+        numbers = f"{self.num_classes} {scale} {self.target_scale}"
+        rough = re.sub(
+            r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers
+        )  # machines round differently
+        return sha256(repr((rough, self.class_names, tokens, self.transformed)).encode()).hexdigest()[:16]

@@ -7,5 +7,8 @@ DATASETS = {
     "fashion-mnist": "multigpu_cli.data.idx:fashion_mnist",
     "cifar10": "multigpu_cli.data.cifar10:load",
     "synthetic": "multigpu_cli.data.synthetic:load",
+    "image-folder": "multigpu_cli.data.image_folder:load",
+    "csv": "multigpu_cli.data.csv_table:load",
+    "npz": "multigpu_cli.data.npz:load",
     "text": "multigpu_cli.data.text:load",
 }

@@ -98,7 +98,9 @@ def _plain(value: Any) -> Any:
 
 def inner(dataset: Any) -> Any:
     """The user's own dataset inside of what we have divided."""
-    return dataset.dataset if isinstance(dataset, Subset) else dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 class Collate:

@@ -19,6 +19,10 @@ class Vocabulary(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def mark(self) -> str:
+        """Tells vocabularies apart."""
+        ...
+
 
 class Characters:
     """One token for each distinct character, in order of their code points.
@@ -47,6 +51,9 @@ class Characters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(self.symbols[token]) for token in tokens)
 
+    def mark(self) -> str:
+        return "".join(map(chr, self.symbols.tolist()))
+
 
 class Bytes:
     """One token for each byte of UTF-8."""
@@ -58,6 +65,9 @@ class Bytes:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
+
+    def mark(self) -> str:
+        return "bytes"
 
 
 class Numbers:
@@ -82,6 +92,9 @@ class Numbers:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
+
+    def mark(self) -> str:
+        return f"{self.size} numbers"
 
 
 def characters_of(text: str) -> tuple[Characters, np.ndarray]:

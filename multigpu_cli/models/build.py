@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.hugging_face import adapted
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import plugins
 
@@ -21,7 +22,7 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
 
     Args:
         name: of the model, the dataset's own where the user named none.
-        offered: input_shape, num_classes, mode, seed.
+        offered: input_shape, num_classes, task, mode, seed.
 
     Raises:
         RequestError: no such model, arguments it does not take, or something that is no nn.Module.
@@ -29,6 +30,7 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
     model: nn.Module = plugins.call(plugins.find(name, MODELS, flag="--model"), offered, config.args, where="model")
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
+    model = adapted(model)
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for pattern in config.freeze:

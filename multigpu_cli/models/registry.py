@@ -5,5 +5,6 @@ MODELS = {
     "convnet": "multigpu_cli.models.convnet:build",
     "resnet18": "multigpu_cli.models.resnet:resnet18",
     "har-convnet": "multigpu_cli.models.har_convnet:build",
+    "transformers": "multigpu_cli.models.hugging_face:build",
     "gpt": "multigpu_cli.models.gpt:build",
 }

@@ -30,7 +30,7 @@ def conclude(run: Run) -> dict[str, Any]:
 
 def _publish(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Write last.pt; returns the best weights, nothing where the last ones are the best."""
-    best, words, metrics = run.folder / "best.pt", settings(run.settled.words), dict(run.progress.last)
+    best, words, metrics = run.folder / "best.pt", run.settled.label(), dict(run.progress.last)
     with needed(run.folder):
         check_ours(run.folder)
         save_weights(run.folder / "last.pt", state, words, metrics)

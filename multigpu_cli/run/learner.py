@@ -96,8 +96,8 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
 def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, Kept, Precision]:
     """What can be built without communication, so that errors can be compared."""
     config, source = settled.config, settled.source
-    task = _task(settled)
-    model = fresh_model(config, source, settled.model)
+    task = build_task(config, source)
+    model = fresh_model(config, source)
     if config.model.init_from and not settled.start.checkpoint:
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
@@ -108,20 +108,17 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
     return task, Kept(model, build_optimizer(model, config.optimizer), precision, average, Progress()), precision
 
 
-def fresh_model(config: Config, source: Source, name: str) -> nn.Module:
-    """The network as its seed makes it.
-
-    Args:
-        name: of the model, the dataset's own where the user named none.
-    """
+def fresh_model(config: Config, source: Source) -> nn.Module:
+    """The network as its seed makes it, the dataset's own where the user named none."""
     offered = {
         "input_shape": source.input_shape,
-        "num_classes": source.num_classes,
+        "num_classes": source.num_classes or source.outputs,
+        "task": config.task.name or source.task,
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
     }
     seed_weights(config.reproducibility.seed)
-    return build_model(config.model, name, offered)
+    return build_model(config.model, config.model.name or source.model, offered)
 
 
 def _lay_out(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
@@ -156,12 +153,13 @@ def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], erro
     source, config = settled.source, settled.config
     line = traceback.extract_tb(error.__traceback__)[-1]
     said = (str(error).splitlines() or [""])[0]
+    classes = source.num_classes or source.outputs
     args = "".join(f", {name}={shown(value)}" for name, value in config.model.args.items())
     told = [
         f"--model {settled.model} does not take the first batch of --data {config.data.name}, or --task {settled.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
-        f"  the model was built for input_shape={source.input_shape}, num_classes={source.num_classes}{args}",
+        f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}",
         f"  it was called with  {shapes(batch.inputs)}",
         f"  it returned         {outputs[0] if outputs else 'nothing: it failed itself'}",
         f"  the targets are     {shapes(batch.targets)}",
@@ -187,12 +185,13 @@ def first_batch(loader: Loader, size: int) -> Batch:
     return next(loader.held_out(size, 0, 1))
 
 
-def _task(settled: Settled) -> Task:
-    found = plugins.find(settled.task, TASKS, flag="--task")
-    offered = {"source": settled.source, "config": settled.config.task}
-    task = plugins.call(found, offered, settled.config.task.args, where="task")
+def build_task(config: Config, source: Source) -> Task:
+    """The task that the user named, else the dataset's own."""
+    name = config.task.name or source.task
+    found = plugins.find(name, TASKS, flag="--task")
+    task = plugins.call(found, {"source": source, "config": config.task}, config.task.args, where="task")
     if not isinstance(task, Task):
-        raise RequestError(f"--task {settled.task}: not a subclass of multigpu_cli.tasks.base.Task")
+        raise RequestError(f"--task {name}: not a subclass of multigpu_cli.tasks.base.Task")
     return task
 
 

@@ -14,7 +14,6 @@ from multigpu_cli.checkpoint.files import publish, sweep
 from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
 from multigpu_cli.checkpoint.weights import host_copy, save_weights
-from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.sampler import epoch_order
@@ -237,7 +236,7 @@ def save(run: Run) -> None:
         def write() -> None:
             check_ours(run.folder)
             if best is not None:
-                save_weights(run.folder / "best.pt", best, settings(run.settled.words), best_metrics)
+                save_weights(run.folder / "best.pt", best, run.settled.label(), best_metrics)
             facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
             size = run.store.save(step, state, facts)
             seconds = time.perf_counter() - began

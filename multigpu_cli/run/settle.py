@@ -61,6 +61,10 @@ class Settled:
         }
         return pins | ({"machine": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
 
+    def label(self) -> dict[str, Any]:
+        """What weights for use are labelled with: the settings, and a mark of what was learned from the data itself."""
+        return settings(self.words) | {"learned": self.source.learned()}
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         written = sorted(self.words.explicit - OF_THE_COMMAND)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
@@ -91,6 +92,14 @@ class Task(ABC):
     def details(self, counts: Tensor) -> dict[str, Any]:
         """Tables from the summed counts, for the final report."""
         return {}
+
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        """Columns of a table with one row a sample, plain values: what the model says, and what is true.
+
+        Raises:
+            RequestError: the task has no such table.
+        """
+        raise RequestError(f"--task {type(self).__name__}: it has no predictions to write", remedy="a task that has")
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         """Orders results: the greater is the better one."""

@@ -46,6 +46,15 @@ class Classification(Task):
             cross_entropy(logits, batch.targets, reduction="sum"), torch.bincount(pairs, minlength=classes * classes)
         )
 
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        probability, said = model(batch.inputs).double().softmax(1).max(1)
+        names = self._names()
+        return {
+            "target": [names[number] for number in batch.targets.tolist()],
+            "prediction": [names[number] for number in said.tolist()],
+            "probability": probability.tolist(),
+        }
+
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(self._confusion(counts).trace()) / units}
 
@@ -56,7 +65,7 @@ class Classification(Task):
         confusion = self._confusion(counts)
         right, support, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
         rows = zip(right.tolist(), support.tolist(), predicted.tolist(), strict=True)
-        names = self.source.class_names or tuple(map(str, range(self.source.num_classes)))
+        names = self._names()
         per_class = [
             {
                 "class": name,
@@ -68,6 +77,9 @@ class Classification(Task):
             for name, (hit, there, said) in zip(names, rows, strict=True)
         ]
         return {"per_class": per_class, "confusion": confusion.tolist()}
+
+    def _names(self) -> tuple[str, ...]:
+        return self.source.class_names or tuple(map(str, range(self.source.num_classes)))
 
     def _confusion(self, counts: Tensor) -> Tensor:
         """(classes, classes) int64: row = true class, column = predicted."""

@@ -52,6 +52,13 @@ class LanguageModel(Task):
         right = (logits.argmax(1) == targets).sum()
         return Measured(losses.double().sum(), right.view(1))
 
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        logits, targets = _flat(model(batch.inputs), batch.targets)
+        losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").view_as(batch.targets)
+        counting = (batch.targets != IGNORED).sum(1)
+        mean = losses.double().sum(1) / counting.clamp(min=1)
+        return {"tokens": counting.tolist(), "loss": mean.tolist()}
+
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(counts[0]) / units}
 

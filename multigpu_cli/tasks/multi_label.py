@@ -32,6 +32,13 @@ class MultiLabel(Task):
         counts = [(said & there).sum(0), (said & ~there).sum(0), (~said & there).sum(0), whole]
         return Measured(loss, torch.cat(counts))
 
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        logits, targets = _alike(model(batch.inputs), batch.targets)
+        names = self.source.class_names or tuple(map(str, range(logits.shape[1])))
+        truth = {f"target {name}": column.int().tolist() for name, column in zip(names, targets.T, strict=True)}
+        said = logits.double().sigmoid().T
+        return truth | {f"probability {name}": column.tolist() for name, column in zip(names, said, strict=True)}
+
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         hit, wrong, missed = (int(row.sum()) for row in counts[:-1].view(3, -1))
         return {"accuracy": int(counts[-1]) / units, "f1": _share(2 * hit, 2 * hit + wrong + missed)}

@@ -20,7 +20,8 @@ class Regression(Task):
     """Targets (n,) or (n, k) floats, model outputs the same, or (n, 1) for (n,); the better result has the lower loss.
 
     The loss of a sample is the mean over its k numbers, as in torch's own losses. An evaluation also gives `mae`, the
-    mean absolute error, and `rmse`, the root of the mean squared one.
+    mean absolute error, and `rmse`, the root of the mean squared one. Where the dataset says how its targets spread,
+    the model learns them standardised, and the loss is of those; mae and rmse are in the targets' own unit.
 
     Args:
         loss: squared, absolute or huber (Huber 1964, with its edge at 1).
@@ -37,30 +38,40 @@ class Regression(Task):
         if loss not in _LOSSES:
             raise RequestError(f"task.args.loss: {loss!r}", remedy=did_you_mean(str(loss), _LOSSES))
         self._loss = _LOSSES[loss]
+        self.mean, self.deviation = source.target_scale or (0.0, 1.0)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        outputs, targets = _alike(model(batch.inputs), batch.targets)
+        outputs, targets = self._alike(model(batch.inputs), batch.targets)
         return _by_sample(self._loss(outputs, targets, reduction="none")).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
-        outputs, targets = (value.double() for value in _alike(model(batch.inputs), batch.targets))
-        error = outputs - targets
+        outputs, targets = (value.double() for value in self._alike(model(batch.inputs), batch.targets))
+        error = (outputs - targets) * self.deviation
         loss = _by_sample(self._loss(outputs, targets, reduction="none"))
         sums = torch.stack([_by_sample(error.abs()).sum(), _by_sample(error.square()).sum()])
         return Measured(loss.sum(), torch.zeros(1, dtype=torch.int64, device=error.device), sums)
 
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        outputs, _ = self._alike(model(batch.inputs), batch.targets)
+        said = outputs.double() * self.deviation + self.mean
+        rows = {"target": batch.targets.double().view(len(batch), -1), "prediction": said.view(len(batch), -1)}
+        return {
+            name if value.shape[1] == 1 else f"{name} {number}": column.tolist()
+            for name, value in rows.items()
+            for number, column in enumerate(value.T)
+        }
+
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"mae": means["absolute"], "rmse": means["squared"] ** 0.5}
 
-
-def _alike(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as (n,) or (n, k) of at least 32 bits; broadcasting would compare every output with every target."""
-    if targets.ndim == 1 and outputs.shape == (len(targets), 1):
-        outputs = outputs.squeeze(1)
-    if outputs.shape != targets.shape:
-        raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}")
-    wide = torch.promote_types(outputs.dtype, torch.float32)
-    return outputs.to(wide), targets.to(wide)
+    def _alike(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as (n,) or (n, k) of at least 32 bits; broadcasting would compare every output with every target."""
+        if targets.ndim == 1 and outputs.shape == (len(targets), 1):
+            outputs = outputs.squeeze(1)
+        if outputs.shape != targets.shape:
+            raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}")
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        return outputs.to(wide), (targets.to(wide) - self.mean) / self.deviation
 
 
 def _by_sample(errors: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ def test_a_collate_fn_gets_samples_as_they_are_and_may_return_a_mapping() -> Non
             padded = torch.nn.utils.rnn.pad_sequence([inputs for inputs, _ in samples], batch_first=True)
             return {"x": padded, "y": torch.tensor([target for _, target in samples])}
 
-    for dataset in (Own(), Subset(Own(), [0, 1, 2])):  # type: ignore[arg-type]
+    divided = Subset(Own(), [0, 1, 2])  # type: ignore[arg-type, var-annotated]
+    for dataset in (Own(), divided, Subset(divided, [1])):
         inputs, targets = Collate(dataset)([(at, Own()[at]) for at in (1, 2)])  # type: ignore[arg-type]
         assert (inputs.tolist(), targets.tolist()) == ([[1.0, 0.0], [1.0, 1.0]], [1, 2])
 

@@ -1,0 +1,42 @@
+"""Text from a run's language model."""
+
+import torch
+
+from multigpu_cli.checkpoint.export import trained_weights
+from multigpu_cli.commands.restored import restored
+from multigpu_cli.commands.run_request import Asked
+from multigpu_cli.data.vocabulary import Numbers
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.generate import generate
+
+
+def written(wish: Asked, prompt: str, *, count: int, temperature: float, top_k: int | None, seed: int) -> str:
+    """The prompt and what the model adds to it.
+
+    Raises:
+        RequestError: the run is none of a language model, or the prompt holds what it does not know.
+    """
+    found = restored(trained_weights(wish.run), wish.changes, own_code=wish.own_code)
+    source, task = found.source, found.config.task.name or found.source.task
+    if task != "language-model" or source.num_classes < 2:
+        raise RequestError(f"{wish.run}: only a language model writes text, and this run's task is {task}")
+    known = source.vocabulary or Numbers(source.num_classes)
+    start = known.encode(prompt)
+    if not start:
+        raise RequestError("--prompt: the model needs something to go on from", remedy="--prompt with a token or more")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = generate(
+        found.model.to(device),
+        torch.tensor([start], device=device),
+        count,
+        source.input_shape[-1],
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator(device).manual_seed(seed),
+    )
+    return known.decode(tokens[0].tolist())
+
+
+def show(text: str) -> None:
+    """Print it."""
+    print(text)

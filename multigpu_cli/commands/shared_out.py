@@ -1,0 +1,101 @@
+"""A pass over a dataset with a run's weights, on as many workers as there are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from multigpu_cli.checkpoint.export import Trained, trained_weights
+from multigpu_cli.commands.restored import restored
+from multigpu_cli.commands.run_request import Asked
+from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import RequestError
+from multigpu_cli.launch import run_workers
+from multigpu_cli.run.learner import build_task
+from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.determinism import share_threads
+from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.precision import Precision, choose_format
+from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.tasks.base import Task
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one worker needs for its part of a pass.
+
+    Attributes:
+        origin: the file of the weights.
+        model: on the worker's device, in evaluation mode.
+        batch_size: samples at once, the same on every worker.
+    """
+
+    origin: str
+    split: str
+    world: World
+    model: nn.Module
+    task: Task
+    loader: Loader
+    precision: Precision
+    batch_size: int
+
+
+def shared_out(
+    wish: Asked, words: Sequence[str], environ: Mapping[str, str], work: Callable[[Pass], Result]
+) -> Result | None:
+    """Do `work` on each worker; its result on rank 0, None on the others and where workers were started for it.
+
+    Args:
+        words: the command line of a worker.
+        environ: the process environment, for what a launcher has set.
+
+    Raises:
+        RequestError: the run can't be restored, or has no such split; the same on every rank.
+    """
+    meeting = Rendezvous.from_environment(environ)
+    wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=wish.workers)
+    choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    if choice.launch > 1:
+        run_workers(choice, words)
+        return None
+    with joined(meeting, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
+        share_threads(world.local_size, cores(), exact=False)
+        part = together(world, lambda: _prepared(wish, trained_weights(wish.run), world))
+        try:
+            result = work(part)
+        finally:
+            part.loader.close()
+        return result if world.main else None
+
+
+def _prepared(wish: Asked, found: Trained, world: World) -> Pass:
+    run = restored(found, wish.changes, own_code=wish.own_code)
+    source, config = run.source, run.config
+    there = {name: split for name in ("test", "val", "train") if (split := getattr(source, name)) is not None}
+    name = wish.split or next(iter(there))
+    if name not in there:
+        raise RequestError(f"--split {name}: the data has none", remedy=f"--split {' or '.join(there)}")
+    amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
+    loader = Loader(
+        there[name],
+        source,
+        config.data,
+        device=world.device,
+        seed=config.reproducibility.seed,
+        workers_here=world.local_size,
+    )
+    usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
+    return Pass(
+        origin=str(found.origin),
+        split=name,
+        world=world,
+        model=run.model.to(world.device),
+        task=build_task(config, source),
+        loader=loader,
+        precision=Precision(choose_format(amp, world.device).name, world.device),
+        batch_size=wish.batch_size or usual,
+    )

@@ -1,0 +1,155 @@
+"""Images in one folder for each class, decoded as they are needed, by loader processes.
+
+DATA_DIR/cat/a.jpg  DATA_DIR/dog/b.png              divided by seed, 80/10/10
+DATA_DIR/train/cat/…  DATA_DIR/val/…  DATA_DIR/test/…   as they are; without val, 10 % of train
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.channels import Standardised, met_shape
+from multigpu_cli.data.split import by_sample
+from multigpu_cli.errors import RequestError
+
+_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+_VALIDATION = ("val", "valid", "validation")
+_MEAN, _DEVIATION = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # of ImageNet's pixels, red green blue
+_LAYOUT = "a folder for each class: DATA_DIR/cat/…, DATA_DIR/dog/…, or the same within train/, val/ and test/"
+
+Entry = tuple[Path, int]
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Bytes (3, size, size) and the class number; a broken file is named when it is met.
+
+    The shorter side becomes `resize`, then a square of `size` is cut out: from the middle, or in training with
+    augmentation from anywhere, half of the time mirrored, as the seed of (seed, epoch, sample) decides.
+    """
+
+    def __init__(self, entries: Sequence[Entry], size: int, resize: int, *, augment: bool) -> None:
+        self.entries, self.size, self.resize, self.augment = entries, size, resize, augment
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.entries[index]
+        pixels = _decoded(path, self.resize)
+        spare = [pixels.shape[0] - self.size, pixels.shape[1] - self.size]
+        top, left = [random.randint(0, room) if self.augment else room // 2 for room in spare]
+        cut = pixels[top : top + self.size, left : left + self.size]
+        if self.augment and random.random() < 0.5:
+            cut = cut[:, ::-1]
+        return torch.from_numpy(np.ascontiguousarray(cut.transpose(2, 0, 1))), label
+
+
+def _decoded(path: Path, shorter: int) -> np.ndarray:
+    """(height, width, 3) bytes, turned the way it was taken, its shorter side resized."""
+    from PIL import Image, ImageOps  # an extra, and not for those who bring no images
+
+    try:
+        with Image.open(path) as file:
+            file.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
+            image = ImageOps.exif_transpose(file).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise RequestError(
+            f"--data image-folder: {path} is no image that can be read ({error})", remedy="mend it, or take it away"
+        ) from error
+    scale = shorter / min(image.size)
+    width, height = (max(shorter, round(side * scale)) for side in image.size)
+    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def load(
+    data_dir: str | None, mode: str, seed: int, size: int = 64, resize: int | None = None, augment: bool = True
+) -> Source:
+    """The images of a folder.
+
+    Args:
+        size: the square that the model sees, in pixels.
+        resize: what the shorter side becomes first (default: a seventh more than `size`).
+        augment: cut and mirror training images at random.
+
+    Raises:
+        RequestError: no such folders, or Pillow is not installed.
+    """
+    _check(size, resize)
+    root = _root(data_dir)
+    names, train, val, test = _splits(root, seed)
+
+    def images(entries: list[Entry], *, training: bool = False) -> Images | None:
+        larger = resize or size * 8 // 7
+        return Images(entries, size, larger, augment=augment and training) if entries else None
+
+    learnt = images(train, training=True)
+    assert learnt is not None
+    return Source(
+        train=learnt,
+        val=images(val),
+        test=images(test),
+        input_shape=met_shape((3, size, size), mode),
+        num_classes=len(names),
+        class_names=tuple(names),
+        prepare=Standardised(_MEAN, _DEVIATION, mode),
+        model="resnet18",
+    )
+
+
+def _root(data_dir: str | None) -> Path:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as missing:
+        raise RequestError(
+            "--data image-folder needs Pillow", remedy="pip install pillow, or this program with its extra [images]"
+        ) from missing
+    if data_dir is None:
+        raise RequestError("--data image-folder needs --data-dir", remedy=_LAYOUT)
+    return Path(data_dir).expanduser()
+
+
+def _splits(root: Path, seed: int) -> tuple[list[str], list[Entry], list[Entry], list[Entry]]:
+    """Class names, and the images for training, validation and test."""
+    if not (root / "train").is_dir():
+        names, entries = _classes(root)
+        parts = [[entries[at] for at in part.tolist()] for part in by_sample(len(entries), (0.1, 0.1), seed)]
+        return names, parts[0], parts[1], parts[2]
+    names, train = _classes(root / "train")
+    given = next((root / name for name in _VALIDATION if (root / name).is_dir()), None)
+    if given is None:
+        kept, held = by_sample(len(train), (0.1,), seed)
+        train, val = [train[at] for at in kept.tolist()], [train[at] for at in held.tolist()]
+    else:
+        val = _classes(given, names)[1]
+    return names, train, val, _classes(root / "test", names)[1] if (root / "test").is_dir() else []
+
+
+def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], list[Entry]]:
+    """The names of the folders that hold images, sorted, and all images with their class."""
+    found: dict[str, list[Path]] = {}
+    for place in sorted(path for path in folder.glob("*") if path.is_dir() and not path.name.startswith(".")):
+        files = sorted(path for path in place.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+        if files:
+            found[place.name] = files
+    names = known or list(found)
+    if unknown := [name for name in found if name not in names]:
+        raise RequestError(
+            f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have",
+            remedy=f"the classes are {', '.join(names[:10])}",
+        )
+    if not found or len(names) < 2:
+        raise RequestError(f"--data image-folder: {folder} holds images of {len(found)} classes", remedy=_LAYOUT)
+    return names, [(path, names.index(name)) for name, paths in found.items() for path in paths]
+
+
+def _check(size: Any, resize: Any) -> None:
+    for name, value, least in (("size", size, 1), ("resize", size if resize is None else resize, size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise RequestError(f"data.args.{name}: {value!r} pixels", remedy=f"a whole number of at least {least}")

@@ -1,0 +1,108 @@
+"""Arrays in an .npz file: X_train and y_train, or X and y; also X_val, y_val, X_test, y_test."""
+
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.split import by_sample
+from multigpu_cli.errors import RequestError, did_you_mean
+
+_LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
+
+
+def load(data_dir: str | None, seed: int, file: str | None = None) -> Source:
+    """The arrays as they are, float64 as float32; nothing is scaled but bytes, to 0…1.
+
+    X and y alone are divided by seed, 80/10/10; without X_val, 10 % of the training samples are set aside. Whole
+    numbers y (n,) are classes, other numbers ask for regression, 0 and 1 in (n, k) are several labels, and whole
+    numbers in the shape of X are the tokens that follow.
+
+    Args:
+        file: name of the file, where the folder holds several.
+
+    Raises:
+        RequestError: no such file, arrays that are missing or don't fit each other.
+    """
+    path = _path(data_dir, file)
+    arrays = _arrays(path)
+    splits = {name: _split(arrays, f"_{name}", path) for name in ("train", "val", "test") if f"X_{name}" in arrays}
+    whole = splits.get("train") or _split(arrays, "", path)
+    fractions = (0.1, 0.1) if "train" not in splits else () if "val" in splits else (0.1,)
+    if fractions:
+        parts = [TensorDataset(*(tensor[part] for tensor in whole.tensors)) for part in _parts(whole, fractions, seed)]
+        splits |= dict(zip(("train", "val", "test"), parts, strict=False))
+    inputs, targets = whole.tensors
+    task, classes = _kind(inputs, targets, list(splits.values()))
+    return Source(
+        train=splits["train"],
+        val=splits.get("val"),
+        test=splits.get("test"),
+        input_shape=tuple(inputs.shape[1:]),
+        num_classes=classes,
+        outputs=int(targets.shape[1:].numel()),
+        model="gpt" if task == "language-model" else "mlp",
+        task=task,
+    )
+
+
+def _path(data_dir: str | None, file: str | None) -> Path:
+    if data_dir is None:
+        raise RequestError("--data npz needs --data-dir, the folder of the file", remedy=_LAYOUT)
+    folder = Path(data_dir).expanduser()
+    there = sorted(path.name for path in folder.glob("*.npz"))
+    if file is None and len(there) != 1:
+        names = ", ".join(there[:5]) or "none"
+        raise RequestError(
+            f"--data npz: {folder} must hold one .npz file, not {len(there)} ({names})",
+            remedy="--set data.args.file=NAME says which",
+        )
+    path = folder / (file or there[0])
+    if not path.is_file():
+        raise RequestError(f"--data npz: {path}: there is no such file", remedy=did_you_mean(path.name, there))
+    return path
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (ValueError, OSError, BadZipFile) as error:
+        raise RequestError(f"--data npz: {path}: {error}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
+
+
+def _split(arrays: dict[str, np.ndarray], ending: str, path: Path) -> TensorDataset:
+    tensors = []
+    for name in (f"X{ending}", f"y{ending}"):
+        if name not in arrays:
+            raise RequestError(f"--data npz: {path} holds no {name} ({', '.join(arrays)})", remedy=_LAYOUT)
+        if arrays[name].dtype.kind not in "fiub" or not arrays[name].ndim:
+            raise RequestError(f"--data npz: {name} in {path} is {arrays[name].dtype} {arrays[name].shape}, no numbers")
+        tensor = torch.from_numpy(np.ascontiguousarray(arrays[name]))
+        tensors.append(tensor.float() if tensor.dtype == torch.float64 else tensor)
+    if len(tensors[0]) != len(tensors[1]) or not len(tensors[0]):
+        raise RequestError(
+            f"--data npz: X{ending} has {len(tensors[0])} samples in {path}, y{ending} {len(tensors[1])}"
+        )
+    inputs, targets = tensors
+    return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
+
+
+def _parts(whole: TensorDataset, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
+    return by_sample(len(whole), fractions, seed)
+
+
+def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset]) -> tuple[str, int]:
+    """The task that the targets are made for, and the number of classes or tokens."""
+    if targets.is_floating_point() and not (targets.ndim == 2 and bool(((targets == 0) | (targets == 1)).all())):
+        return "regression", 0
+    most = max(int(split.tensors[1].max()) for split in splits) + 1
+    if targets.ndim == 1:
+        return "classification", most
+    if targets.shape == inputs.shape and not inputs.is_floating_point():
+        return "language-model", max(most, *(int(split.tensors[0].max()) + 1 for split in splits))
+    return "multi-label", targets.shape[1]

@@ -1,0 +1,89 @@
+"""`multigpu evaluate`: the metrics of a run's best weights, each sample once, on any number of workers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import main_multi_gpu
+from tests.commands.several import outputs
+from tests.trained import trained
+
+OWN = ["--own-code", "--json"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert trained(save_dir=str(run), batch_size=5, epochs=3, lr=0.05).error == ""
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made, "run")
+    return Path("run")
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+    assert main_multi_gpu.run(["evaluate", *words]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_the_test_metrics_are_those_of_the_run_to_the_last_bit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    final = json.loads((run / "summary.json").read_text())["final"]
+    found = told(capsys, "run", *OWN)
+    assert (found["split"], found["samples"], found["weights"]) == ("test", 22, "run/best.pt")
+    assert (found["loss"], found["accuracy"]) == (final["test_loss"], final["test_accuracy"])
+
+
+def test_any_number_of_workers_finds_the_same(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    alone = told(capsys, "run", *OWN, "--split", "val")
+    speaking, *silent = outputs(3, ["evaluate", "run", *OWN, "--split", "val"], tmp_path)
+    assert json.loads(speaking) == alone | {"world_size": 3}
+    assert silent == ["", ""]
+
+
+def test_other_arguments_of_the_data_and_another_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "run", *OWN, "--split", "train", "--set", "data.args.train=33", "--batch-size", "7")
+    assert (found["split"], found["samples"]) == ("train", 33)
+    found = told(capsys, "run", *OWN, "--data", "tests.own:Items")
+    assert found["samples"] == 22
+
+
+def test_people_see_the_metrics_and_the_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_multi_gpu.run(["evaluate", "run", "--own-code"]) == 0
+    out = capsys.readouterr().out
+    assert "test" in out
+    assert "accuracy" in out
+    assert "(22 samples)" in out
+    assert "precision" in out
+    assert "true \\ predicted" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run"], "names code that is not ours: tests.own:net, tests.own:tensors"),
+        (["nowhere"], "nowhere: there is no such file or folder"),
+        (["run", "--own-code", "--data", "tests.own:no_validation", "--split", "val"], "--split val: the data has"),
+        (["run", "--set", "epochs=3"], "--set epochs: only the data can differ"),
+        (["run", "--split", "tset"], "--split must be train or val or test, not 'tset'"),
+        (["run", "--own-code", "--data", "digits"], "gives other classes, scales or tokens"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_evaluated_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main_multi_gpu.run(["evaluate", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_weights_from_before_the_mark_are_still_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = torch.load("run/best.pt", weights_only=True)
+    assert best["config"].pop("learned")
+    torch.save(best, "run/best.pt")
+    assert told(capsys, "run", *OWN)["samples"] == 22

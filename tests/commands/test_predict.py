@@ -1,0 +1,110 @@
+"""`multigpu predict`: one row a sample, in order, on any number of workers."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import main_multi_gpu
+from tests.commands.several import outputs
+from tests.together.launcher import alone, ran
+from tests.trained import trained
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(**flags: Any) -> dict[str, Any]:
+    ended = trained(save_dir="run", batch_size=5, epochs=3, lr=0.05, num_workers=0, **flags)
+    assert not ended.error, ended.error
+    return ended.summary
+
+
+def rows(file: str) -> list[dict[str, str]]:
+    with open(file, newline="") as table:
+        return list(csv.DictReader(table))
+
+
+def test_each_sample_once_and_in_order_on_any_number_of_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = run()
+    assert main_multi_gpu.run(["predict", "run", "--own-code", "--out", "one.csv"]) == 0
+    assert "one.csv  22 samples of the test split, weights from run/best.pt" in capsys.readouterr().out
+    for workers in (2, 3):
+        outputs(workers, ["predict", "run", "--own-code", "--out", f"{workers}.csv"], tmp_path)
+        assert Path(f"{workers}.csv").read_text() == Path("one.csv").read_text()
+    table = rows("one.csv")
+    assert [row["sample"] for row in table] == [str(at) for at in range(22)]
+    assert [row["target"] for row in table] == [str(at % 3) for at in range(22)]
+    right = sum(row["prediction"] == row["target"] for row in table) / 22
+    assert right == pytest.approx(summary["final"]["test_accuracy"])
+    assert all(1 / 3 <= float(row["probability"]) <= 1 for row in table)
+
+
+def test_it_starts_its_workers_itself() -> None:
+    run()
+    done = ran(alone("predict", "run", "--own-code", "--out", "two.csv", nproc_per_node=2), Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["two.csv  22 samples of the test split, weights from run/best.pt"]
+    main_multi_gpu.run(["predict", "run", "--own-code", "--out", "one.csv"])
+    assert Path("two.csv").read_text() == Path("one.csv").read_text()
+
+
+@pytest.mark.parametrize(("width", "names"), [(1, ["target", "prediction"]), (2, ["target 0", "target 1"])])
+def test_numbers_are_in_their_own_unit(width: int, names: list[str]) -> None:
+    inputs = np.random.default_rng(0).normal(size=(60, 3))
+    np.savez("data.npz", X=inputs, y=1e3 * inputs[:, :width] if width > 1 else 1e3 * inputs[:, 0])
+    summary = run(data="npz", data_dir=".", model="mlp")
+    assert main_multi_gpu.run(["predict", "run", "--out", "said.csv", "--split", "val"]) == 0
+    table = rows("said.csv")
+    assert len(table) == 6
+    assert set(names) <= set(table[0])
+    if width == 1:
+        error = np.mean([abs(float(row["target"]) - float(row["prediction"])) for row in table])
+        assert error == pytest.approx(summary["best"]["val_mae"], rel=1e-6)
+
+
+def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows() -> None:
+    lines = ["size,price", *(f"{at % 17},{1e6 + 1e4 * (at % 17)}" for at in range(100))]
+    Path("homes.csv").write_text("\n".join(lines))
+    Path("new.csv").write_text("size,price\n3,1030000\n16,1160000\n")
+    summary = run(
+        data="csv", data_dir=".", model="mlp", sets=["data.target=price", "data.file=homes.csv", "data.kind=regression"]
+    )
+    words = ["predict", "run", "--out", "said.csv", "--set"]
+    assert main_multi_gpu.run([*words, "data.args.file=new.csv"]) == 2, "another scale than the run's"
+    assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 0
+    assert [float(row["target"]) for row in rows("said.csv")] == [1_030_000, 1_160_000]
+    assert all(9e5 < float(row["prediction"]) < 1.3e6 for row in rows("said.csv"))
+    assert summary["final"]["test_mae"] < 2e5
+
+
+def test_labels_and_tokens_have_tables_too() -> None:
+    inputs = np.random.default_rng(0).normal(size=(40, 3))
+    np.savez("data.npz", X=inputs, y=(inputs > 0).astype(int))
+    run(data="npz", data_dir=".", model="mlp")
+    assert main_multi_gpu.run(["predict", "run", "--out", "labels.csv"]) == 0
+    assert {"target 0", "probability 2"} <= set(rows("labels.csv")[0])
+    tokens = np.arange(400).reshape(40, 10) % 7
+    np.savez("data.npz", X=tokens, y=(tokens + 1) % 7)
+    trained(save_dir="lm", data="npz", data_dir=".", model="gpt", epochs=1, sets=["model.width=8", "model.heads=2"])
+    assert main_multi_gpu.run(["predict", "lm", "--out", "tokens.csv"]) == 0
+    table = rows("tokens.csv")
+    final = json.loads(Path("lm/summary.json").read_text())["final"]
+    assert {row["tokens"] for row in table} == {"10"}
+    assert np.mean([float(row["loss"]) for row in table]) == pytest.approx(final["test_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("x.txt", "a file of what kind?"), ("no/x.csv", "there is no folder no"), ("run.csv", "already")]
+)
+def test_a_place_that_will_not_do_is_named(out: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.csv").write_text("")
+    assert main_multi_gpu.run(["predict", ".", "--out", out]) == 2
+    assert said in capsys.readouterr().err

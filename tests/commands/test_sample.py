@@ -1,0 +1,72 @@
+"""`multigpu sample`: text from a run's language model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import main_multi_gpu
+from multigpu_cli.models.generate import generate
+from tests.trained import trained
+
+
+class Next(nn.Module):
+    """Expects the next number of seven, then the one after it, and sees no more than three tokens."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert tokens.shape[1] <= 3
+        follows = nn.functional.one_hot((tokens + 1) % 7, 7) * 3.0
+        return follows + nn.functional.one_hot((tokens + 2) % 7, 7) * 2.5
+
+
+def test_the_likeliest_or_drawn_from_the_likely() -> None:
+    start = torch.tensor([[0], [5]])
+    assert generate(Next(), start, 4, 3, temperature=0).tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2]]
+    assert torch.equal(generate(Next(), start, 6, 3, top_k=1), generate(Next(), start, 6, 3, temperature=0))
+    drawn = [
+        generate(Next(), start, 200, 3, top_k=2, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    steps = (drawn[0][:, 1:] - drawn[0][:, :-1]) % 7
+    assert set(steps.flatten().tolist()) == {1, 2}
+    share = float((steps == 1).float().mean())
+    assert share == pytest.approx(1 / (1 + 2.718281828**-0.5), abs=0.06)
+    hot = generate(Next(), start, 400, 3, temperature=50.0, generator=torch.Generator().manual_seed(1))
+    assert set(hot.flatten().tolist()) == set(range(7))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("text").mkdir()
+    Path("text/input.txt").write_text("abcdef\n" * 300)
+    flags = {"data": "text", "data_dir": "text", "model": "gpt", "save_dir": "run", "num_workers": 0}
+    sets = ["data.block=12", "model.depth=1", "model.width=16", "model.heads=2"]
+    assert not trained(1, **flags, sets=sets, epochs=5, base_lr="2e-2").error
+    return "run"
+
+
+def test_a_run_continues_a_prompt_in_its_own_characters(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_multi_gpu.run(["sample", run, "--prompt", "ab", "--length", "20", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "abcdef\nabcdef\nabcdef\na\n"
+    for words, said in (
+        (["--prompt", "abX"], "the characters 'X' are not among those the model was trained on"),
+        (["--prompt", ""], "--prompt: the model needs something"),
+        (["--top-k", "0"], "--top-k must be a whole number"),
+    ):
+        assert main_multi_gpu.run(["sample", run, *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_other_text_than_it_was_trained_on_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text/input.txt").write_text("uvwxyz\n" * 300)
+    assert main_multi_gpu.run(["sample", run]) == 2
+    assert "gives other classes, scales or tokens" in capsys.readouterr().err
+
+
+def test_only_a_language_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(save_dir=str(tmp_path / "run"), epochs=1)
+    assert main_multi_gpu.run(["sample", str(tmp_path / "run"), "--own-code"]) == 2
+    assert "this run's task is classification" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.source import open_source
+from multigpu_cli.errors import RequestError
+from tests.trained import trained
+
+HEAD = "id,size,colour,price,kind"
+
+
+def written(folder: Path, count: int = 200, name: str = "table.csv", seed: int = 0) -> Path:
+    """A table with gaps in numbers and categories; kind follows from size and colour, price from size."""
+    draws, lines = random.Random(seed), [HEAD]
+    for at in range(count):
+        size, colour = draws.gauss(10, 3), draws.choice(["red", "green", '"deep, dark blue"'])
+        kind = "big" if size + 3 * (colour == "red") > 11 else "small"
+        cells = [str(at), f"{size:.3f}", colour, f"{1e5 + 2e4 * size:.0f}", kind]
+        if at % 10 == 3:
+            cells[1] = ["", "NA", "nan"][at % 3]
+        if at % 17 == 5:
+            cells[2] = "?"
+        lines.append(",".join(cells))
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def opened(folder: Path | None, **args: Any) -> Source:
+    return open_source(DataConfig(name="csv", dir=str(folder) if folder else None, args=args), 42)
+
+
+def tensors(split: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return split.tensors  # type: ignore[no-any-return]
+
+
+def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
+    source = opened(written(tmp_path), target="kind", ignore=["id", "price"])
+    inputs, targets = tensors(source.train)
+    assert [len(part) for part in (source.train, source.val, source.test)] == [160, 20, 20]  # type: ignore[arg-type]
+    assert (source.class_names, source.num_classes, source.task) == (("big", "small"), 2, "classification")
+    assert source.input_shape == (1 + 1 + 4,), "size, whether it is missing, three colours and a missing one"
+    assert inputs.dtype == torch.float32
+    assert targets.dtype == torch.int64
+    assert torch.isfinite(inputs).all()
+    assert inputs[:, 2:].sum(1).tolist() == [1.0] * 160
+
+
+def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None:
+    source = opened(written(tmp_path), target="kind", ignore=["id"])
+    train, test = tensors(source.train)[0][:, :2], tensors(source.test)[0][:, :2]
+    assert train.double().mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert train.double().std(0, correction=0).tolist() == pytest.approx([1, 1], rel=1e-5)
+    assert test.double().mean(0).abs().max() > 1e-3
+    far = (tmp_path / "table.csv").read_text().splitlines()
+    changed = [line for line in far if ",big" in line][-1]
+    (tmp_path / "other.csv").write_text(f"{HEAD}\n9,1e9,unheard of,1,big\n")
+    other = opened(tmp_path, target="kind", ignore=["id"], file="table.csv", test_file="other.csv")
+    again = opened(tmp_path, target="kind", ignore=["id"], file="table.csv", test_file="table.csv")
+    assert torch.equal(tensors(other.train)[0], tensors(again.train)[0]), "what is tested on changes nothing"
+    assert float(tensors(other.test)[0][0, 0]) > 1e6
+    assert tensors(other.test)[0][0, 3:].sum() == 0, "a category that was not there is none of them"
+    assert changed
+
+
+def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
+    written(tmp_path)
+    price = opened(tmp_path, target="price", ignore="id")
+    assert (price.task, price.num_classes, price.model) == ("regression", 0, "mlp")
+    mean, deviation = price.target_scale or (0, 0)
+    values = tensors(price.train)[1].double().numpy()
+    assert (mean, deviation) == pytest.approx((np.mean(values), np.std(values)), rel=1e-5)
+    assert opened(tmp_path, target="id", kind="classification").num_classes == 200
+    assert opened(tmp_path, target="id").task == "regression"
+    with pytest.raises(RequestError, match=r"data\.args\.kind: column 'kind' holds 'small', no number|'big'"):
+        opened(tmp_path, target="kind", kind="regression")
+
+
+@pytest.mark.parametrize(("target", "best"), [("kind", "test_accuracy"), ("price", "test_mae")])
+def test_it_trains_by_flags_alone(tmp_path: Path, target: str, best: str) -> None:
+    flags = {"data": "csv", "data_dir": str(written(tmp_path)), "save_dir": str(tmp_path / "run"), "num_workers": 0}
+    sets = [f"data.target={target}", f"data.ignore=[id{', price' if target == 'kind' else ', kind'}]"]
+    ended = trained(2, **flags, sets=[*sets, "model.args.dropout=0"], epochs=30, base_lr="1e-2")
+    assert not ended.error
+    final = ended.summary["final"]
+    assert final["test_accuracy"] >= 0.8 if target == "kind" else final["test_mae"] < 20_000
+    assert best in final
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_other_separators_and_a_byte_order_mark(tmp_path: Path, separator: str) -> None:
+    lines = [separator.join(("a", "b")), *(separator.join((str(at), str(at % 2))) for at in range(20))]
+    (tmp_path / "table.csv").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
+    source = opened(tmp_path, target="b")
+    assert (source.input_shape, source.class_names) == ((1,), ("0", "1"))
+
+
+def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n" + "".join(f"{at},{at % 2 if at < 20 else 'NA'}\n" for at in range(30)))
+    source = opened(tmp_path, target="b")
+    assert sum(len(part) for part in (source.train, source.val, source.test)) == 20  # type: ignore[misc, arg-type]
+
+
+def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="needs --data-dir"):
+        opened(None)
+    written(tmp_path)
+    with pytest.raises(RequestError, match="which column is the target") as refused:
+        opened(tmp_path)
+    assert "--set data.target=kind" in refused.value.remedy
+    with pytest.raises(RequestError, match="no column 'knid'") as refused:
+        opened(tmp_path, target="knid")
+    assert "did you mean 'kind'?" in refused.value.remedy
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(RequestError, match=r"table\.csv:3: 1 cells for 2 columns"):
+        opened(tmp_path, target="b")
+    (tmp_path / "table.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(RequestError, match="two columns have one name"):
+        opened(tmp_path, target="a")
+    (tmp_path / "other.csv").write_text("")
+    with pytest.raises(RequestError, match=r"must hold one \.csv file, not 2"):
+        opened(tmp_path, target="a")
+    with pytest.raises(RequestError, match="no rows"):
+        opened(tmp_path, target="a", file="other.csv")
+    with pytest.raises(RequestError, match=r"tabel\.csv: there is no such file"):
+        opened(tmp_path, target="a", file="tabel.csv")

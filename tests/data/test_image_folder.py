@@ -1,0 +1,119 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.source import open_source
+from multigpu_cli.errors import RequestError
+from tests.trained import trained
+
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
+COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (230, 20, 30)}
+
+
+def filled(folder: Path, count: int = 10) -> Path:
+    """Real JPEGs and PNGs of several sizes, a folder for each colour."""
+    for name, colour in COLOURS.items():
+        (folder / name / "deeper").mkdir(parents=True)
+        for at in range(count):
+            place = folder / name / ("deeper" if at % 3 == 0 else "")
+            image = Image.new("RGB", (20 + 3 * at, 40 - 2 * at), colour)
+            image.putpixel((0, 0), (at, at, at))
+            image.save(place / (f"{at}.JPG" if at % 2 else f"{at}.png"), quality=95)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def opened(folder: Path | None, **args: Any) -> Source:
+    place = None if folder is None else str(folder)
+    return open_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
+
+
+def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:
+    source = opened(filled(tmp_path))
+    assert source.class_names == ("blue", "green", "red")
+    assert (source.num_classes, source.input_shape) == (3, (3, 16, 16))
+    parts = (source.train, source.val, source.test)
+    assert [len(part) for part in parts] == [24, 3, 3]  # type: ignore[arg-type]
+    paths = [path for part in parts for path, _ in part.entries]  # type: ignore[union-attr]
+    assert len(set(paths)) == 30
+    for part in parts:
+        for (path, label), (pixels, target) in zip(part.entries, part, strict=True):  # type: ignore[union-attr, call-overload]
+            assert (pixels.dtype, pixels.shape, target) == (torch.uint8, (3, 16, 16), label)
+            middle = pixels[:, 8, 8].tolist()
+            assert middle == pytest.approx(COLOURS[source.class_names[label]], abs=12), path
+
+
+def test_splits_that_lie_there_are_taken(tmp_path: Path) -> None:
+    for split, count in (("train", 10), ("test", 2)):
+        filled(tmp_path / split, count)
+    source = opened(tmp_path)
+    assert [len(part) for part in (source.train, source.val, source.test)] == [27, 3, 6]  # type: ignore[arg-type]
+    filled(tmp_path / "valid", 4)
+    source = opened(tmp_path)
+    assert [len(part) for part in (source.train, source.val, source.test)] == [30, 12, 6]  # type: ignore[arg-type]
+
+
+def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> None:
+    gradient = Image.radial_gradient("L").resize((48, 40)).rotate(20).convert("RGB")
+    for name in COLOURS:
+        (tmp_path / name).mkdir()
+        for at in range(4):
+            gradient.save(tmp_path / name / f"{at}.png")
+    source = opened(tmp_path)
+
+    def seen(split: Any, epoch: int, processes: int = 0) -> torch.Tensor:
+        loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
+        batch = next(loader.samples([torch.arange(8)], epoch)).inputs
+        loader.close()
+        return batch
+
+    first = seen(source.train, 0)
+    assert torch.equal(first, seen(source.train, 0, processes=1))
+    assert not torch.equal(first, seen(source.train, 1))
+    assert len({row.sum().item() for row in first}) > 3, "the same picture, cut in several ways"
+    assert torch.equal(source.val[0][0], source.val[0][0])  # type: ignore[index]
+    assert first.dtype == torch.float32
+    assert abs(float(first.mean())) < 2, "standardised"
+    plain = opened(tmp_path, augment=False)
+    assert torch.equal(plain.train[0][0], plain.train[1][0])
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    filled(tmp_path)
+    whole = (tmp_path / "red" / "1.JPG").read_bytes()
+    (tmp_path / "red" / "1.JPG").write_bytes(whole[: len(whole) // 2])
+    ended = trained(1, data="image-folder", data_dir=str(tmp_path), model="convnet", save_dir=str(tmp_path / "run"),
+                    sets=["data.args.size=16"], epochs=1, num_workers=1)  # fmt: skip
+    assert ended.kind == "RequestError"
+    assert "red/1.JPG is no image that can be read" in ended.error
+    assert "Traceback" not in ended.error
+
+
+def test_it_trains_on_two_workers_with_the_same_bits_as_on_one(tmp_path: Path) -> None:
+    filled(tmp_path / "images")
+    flags: dict[str, Any] = {"data": "image-folder", "data_dir": str(tmp_path / "images"), "model": "convnet"}
+    flags |= {"global_batch_size": 12, "batch_size": 4, "epochs": 3, "lr": 0.01, "exact": True, "num_workers": 1}
+    sets = ["data.args.size=16", "model.args.width=4"]
+    ends = [trained(n, **flags, sets=sets, save_dir=str(tmp_path / f"run{n}")).summary for n in (1, 2)]
+    assert ends[0]["fingerprint"] == ends[1]["fingerprint"]
+    assert ends[0]["steps"] == 6
+
+
+def test_what_is_no_image_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="needs --data-dir"):
+        opened(None)
+    with pytest.raises(RequestError, match="holds images of 0 classes"):
+        opened(tmp_path)
+    filled(tmp_path / "train")
+    filled(tmp_path / "val")
+    (tmp_path / "val" / "pink").mkdir()
+    (tmp_path / "val" / "red" / "1.JPG").rename(tmp_path / "val" / "pink" / "1.JPG")
+    with pytest.raises(RequestError, match="val/pink is a class that train/ does not have"):
+        opened(tmp_path)
+    with pytest.raises(RequestError, match=r"data\.args\.resize: 8 pixels"):
+        opened(tmp_path, resize=8)

@@ -1,0 +1,99 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.source import open_source
+from multigpu_cli.errors import RequestError
+from tests.trained import trained
+
+X = np.arange(300.0).reshape(50, 6)
+CLASSES = np.arange(50) % 3
+
+
+def opened(folder: Path | None, **args: Any) -> Source:
+    return open_source(DataConfig(name="npz", dir=str(folder) if folder else None, args=args), 42)
+
+
+def sizes(source: Source) -> list[int]:
+    return [len(part) for part in (source.train, source.val, source.test) if part is not None]  # type: ignore[arg-type]
+
+
+def test_arrays_with_splits_are_taken_as_they_are(tmp_path: Path) -> None:
+    parts = {f"{name}_{split}": array[:size] for split, size in (("train", 30), ("val", 10), ("test", 5))
+             for name, array in (("X", X), ("y", CLASSES))}  # fmt: skip
+    np.savez(tmp_path / "data.npz", **parts)
+    source = opened(tmp_path)
+    assert (sizes(source), source.num_classes, source.input_shape, source.task) == (
+        [30, 10, 5],
+        3,
+        (6,),
+        "classification",
+    )
+    inputs, target = source.train[7]
+    assert (inputs.dtype, inputs.tolist(), int(target)) == (torch.float32, X[7].tolist(), 1)
+
+
+def test_one_pair_of_arrays_is_divided_by_seed(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", X=X, y=CLASSES)
+    source = opened(tmp_path)
+    assert sizes(source) == [40, 5, 5]
+    rows = [int(row[0][0]) // 6 for part in (source.train, source.val, source.test) for row in part]  # type: ignore[union-attr]
+    assert sorted(rows) == list(range(50))
+    np.savez(tmp_path / "data.npz", X_train=X, y_train=CLASSES)
+    assert sizes(opened(tmp_path)) == [45, 5]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "task", "classes", "outputs"),
+    [
+        (X, CLASSES, "classification", 3, 1),
+        (X.astype(np.uint8), CLASSES == 1, "classification", 2, 1),
+        (X, X.sum(1), "regression", 0, 1),
+        (X, X[:, :2], "regression", 0, 2),
+        (X, (X[:, :4] % 2).astype(int), "multi-label", 4, 4),
+        (X.astype(int), X.astype(int) + 1, "language-model", 301, 6),
+    ],
+)
+def test_the_targets_say_what_is_learned(
+    tmp_path: Path, inputs: np.ndarray, targets: np.ndarray, task: str, classes: int, outputs: int
+) -> None:
+    np.savez(tmp_path / "data.npz", X=inputs, y=targets)
+    source = opened(tmp_path)
+    assert (source.task, source.num_classes, source.outputs) == (task, classes, outputs)
+    flags = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "save_dir": str(tmp_path / "run")}
+    sets = ["model.args.width=8"]
+    assert trained(1, **flags, sets=sets, epochs=1, num_workers=0).summary["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        ({"X": X}, "holds no y"),
+        ({"X_train": X, "y_train": CLASSES, "X_val": X}, "holds no y_val"),
+        ({"X": X, "y": CLASSES[:-1]}, "X has 50 samples .* y 49"),
+        ({"X": X, "y": np.array(["a"] * 50)}, "y in .* is <U1"),
+        ({"X": X, "y": np.array([None] * 50)}, "Object arrays cannot be loaded"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], named: str) -> None:
+    np.savez(tmp_path / "data.npz", **arrays)
+    with pytest.raises(RequestError, match=named):
+        opened(tmp_path)
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="needs --data-dir"):
+        opened(None)
+    with pytest.raises(RequestError, match=r"must hold one \.npz file, not 0"):
+        opened(tmp_path)
+    (tmp_path / "data.npz").write_bytes(b"PK no zip")
+    with pytest.raises(RequestError, match=r"data\.npz"):
+        opened(tmp_path)
+    with pytest.raises(RequestError, match="there is no such file") as refused:
+        opened(tmp_path, file="date.npz")
+    assert "did you mean 'data.npz'?" in refused.value.remedy
