@@ -85,10 +85,8 @@ class Distributed(Strategy):
     def finish(self, *, idle: bool) -> None:
         if idle:
             self._replica.idle = True
-            with self._wait.measured():
-                self._ddp(
-                    None
-                ).backward()  # on CUDA, DDP moves inputs to the device and fails where there is none to move
+            with self._wait.measured():  # on CUDA, DDP moves inputs to the device and fails where there is none to move
+                self._ddp(None).backward()
             self._replica.idle = False
         super().finish(idle=idle)
 
