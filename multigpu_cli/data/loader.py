@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee
@@ -168,6 +169,8 @@ class _Items:
             worker_init_fn=_belong_to_trainer,
         )
         self.where = f"fetched by {processes} loader process(es)" if processes else "fetched in this process"
+        if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
+            deque(self._loader, maxlen=0)
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[_Fetched]:
         asked, chunks = tee(chunks)

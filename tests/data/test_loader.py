@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import random
 import signal
@@ -262,6 +263,13 @@ def test_loader_processes_do_not_die_of_a_signal_to_the_whole_group(closing: lis
     assert {int(batch.inputs["process"][0]) for work in rest for batch in work} == {maker}
 
 
+def test_loader_processes_are_there_before_training_begins(closing: list[Loader]) -> None:
+    """One that was forked amid training, while a thread held a lock, waited for it for ever."""
+    before = len(multiprocessing.active_children())
+    closing.append(loader(Noisy(), 2))
+    assert len(multiprocessing.active_children()) == before + 2
+
+
 def test_closing_ends_the_loader_processes() -> None:
     served = loader(Noisy(), 1)
     maker = int(epoch(served)[0][0].inputs["process"][0])
@@ -279,3 +287,4 @@ def test_auto_leaves_a_core_for_each_trainer(
     split = Noisy()
     served = Loader(split, source(split), DataConfig(), device=CPU, seed=1, workers_here=workers)
     assert served.where == (f"fetched by {expected} loader process(es)" if expected else "fetched in this process")
+    served.close()
