@@ -175,5 +175,5 @@ def against(
     config = resolve(flags | {"save_dir": str(folder), "resume": "never"}, sets, None)
     strategy = "ddp" if meeting else "single"
     choice = Choice(strategy, (torch.device("cpu"),), 0, "benchmark", "gloo" if meeting else None)
-    engine.run(config, choice, meeting, Arena(Rivals(rivals, seconds)))
+    engine.run(config, choice, meeting, Arena(Rivals(rivals, seconds)), last_words=lambda error: None)
     return seconds

@@ -15,10 +15,11 @@ import torch
 
 from benchmarks.jobs import MAX_NORM, MLP, Arena, Rivals, against, hand_written
 from benchmarks.pairs import STRETCH, Row, Seconds, alternate, program
-from multigpu_cli.checkpoint.run_folder import owned
+from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.engine import step
 from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.faults.watch import Watch
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Run, assemble
 from multigpu_cli.run.settle import settle
@@ -86,7 +87,8 @@ def _assembled(flags: dict[str, str], stack: ExitStack) -> Run:
     choice, world = Choice("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
     learner = build_learner(settle(config, choice, world, attempt=0), choice, world)
     stack.enter_context(owned(Path(flags["save_dir"])))
-    return assemble(learner, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), stack)
+    watch = stack.enter_context(Watch(world, config.fault.hang_timeout, lambda error: None))
+    return assemble(learner, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ def in_this_process(kind: str, folder: Path) -> None:
         else Choice("dp", (gpu, gpu), 0, "DataParallel over [0, 0]")
     )
     config = resolve({"epochs": "6", "save_dir": str(folder)}, [], None)
-    engine.run(config, choice, meeting, Console("silent" if meeting and meeting.rank else "normal", json=True))
+    console = Console("silent" if meeting and meeting.rank else "normal", json=True)
+    engine.run(config, choice, meeting, console, last_words=lambda error: console.error(str(error)))
 
 
 CHECKS: dict[str, Callable[[Path], dict[str, Any]]] = {
