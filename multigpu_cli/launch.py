@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from multigpu_cli.checkpoint.run_folder import choose_start, read_summary
+from multigpu_cli.checkpoint.run_folder import choose_start, read_note, read_summary
 from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
@@ -54,12 +54,23 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     )
     run_folder = Path(start.folder)
     try:
-        _run_workers(config, choice, screen)
+        _run_to_the_end(config, choice, screen, run_folder)
     except SignalException as stopped:
         status = (read_summary(run_folder) or {}).get("status")
         if status != "stopped":
             raise WorkersFailed(FAILED if status == "failed" else 128 + stopped.sigval) from stopped
     return read_summary(run_folder) or {}
+
+
+def _run_to_the_end(config: Config, choice: Choice, screen: str, run_folder: Path) -> None:
+    """Start again after out-of-memory, beside --max-restarts: the workers have left word of smaller micro-batches."""
+    while True:
+        before = read_note(run_folder)
+        try:
+            return _run_workers(config, choice, screen)
+        except WorkersFailed:
+            if read_note(run_folder) == before:
+                raise
 
 
 def _run_workers(config: Config, choice: Choice, screen: str) -> None:

@@ -1,5 +1,6 @@
 """A network that runs out of memory, as --model names it: above a number of samples, from some training pass on."""
 
+import os
 from collections.abc import Sequence
 from math import prod
 
@@ -8,18 +9,40 @@ from torch import Tensor, nn
 
 
 class Greedy(nn.Module):
-    def __init__(self, inner: nn.Module, limit: int, after: int) -> None:
+    def __init__(self, inner: nn.Module, limit: int, after: int, *, backward: bool) -> None:
         super().__init__()
-        self.inner, self.limit, self.after, self.passes = inner, limit, after, 0
+        self.inner, self.limit, self.after, self.backward, self.passes = inner, limit, after, backward, 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-            if len(inputs) > self.limit and self.passes > self.after:
-                raise torch.OutOfMemoryError("CUDA out of memory (played)")
+        self.passes += self.training
+        too_many = self.training and len(inputs) > self.limit and self.passes > self.after
+        if too_many and not self.backward:
+            refuse()
         logits: Tensor = self.inner(inputs)
+        if too_many:
+            logits.register_hook(refuse)
         return logits
 
 
-def net(input_shape: Sequence[int], num_classes: int, limit: int = 3, after: int = 0) -> nn.Module:
-    return Greedy(nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes)), limit, after)
+def refuse(_: Tensor | None = None) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory (played)")
+
+
+def net(
+    input_shape: Sequence[int],
+    num_classes: int,
+    limit: int = 3,
+    after: int = 0,
+    rank: int | None = None,
+    backward: bool = False,
+) -> nn.Module:
+    """One layer.
+
+    Args:
+        rank: the only one that it happens to; None is all of them.
+        backward: it happens there, not in forward.
+    """
+    if rank is not None and os.environ.get("RANK") != str(rank):
+        limit = 1 << 30
+    layer = nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes))
+    return Greedy(layer, limit, after, backward=backward)

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from multigpu_cli import launch
+from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.config import environment
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
@@ -159,3 +160,28 @@ def test_a_signal_that_did_not_is_one(agent: Agent, status: str, code: int) -> N
     with pytest.raises(WorkersFailed) as ended:
         self_launch(asked(save_dir="run"), ON_CPU, "normal")
     assert ended.value.exit_code == code
+
+
+def test_workers_that_ran_out_of_memory_are_started_again_with_smaller_micro_batches(agent: Agent) -> None:
+    """Without --max-restarts, and only where they have left word of what to do otherwise."""
+    sizes = iter([16, 8])
+
+    def out_of_memory_twice() -> None:
+        size = next(sizes, None)
+        if size is None:
+            return left("completed")()
+        Path("run").mkdir(exist_ok=True)
+        leave_note(Path("run"), {"batch_size": size})
+        return failed((1, 1), (-15, 2))()
+
+    agent.ending = out_of_memory_twice
+    assert self_launch(asked(save_dir="run"), ON_CPU, "normal") == {"status": "completed"}
+    assert next(sizes, None) is None
+
+
+def test_other_failures_beside_an_old_note_are_not(agent: Agent) -> None:
+    Path("run").mkdir()
+    leave_note(Path("run"), {"batch_size": 8})
+    agent.ending = failed((1, 1), (-15, 2))
+    with pytest.raises(WorkersFailed):
+        self_launch(asked(save_dir="run"), ON_CPU, "normal")

@@ -266,6 +266,23 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     assert "rank 1 ended without a word" in ended.stderr
 
 
+def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
+    """In backward of one rank, in a step that others have begun to reduce: half the micro-batch, the same curve."""
+    flags: dict[str, Any] = LONG | {"model": "tests.greedy:net", "max_steps": 12, "checkpoint_every": 4, "set": []}
+    quiet = {"multi_gpu": "ddp", "nproc_per_node": 2, "global_batch_size": 16, "batch_size": 8, "log_interval": 1}
+    whole = ran(alone("--json", **flags | quiet | {"save_dir": "whole"}), tmp_path)
+    greedy = [f"model.args.{word}" for word in ("limit=4", "after=9", "rank=1", "backward=true")]
+    ended = ran(alone("--json", **flags | quiet | {"save_dir": "run", "set": greedy}), tmp_path)
+    assert whole.returncode == ended.returncode == 0, ended.stderr
+    assert "rank 1 ran out of memory" in ended.stderr
+    assert "micro-batches of 4" in ended.stderr
+    curves = []
+    for run in ("whole", "run"):
+        last = {line["step"]: line["loss"] for line in events(tmp_path / run, "train")}
+        curves.append([last[step] for step in range(1, 13)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
     """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
     flags = {"model": "tests.failing:net", "data": "tests.own:tensors", "save_dir": "run", "checkpoint_every": 1000}
