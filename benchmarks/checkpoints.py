@@ -1,6 +1,6 @@
 """How long the loop waits for a checkpoint, as rows of the suite; see checkpoint_stall.py for what is measured how.
 
-    python -m benchmarks.checkpoints
+python -m benchmarks.checkpoints
 """
 
 import tempfile

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import gpu
 from benchmarks.pairs import Row, Seconds, alternate, row, table, tenth
 from benchmarks.suite import last_recorded, part
 
@@ -46,3 +48,12 @@ def test_the_table_stands_beside_the_last_result(tmp_path: Path) -> None:
     text = table([row("figure one", [1.0, 2.0, 3.0])], last_recorded(tmp_path))
     assert text.splitlines()[1].split() == ["figure", "one", "2", "1", "…", "3", "ratio", "1.5"]
     assert last_recorded(tmp_path / "nowhere") == {}
+
+
+def test_without_a_gpu_its_benchmark_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.measure() == []
+    assert capsys.readouterr().err.count("skipped") == len(gpu.JOBS)
+    assert not set(gpu.tokens(2).train.tensors[0].shape) - {2, 1024}
