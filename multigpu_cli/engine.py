@@ -24,7 +24,7 @@ from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.collectives import decided, gathered
-from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
+from multigpu_cli.runtime.determinism import be_deterministic, be_fast, seed_micro_batch
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import Rendezvous, joined
 
@@ -63,6 +63,8 @@ def run(
             return settled.start.summary or {}
         if settled.config.reproducibility.exact:
             be_deterministic()
+        else:
+            be_fast(world.device)
         if dry_run:
             console.plan(settled.plan.rows(), "Plan")
             console.data(settled.plan.as_dict())

@@ -6,6 +6,7 @@ import torch
 
 from multigpu_cli.runtime.determinism import (
     be_deterministic,
+    be_fast,
     seed_everything,
     seed_micro_batch,
     seed_weights,
@@ -53,6 +54,18 @@ def test_each_micro_batch_has_its_own_numbers_whoever_runs_it() -> None:
     torch.rand(100)  # whatever was drawn in between
     seed_micro_batch(1, 2, 1, CPU)
     assert float(torch.rand((), dtype=torch.float64)) == found[1, 2, 1]
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
+def test_only_gpus_try_kernels_out(kind: str, wanted: tuple[bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        be_fast(torch.device(kind))
+        assert (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == wanted
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_threads_are_shared_out() -> None:
