@@ -3,9 +3,10 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,18 @@ def _run_workers(config: Config, choice: Choice, screen: str) -> None:
         request.write_text(yaml.safe_dump(explicit_dump(config)))
         flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
         run_workers(choice, flags, max_restarts=config.fault.max_restarts)
+
+
+def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run the front door with these words in one process, and wait for it; what it printed.
+
+    Raises:
+        WorkersFailed: it ended with a non-zero exit code.
+    """
+    done = subprocess.run([sys.executable, str(_FRONT_DOOR), *argv], env=dict(environ), capture_output=True, text=True)
+    if done.returncode:
+        raise WorkersFailed(done.returncode, done.stderr.strip() or "the front door failed")
+    return done.stdout
 
 
 def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -> None:

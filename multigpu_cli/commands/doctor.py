@@ -1,16 +1,12 @@
 """doctor: whether this machine is fit to train on, by looking, and by measuring what can be measured."""
 
-import json
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from multigpu_cli.commands import doctor_gpus, doctor_system, doctor_wire
 from multigpu_cli.commands.doctor_findings import Finding, lines
@@ -18,9 +14,8 @@ from multigpu_cli.commands.doctor_gpus import Facts
 from multigpu_cli.commands.doctor_model import fitting
 from multigpu_cli.commands.doctor_processes import known
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import RequestError
-from multigpu_cli.launch import WorkersFailed, run_workers
+from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
@@ -49,7 +44,7 @@ def examined(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     found = list(doctor_gpus.findings(facts))
     found += doctor_system.findings(save_dir, cores(), max(choice.launch, facts.visible))
     found += _devices(choice)
-    found += _wire(config, choice)
+    found += _wire(choice)
     if config.explicit - _OF_THE_MACHINE:
         found += fitting(config)
     return found
@@ -115,23 +110,17 @@ def _devices(choice: Choice) -> Iterator[Finding]:
         yield from map(doctor_wire.to_device, choice.devices)
 
 
-def _wire(config: Config, choice: Choice) -> Iterator[Finding]:
+def _wire(choice: Choice) -> Iterator[Finding]:
     """Real workers: one for each GPU; with fewer than two of them, processes on the CPU."""
     if choice.devices[0].type == "cuda" and choice.launch < 2:
         yield Finding("all-reduce (nccl)", "not checked", "one GPU has nobody to talk to; on the CPU instead:")
     if choice.devices[0].type != "cuda" or choice.launch < 2:
         count = max(2, choice.launch)
         choice = Choice("ddp", (torch.device("cpu"),) * count, count, "doctor")
-    with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as name:
-        folder = Path(name)
-        request = folder / "request.yaml"
-        request.write_text(yaml.safe_dump(explicit_dump(replace(config, explicit=config.explicit & {"multi_gpu"}))))
-        try:
-            run_workers(choice, ["doctor", "--config", str(request), "--results", str(folder)])
-        except SignalException as stopped:
-            raise WorkersFailed(128 + stopped.sigval) from stopped
-        except WorkersFailed as failed:
-            said = f"{choice.launch} workers could not add up tensors: {failed.problem or 'see above'}"
-            yield Finding("all-reduce", "fail", said, "NCCL_DEBUG=INFO before the same command shows where it ended")
-            return
-        yield from doctor_wire.findings(json.loads((folder / doctor_wire.RESULT).read_text()))
+    try:
+        found = doctor_wire.launched(choice)
+    except WorkersFailed as failed:
+        said = f"{choice.launch} workers could not add up tensors: {failed.problem or 'see above'}"
+        yield Finding("all-reduce", "fail", said, "NCCL_DEBUG=INFO before the same command shows where it ended")
+        return
+    yield from doctor_wire.findings(found)

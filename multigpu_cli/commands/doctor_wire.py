@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
@@ -10,9 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from multigpu_cli.commands.doctor_findings import Finding
+from multigpu_cli.launch import WorkersFailed, run_workers
 from multigpu_cli.runtime.collectives import greatest
+from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 
 RESULT = "wire.json"
@@ -46,6 +50,21 @@ def write(world: World, folder: Path) -> None:
     found = measure(world)
     if world.main:
         (folder / RESULT).write_text(json.dumps(found))
+
+
+def launched(choice: Choice) -> dict[str, Any]:
+    """Have `choice.launch` real workers measure.
+
+    Raises:
+        WorkersFailed: they could not.
+    """
+    with tempfile.TemporaryDirectory(prefix="multigpu-wire-") as folder:
+        try:
+            run_workers(choice, ["doctor", "--multi-gpu", "ddp", "--results", folder])
+        except SignalException as stopped:
+            raise WorkersFailed(128 + stopped.sigval) from stopped
+        found: dict[str, Any] = json.loads(Path(folder, RESULT).read_text())
+    return found
 
 
 def findings(found: Mapping[str, Any]) -> Iterator[Finding]:

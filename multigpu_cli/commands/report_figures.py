@@ -14,7 +14,7 @@ from multigpu_cli.commands.report_run import Series, Told, smoothed
 
 _COLOURS = ("#0067a5", "#d1495b", "#2a9d6f", "#b5651d", "#7b4fa3", "#008b9a", "#c2185b", "#5d6d7e")
 _INK, _FAINT = "#22303c", "#dfe4e8"
-_STYLE: Any = {  # matplotlib's own type lists every name
+STYLE: Any = {  # matplotlib's own type lists every name
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.titlesize": 11,
@@ -75,7 +75,7 @@ def pictures(runs: Sequence[Told]) -> Iterator[Picture]:
         ("noise_scale", "Gradient noise scale (samples)", lambda axes: _curves(axes, runs, "noise_scale", by)),
         ("gradient_norm", "Gradient norm", lambda axes: _curves(axes, runs, "grad_norm", by, faint=True)),
     ]
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         for name, title, draw in lines:
             figure, axes = _figure(title)
             draw(axes)

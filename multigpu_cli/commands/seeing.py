@@ -1,4 +1,4 @@
-"""The commands that look: doctor, status, report; their words on the command line, and nothing heavy."""
+"""The commands that look: doctor, plan, status, report; their words on the command line, and nothing heavy."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +15,8 @@ Action = Callable[[], int]
 def add_to(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Give the front door these commands."""
     app.command(cls=Command)(_doctor(environ))
+    app.command(cls=Command)(_plan(environ))
+    app.command(cls=Command)(_bench(environ))
     app.command(cls=Command)(status)
     app.command(cls=Command)(report)
 
@@ -40,6 +42,66 @@ def _doctor(environ: Mapping[str, str]) -> Callable[..., Action]:
         return examine
 
     return doctor
+
+
+def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
+    @with_train_options
+    def plan(
+        context: typer.Context,
+        *,
+        workers: Annotated[str, typer.Option(metavar="N,N", help="numbers of workers")] = "1,2,4,8",
+        interconnect: Annotated[
+            str | None, typer.Option(metavar="WIRE", help="measured, pcie4, nvlink4, ethernet-25|100, infiniband-400")
+        ] = None,
+        gpus_per_node: Annotated[str, typer.Option(metavar="N", help="workers on one machine")] = "8",
+        price_per_gpu_hour: Annotated[str | None, typer.Option(metavar="X", help="for the cost of a run")] = None,
+        noise_scale: Annotated[str | None, typer.Option(metavar="X", help="of the gradient, from a train line")] = None,
+        **values: Any,
+    ) -> Action:
+        """Forecast memory, time and cost of a run on several workers, from what one takes here."""
+
+        def forecast() -> int:
+            from multigpu_cli.commands.plan import planned, show, wishes
+            from multigpu_cli.commands.request import requested
+
+            config = requested(without_idle("plan", values), environ)
+            wished = wishes(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
+            show(planned(config, wished), as_json=values["json"])
+            return 0
+
+        return forecast
+
+    return plan
+
+
+def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
+    @with_train_options
+    def bench(
+        context: typer.Context,
+        *,
+        workers: Annotated[str | None, typer.Option(metavar="N,N", help="default: 1, 2, 4, … devices")] = None,
+        steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of each run")] = "64",
+        repetitions: Annotated[str, typer.Option(metavar="N", help="runs on each number of workers")] = "3",
+        out: Annotated[str, typer.Option(metavar="DIR", help="for bench.json and bench.png")] = "bench",
+        **values: Any,
+    ) -> Action:
+        """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
+
+        def measure() -> int:
+            from multigpu_cli.commands.bench import benched, counts, show, write
+            from multigpu_cli.commands.plan import positive
+            from multigpu_cli.commands.request import requested
+
+            config = requested(without_idle("bench", values), environ)
+            length = int(positive("--steps", steps, whole=True))
+            times = int(positive("--repetitions", repetitions, whole=True))
+            found = benched(config, counts(workers), length, times, environ)
+            show(found, write(found, Path(out)), as_json=values["json"])
+            return 0
+
+        return measure
+
+    return bench
 
 
 def status(

@@ -28,7 +28,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         folder = Path(words[-1])
         each_rank(choice.launch, lambda world: doctor_wire.write(world, folder))
 
-    monkeypatch.setattr(doctor, "run_workers", workers)
+    monkeypatch.setattr(doctor_wire, "run_workers", workers)
     monkeypatch.setattr(doctor_wire, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
     monkeypatch.chdir(tmp_path)
 
@@ -58,7 +58,7 @@ def test_workers_that_fail_are_a_failure(monkeypatch: pytest.MonkeyPatch, capsys
     def failing(choice: Choice, words: list[str]) -> None:
         raise WorkersFailed(1, "rank 1 was ended by SIGKILL")
 
-    monkeypatch.setattr(doctor, "run_workers", failing)
+    monkeypatch.setattr(doctor_wire, "run_workers", failing)
     assert main_multi_gpu.run(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "fail  all-reduce" in said

@@ -1,0 +1,206 @@
+"""plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from what one worker was measured to take."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from multigpu_cli.commands.doctor_wire import launched
+from multigpu_cli.commands.plan_measure import Alone, measured
+from multigpu_cli.commands.status import duration
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.planning.memory import Memory
+from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, fitted, forecast, where_it_ends
+from multigpu_cli.runtime.devices import Choice, cores, visible_gpus
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line asks for beside the settings.
+
+    Attributes:
+        interconnect: measured, or one of the assumed wires.
+        workers: numbers of workers.
+        price: of one worker's hour. noise_scale: of the gradient, in samples. per_node: workers on one machine.
+    """
+
+    interconnect: str | None
+    workers: list[int]
+    price: float | None
+    noise_scale: float | None
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan, with what it rests on."""
+
+    about: dict[str, Any]
+    memory: Memory
+    micro_batch: int
+    capacity: int | None
+    rows: list[Row]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def wishes(interconnect: str | None, workers: str, price: str | None, noise_scale: str | None, per_node: str) -> Wishes:
+    """Read the words of the command line.
+
+    Raises:
+        RequestError: one of them is no such thing.
+    """
+    if interconnect is not None and interconnect not in (known := ["measured", *ASSUMED]):
+        raise RequestError(f"--interconnect {interconnect}", remedy=did_you_mean(interconnect, known))
+    counts = [positive("--workers", word, whole=True) for word in workers.split(",")]
+    return Wishes(
+        interconnect,
+        sorted({1, *(int(count) for count in counts)}),
+        None if price is None else positive("--price-per-gpu-hour", price),
+        None if noise_scale is None else positive("--noise-scale", noise_scale),
+        int(positive("--gpus-per-node", per_node, whole=True)),
+    )
+
+
+def planned(config: Config, wished: Wishes) -> Forecast:
+    """Measure one worker and the wire, and forecast the rest.
+
+    Raises:
+        RequestError, TrainingError: as a training would.
+    """
+    alone = measured(config, wished.workers)
+    network, rests_on = _network(wished, alone)
+    rows = forecast_of(alone, config, wished.workers, network, noise_scale=wished.noise_scale, price=wished.price)
+    learner, device = alone.learner, alone.learner.world.device
+    about = {
+        "model": learner.settled.model,
+        "data": config.data.name,
+        "device": learner.plan.device,
+        "precision": learner.precision.name,
+        "parameters": sum(p.numel() for p in learner.kept.model.parameters()),
+        "flops_per_sample": alone.flops_per_sample,
+        "wire": rests_on,
+        "works": {threads: asdict(work) for threads, work in alone.works.items()},
+    }
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    notes = list(_notes(alone, config, wished, rows))
+    return Forecast(about, alone.memory, learner.plan.batches.micro_batch, capacity, rows, notes)
+
+
+def forecast_of(
+    alone: Alone,
+    config: Config,
+    counts: list[int],
+    network: Network,
+    *,
+    noise_scale: float | None = None,
+    price: float | None = None,
+) -> list[Row]:
+    """The table for these numbers of workers."""
+    batches, schedule = alone.learner.plan.batches, alone.learner.plan.schedule
+    return forecast(
+        counts,
+        [alone.work(count) for count in counts],
+        network,
+        micro_batch=batches.micro_batch,
+        global_batch=config.batch.global_size,
+        samples=batches.samples,
+        epochs=schedule.total_steps / batches.steps_per_epoch,
+        noise_scale=noise_scale,
+        price=price,
+    )
+
+
+def measured_wire(workers: int) -> Wire:
+    """The wire between this machine's GPUs, or between processes on its CPU, from real all-reduces."""
+    gpus = visible_gpus()
+    kind, count = ("cuda", min(workers, gpus)) if gpus > 1 else ("cpu", max(2, min(workers, cores())))
+    devices = tuple(torch.device(kind, at) if kind == "cuda" else torch.device(kind) for at in range(count))
+    found = launched(Choice("ddp", devices, count, "plan"))
+    latency, bandwidth = fitted([(8.0, found["latency"]), *map(tuple, found["by_size"])], count)
+    text = f"measured here: {found['backend']}, {count} workers, {1e6 * latency:.0f} µs, {bandwidth / 1e9:.3g} GB/s"
+    return Wire("measured", latency, bandwidth, text)
+
+
+def show(found: Forecast, *, as_json: bool) -> None:
+    """Print the plan."""
+    print(valid_json(found.as_dict(), indent=2) if as_json else "\n".join(_lines(found)))
+
+
+def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
+    chosen = wished.interconnect
+    if chosen is None:
+        one_gpu = alone.learner.world.device.type == "cuda" and visible_gpus() < 2
+        chosen = "pcie4" if one_gpu else "measured"
+    if chosen in BETWEEN_MACHINES:
+        inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
+        if max(wished.workers) > wished.per_node:
+            said = f"assumed: {between.rests_on} between machines of {wished.per_node}; {inside.rests_on} within"
+            return Network(inside, between, wished.per_node), said
+        return Network(between), f"assumed: {between.rests_on}"
+    wire = measured_wire(max(wished.workers)) if chosen == "measured" else ASSUMED[chosen]
+    return Network(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
+
+
+def _notes(alone: Alone, config: Config, wished: Wishes, rows: list[Row]) -> Iterator[str]:
+    if alone.note:
+        yield alone.note
+    if alone.learner.world.device.type == "cpu" and max(wished.workers) > cores():
+        yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
+    if config.batch.global_size is None and wished.noise_scale is None:
+        yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
+    end = where_it_ends(rows)
+    if end < rows[-1].workers:
+        yield f"beyond {end} worker(s), the next row saves less than a tenth of the time"
+
+
+def _lines(found: Forecast) -> Iterator[str]:
+    about, memory, size = found.about, found.memory, found.micro_batch
+    yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
+    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    listed = ", ".join(f"{_bytes(value)} {name}" for name, value in parts.items())
+    kept = f"{_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
+    yield f"memory   {_bytes(memory.total(size))} a device: {listed}, {kept}"
+    if found.capacity:
+        fits = memory.largest_batch(0.9 * found.capacity)
+        yield f"         of {_bytes(found.capacity)}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
+    for threads, work in about["works"].items():
+        alone = f" with {threads} CPU thread(s)" if threads else ""
+        times = ", ".join(f"{1e3 * work[name]:.2f} ms {name}" for name in ("data", "forward", "backward", "commit"))
+        yield f"measured {times}{alone}; {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
+    yield f"wire     {about['wire']}"
+    yield "forecast, not measured:"
+    head = f"{'workers':>8}{'batch':>8}{'step':>12}{'wire':>10}{'samples/s':>12}{'speedup':>9}{'efficiency':>12}"
+    yield f"{head}{'run':>14}  cost"
+    for row in found.rows:
+        cost = "" if row.cost is None else f"  {row.cost:.2f}"
+        times = f"{1e3 * row.step:>9.2f} ms{1e3 * row.waiting:>7.2f} ms{row.samples_per_second:>12,.0f}"
+        gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {duration(row.seconds):>14}"
+        yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain}{cost}"
+    yield from (f"note: {note}" for note in found.notes)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= 0.1 * _GIB else f"{count / 2**20:.2f} MiB"
+
+
+def positive(flag: str, word: str, *, whole: bool = False) -> float:
+    """A number of the command line.
+
+    Raises:
+        RequestError: it is none, or not above zero.
+    """
+    try:
+        value = int(word) if whole else float(word)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise RequestError(f"{flag} {word}: not a {'whole ' if whole else ''}number above zero")
+    return value

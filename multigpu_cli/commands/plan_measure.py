@@ -1,0 +1,157 @@
+"""What a plan rests on: the times and the memory of one worker, measured with the user's own model and data."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.optimizers import set_rate
+from multigpu_cli.planning.memory import Memory, line_through
+from multigpu_cli.planning.speedup import Work
+from multigpu_cli.run.learner import Learner, build_learner
+from multigpu_cli.run.rehearsal import rehearse
+from multigpu_cli.run.settle import settle
+from multigpu_cli.run.tracing import Traced, traced
+from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import World
+
+_STEPS, _WARM_UP = 12, 3
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One worker, measured.
+
+    Attributes:
+        works: the times by CPU threads; on a GPU there is one entry, for 0.
+        flops_per_sample: forward and backward.
+        note: what the rehearsal changed.
+    """
+
+    learner: Learner
+    works: dict[int, Work]
+    memory: Memory
+    flops_per_sample: float
+    note: str
+
+    def work(self, workers: int) -> Work:
+        """The times of one of so many workers on this machine."""
+        return self.works[threads_for(workers, self.learner.world.device)]
+
+
+def threads_for(workers: int, device: torch.device) -> int:
+    """CPU threads that each worker has; 0 where the device does not depend on it."""
+    if device.type == "cuda":
+        return 0
+    return min(torch.get_num_threads(), cores()) if workers == 1 else max(1, cores() // workers)
+
+
+def measured(config: Config, counts: list[int]) -> Alone:
+    """Build the model on one device and take some steps; nothing stays of them.
+
+    Raises:
+        RequestError, TrainingError: as a training would.
+    """
+    alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
+    choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    world = World(choice.devices[0])
+    with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
+        changed = {"save_dir": folder, "resume": "never", "multi_gpu": "none", "nproc_per_node": None}
+        learner, note = _built(with_settings(config, changed), choice, world)
+        with closing(learner.train):
+            size = learner.plan.batches.micro_batch
+            whole, half = traced(learner, size), traced(learner, max(1, size // 2))
+            works = {}
+            for threads in dict.fromkeys(threads_for(count, world.device) for count in counts):
+                with _threads(threads):
+                    works[threads] = _timed(learner)
+            return Alone(learner, works, _memory(learner, whole, half), whole.flops_per_sample, note)
+
+
+def typical(seen: Sequence[Alone]) -> Alone:
+    """The medians of several measurements of the same."""
+    works = {}
+    for threads in seen[0].works:
+        every = [astuple(alone.works[threads]) for alone in seen]
+        works[threads] = Work(*(statistics.median(column) for column in zip(*every, strict=True)))
+    return replace(seen[-1], works=works)
+
+
+def _built(config: Config, choice: Choice, world: World) -> tuple[Learner, str]:
+    learner = build_learner(settle(config, choice, world, attempt=0), choice, world)
+    return learner, "; ".join(rehearse(learner))
+
+
+@contextmanager
+def _threads(wanted: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _timed(learner: Learner) -> Work:
+    """The medians over some steps of one micro-batch each, with what the loop does around them, at rate zero."""
+    device, kept, strategy = learner.world.device, learner.kept, learner.strategy
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    stream = _micro_batches(learner)
+    times: list[list[float]] = []
+    set_rate(kept.optimizer, 0.0)
+    for number in range(_STEPS + _WARM_UP):
+        marks = [time.perf_counter()]
+
+        def mark(marks: list[float] = marks) -> None:
+            wait()
+            marks.append(time.perf_counter())
+
+        batch = next(stream)
+        mark()
+        strategy.begin(1)
+        seed_micro_batch(0, number, batch.index, device)
+        with learner.precision.autocast():
+            loss = learner.task.loss_sum(strategy.callable, batch)
+        mark()
+        learner.precision.backward(loss, 1.0 / len(batch.indices))
+        mark()
+        strategy.micro_batch_done(batch.index)
+        strategy.finish(idle=False)
+        _, skipped = learner.precision.commit(kept.optimizer, learner.trained, 1.0)
+        strategy.undo(skipped)
+        mark()
+        times.append([later - earlier for earlier, later in pairwise(marks)])
+    data, forward, backward, commit = (statistics.median(column) for column in zip(*times[_WARM_UP:], strict=True))
+    return Work(data, forward, backward, commit, sum(p.nbytes for p in learner.trained))
+
+
+def _micro_batches(learner: Learner) -> Iterator[Batch]:
+    epoch = 0
+    while True:
+        for work in learner.train.epoch(learner.plan.batches, epoch, 0, 0, 1):
+            yield from work
+        epoch += 1
+
+
+def _memory(learner: Learner, whole: Traced, half: Traced) -> Memory:
+    """Weights and buffers, gradients, the optimizer's state as it is after some steps, and what forward keeps."""
+    model = learner.kept.model
+    states = [value for state in learner.kept.optimizer.state.values() for value in state.values()]
+    points = [(each.samples, float(each.activations)) for each in (half, whole)]
+    fixed, slope = line_through(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
+    return Memory(
+        weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
+        gradients=sum(p.nbytes for p in learner.trained),
+        optimizer=sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
+        fixed=fixed,
+        per_sample=slope,
+    )

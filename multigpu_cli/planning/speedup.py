@@ -1,0 +1,212 @@
+"""What more workers bring: a forecast from the times of one worker and a model of the wire.
+
+The reduction: DDP's buckets become ready one after the other during the last backward pass and are reduced in that
+order, so only what is left when backward ends delays the step (Li et al., "PyTorch Distributed", VLDB 2020). A ring
+all-reduce of S bytes among n takes 2 (n-1) latencies and 2 (n-1)/n · S bytes through each connection (Patarasuk and
+Yuan 2009). Across machines: reduce-scatter within each, all-reduce of the parts between them, all-gather within.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes, DDP's own sizes
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A connection between workers.
+
+    Attributes:
+        latency: seconds of one hop.
+        bandwidth: bytes a second that a worker sends while it receives as many.
+        rests_on: where the two figures come from.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    rests_on: str
+
+    def all_reduce(self, size: float, workers: int) -> float:
+        """Seconds for a tensor of so many bytes."""
+        if workers == 1:
+            return 0.0
+        return 2 * (workers - 1) * self.latency + 2 * (workers - 1) / workers * size / self.bandwidth
+
+
+ASSUMED = {
+    wire.name: wire
+    for wire in (
+        Wire("pcie4", 10e-6, 20e9, "PCIe 4.0 ×16: 32 GB/s a direction, 20 of which arrive; 10 µs a hop"),
+        Wire("nvlink4", 5e-6, 350e9, "NVLink 4 with a switch: 450 GB/s a direction, 350 of which arrive; 5 µs a hop"),
+        Wire("ethernet-25", 50e-6, 2.8e9, "25 Gbit/s: 3.1 GB/s, 2.8 of which arrive; 50 µs a hop (TCP)"),
+        Wire("ethernet-100", 30e-6, 11e9, "100 Gbit/s: 12.5 GB/s, 11 of which arrive; 30 µs a hop"),
+        Wire("infiniband-400", 5e-6, 45e9, "400 Gbit/s: 50 GB/s, 45 of which arrive; 5 µs a hop"),
+    )
+}
+BETWEEN_MACHINES = {"ethernet-25", "ethernet-100", "infiniband-400"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """The wire within a machine, and the one between machines.
+
+    Attributes:
+        per_machine: workers on one.
+    """
+
+    inside: Wire
+    between: Wire | None = None
+    per_machine: int = 8
+
+    def all_reduce(self, size: float, workers: int) -> float:
+        """Seconds for a tensor of so many bytes, hierarchically where there are several machines."""
+        if self.between is None or workers <= self.per_machine:
+            return self.inside.all_reduce(size, workers)
+        here, machines = self.per_machine, -(-workers // self.per_machine)
+        return self.inside.all_reduce(size, here) + self.between.all_reduce(size / here, machines)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The times of one worker alone, in seconds.
+
+    Attributes:
+        data: fetching a micro-batch.
+        forward, backward: of a micro-batch.
+        commit: clipping and the optimizer, once a step.
+        gradient: bytes that are reduced.
+    """
+
+    data: float
+    forward: float
+    backward: float
+    commit: float
+    gradient: int
+
+
+def buckets(size: int) -> list[float]:
+    """How DDP cuts a gradient: a small first bucket, then full ones."""
+    if size <= _FIRST_BUCKET:
+        return [float(size)]
+    rest = size - _FIRST_BUCKET
+    full, left = divmod(rest, _BUCKET)
+    return [float(_FIRST_BUCKET), *[float(_BUCKET)] * full, *([float(left)] if left else [])]
+
+
+def exposed(work: Work, network: Network, workers: int) -> float:
+    """Seconds of the reduction that backward does not hide."""
+    if workers == 1:
+        return 0.0
+    done, reduced = 0.0, 0.0
+    for size in buckets(work.gradient):
+        done += size
+        ready = work.backward * done / work.gradient  # as if gradients came evenly
+        reduced = max(reduced, ready) + network.all_reduce(size, workers)
+    return reduced - work.backward
+
+
+def step_seconds(work: Work, network: Network, workers: int, accumulation: int) -> float:
+    """One optimizer step of so many micro-batches on each worker."""
+    passes = accumulation * (work.data + work.forward + work.backward)
+    return passes + exposed(work, network, workers) + work.commit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A forecast for some number of workers.
+
+    Attributes:
+        step: seconds of an optimizer step. waiting: the part of it that is exposed communication.
+        speedup: samples per second, over one worker's. efficiency: speedup / workers.
+        steps: optimizer steps of the run; of more samples each where the global batch grows.
+        seconds: of the run. cost: of the run, where a price is known.
+    """
+
+    workers: int
+    global_batch: int
+    step: float
+    waiting: float
+    samples_per_second: float
+    speedup: float
+    efficiency: float
+    steps: int
+    seconds: float
+    cost: float | None
+
+
+def forecast(
+    counts: Sequence[int],
+    works: Sequence[Work],
+    network: Network,
+    *,
+    micro_batch: int,
+    global_batch: int | None,
+    samples: int,
+    epochs: float,
+    noise_scale: float | None = None,
+    price: float | None = None,
+) -> list[Row]:
+    """A row for each number of workers.
+
+    With a noise scale 𝓑, a run at global batch B takes (1 + 𝓑/B) / (1 + 𝓑/B₁) times the steps that it takes at B₁
+    (McCandlish et al. 2018, eq. 2.11, at equal final loss), and so more samples: the row says how long the same result
+    takes, not the same samples.
+
+    Args:
+        works: the times of one worker, for each number; on a CPU the workers share its cores.
+        global_batch: kept for any number of workers, or None: it grows with them.
+        samples, epochs: the length of the run on one worker.
+        price: of one worker's hour.
+    """
+    rows: list[Row] = []
+    base = global_batch or micro_batch
+    for workers, work in zip(counts, works, strict=True):
+        batch = global_batch or micro_batch * workers
+        accumulation = ceil(ceil(batch / micro_batch) / workers)
+        step = step_seconds(work, network, workers, accumulation)
+        steps = float(ceil(samples * epochs / batch))
+        if noise_scale is not None:
+            steps = ceil(samples * epochs / base) * (1 + noise_scale / batch) / (1 + noise_scale / base)
+        rate = batch / step
+        first = rows[0].samples_per_second if rows else rate / workers
+        seconds = steps * step
+        rows.append(
+            Row(
+                workers=workers,
+                global_batch=batch,
+                step=step,
+                waiting=exposed(work, network, workers),
+                samples_per_second=rate,
+                speedup=rate / first,
+                efficiency=rate / first / workers,
+                steps=round(steps),
+                seconds=seconds,
+                cost=None if price is None else price * workers * seconds / 3600,
+            )
+        )
+    return rows
+
+
+def where_it_ends(rows: Sequence[Row]) -> int:
+    """The number of workers beyond which the next row saves less than a tenth of the time."""
+    for row, following in pairwise(rows):
+        if following.seconds > 0.9 * row.seconds:
+            return row.workers
+    return rows[-1].workers
+
+
+def fitted(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, float]:
+    """Latency and bandwidth of the ring model from measured (bytes, seconds): least squares of relative errors."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    a, b = 2.0 * (workers - 1), 2 * (workers - 1) / workers
+    s00 = sum(w * a * a for w in weights)
+    s01 = sum(w * a * b * size for w, (size, _) in zip(weights, points, strict=True))
+    s11 = sum(w * (b * size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    t0 = sum(w * a * seconds for w, (_, seconds) in zip(weights, points, strict=True))
+    t1 = sum(w * b * size * seconds for w, (size, seconds) in zip(weights, points, strict=True))
+    determinant = s00 * s11 - s01 * s01
+    latency, inverse = (t0 * s11 - t1 * s01) / determinant, (s00 * t1 - s01 * t0) / determinant
+    return max(latency, 0.0), 1 / inverse if inverse > 0 else float("inf")

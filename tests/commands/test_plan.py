@@ -1,0 +1,113 @@
+"""The forecast as a command; its arithmetic is tested in tests/planning."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import main_multi_gpu
+from multigpu_cli.commands import doctor_wire, plan, plan_measure
+from multigpu_cli.commands.plan import positive, wishes
+from multigpu_cli.commands.plan_measure import measured, threads_for, typical
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.speedup import Wire
+from multigpu_cli.runtime.devices import Choice
+from tests.gloo import each_rank
+
+OWN = {"data": "tests.own:tensors", "model": "tests.run.test_tracing:plain"}
+CPU = torch.device("cpu")
+
+
+def test_memory_and_arithmetic_are_those_of_the_network() -> None:
+    """96 + 48 weights of four bytes; AdamW keeps two more of each, and a step of four bytes for each of two tensors."""
+    alone = measured(resolve(OWN | {"batch_size": "20"}, [], None), [1])
+    memory = alone.memory
+    assert (memory.weights, memory.gradients, memory.optimizer) == (576, 576, 1152 + 8)
+    assert memory.per_sample == 4 * (16 + 3)
+    assert alone.flops_per_sample == 2 * 2 * 96 + 3 * 2 * 48
+    (work,) = alone.works.values()
+    assert work.gradient == 576
+    assert min(work.data, work.forward, work.backward, work.commit) > 0
+
+
+def test_a_planted_sleep_is_in_the_time_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_PAUSE", "0.01")
+    monkeypatch.setattr(plan_measure, "_STEPS", 3)
+    (work,) = measured(resolve(OWN | {"model": "tests.own:net"}, [], None), [1]).works.values()
+    assert 0.01 < work.forward < 0.05
+    assert work.backward < work.forward
+
+
+def test_workers_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_measure, "cores", lambda: 8)
+    assert [threads_for(count, CPU) for count in (2, 4, 8, 16)] == [4, 2, 1, 1]
+    assert threads_for(1, CPU) == torch.get_num_threads(), "a lone worker keeps what the user set"
+    assert threads_for(4, torch.device("cuda", 0)) == 0
+
+
+def test_the_median_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_measure, "_STEPS", 1)
+    alone = measured(resolve(OWN, [], None), [1])
+    (threads,) = alone.works
+    from dataclasses import replace
+
+    slower = [replace(alone, works={threads: replace(alone.works[threads], forward=float(at))}) for at in (9, 1, 3)]
+    assert typical(slower).works[threads].forward == 3
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plan_measure, "_STEPS", 1)
+    words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
+    more = ["--workers", "2,4", "--interconnect", "ethernet-25", "--gpus-per-node", "2", "--price-per-gpu-hour", "3"]
+    assert main_multi_gpu.run(["plan", *words, *more, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["workers"] for row in found["rows"]] == [1, 2, 4]
+    assert all(row["cost"] > 0 for row in found["rows"])
+    assert found["about"]["wire"].startswith("assumed: 25 Gbit/s")
+    assert "between machines of 2" in found["about"]["wire"]
+    assert main_multi_gpu.run(["plan", *words, *more, "--noise-scale", "500"]) == 0
+    said = capsys.readouterr().out
+    assert "forecast, not measured" in said
+    assert "144 parameters" in said
+
+
+def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
+
+    def workers(choice: Choice, words: list[str]) -> None:
+        each_rank(choice.launch, lambda world: doctor_wire.write(world, Path(words[-1])))
+
+    real = torch.distributed.all_reduce
+
+    def late(value: Any, *args: Any, **named: Any) -> Any:
+        time.sleep(0.005)
+        return real(value, *args, **named)
+
+    monkeypatch.setattr(doctor_wire, "run_workers", workers)
+    monkeypatch.setattr(torch.distributed, "all_reduce", late)
+    monkeypatch.setattr(doctor_wire, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
+    wire = plan.measured_wire(2)
+    assert isinstance(wire, Wire)
+    assert 0.0025 <= wire.latency < 0.02
+    assert "measured here: gloo, 2 workers" in wire.rests_on
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("pcie5", "1", None, None, "8"), "--interconnect pcie5"),
+        ((None, "1,x", None, None, "8"), "--workers x"),
+        ((None, "0", None, None, "8"), "--workers 0"),
+        ((None, "1", "-1", None, "8"), "--price-per-gpu-hour -1"),
+        ((None, "1", None, "much", "8"), "--noise-scale much"),
+        ((None, "1", None, None, "1.5"), "--gpus-per-node 1.5"),
+    ],
+)
+def test_wrong_words_are_named(words: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        wishes(*words)
+    assert positive("--steps", "3", whole=True) == 3

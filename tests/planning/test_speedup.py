@@ -1,0 +1,106 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multigpu_cli.planning.speedup import (
+    ASSUMED,
+    Network,
+    Wire,
+    Work,
+    buckets,
+    exposed,
+    fitted,
+    forecast,
+    step_seconds,
+    where_it_ends,
+)
+
+MIB = 2**20
+WIRE = Wire("test", 0.0, 1e9, "")
+WORK = Work(data=0.01, forward=0.1, backward=0.2, commit=0.02, gradient=51 * MIB)
+
+
+def test_a_ring() -> None:
+    wire = Wire("test", 1e-3, 1e9, "")
+    assert wire.all_reduce(4e9, 1) == 0
+    assert wire.all_reduce(4e9, 4) == pytest.approx(6e-3 + 1.5 * 4)
+
+
+def test_across_machines_each_worker_carries_its_part() -> None:
+    inside, between = Wire("in", 0.0, 8e9, ""), Wire("out", 0.0, 1e9, "")
+    network = Network(inside, between, per_machine=4)
+    assert network.all_reduce(4e9, 4) == inside.all_reduce(4e9, 4)
+    assert network.all_reduce(4e9, 8) == pytest.approx(1.5 * 0.5 + 2 * 0.5 * 1)
+
+
+def test_buckets_are_those_of_ddp() -> None:
+    assert buckets(1000) == [1000]
+    assert buckets(51 * MIB) == [MIB, 25 * MIB, 25 * MIB]
+    assert buckets(30 * MIB) == [MIB, 25 * MIB, 4 * MIB]
+
+
+def test_what_backward_hides_costs_nothing() -> None:
+    """Two workers: each bucket takes as long as its bytes. The last one starts when backward ends."""
+    assert exposed(WORK, Network(WIRE), 1) == 0
+    assert exposed(WORK, Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
+    slow = Network(replace(WIRE, bandwidth=1e7))
+    assert exposed(WORK, slow, 2) == pytest.approx(0.2 * 1 / 51 + 51 * MIB / 1e7 - 0.2), "the wire is never idle"
+    assert step_seconds(WORK, Network(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
+
+
+@given(st.integers(1, 2**31), st.integers(2, 64), st.floats(1e7, 1e12), st.floats(0, 1e-3))
+def test_no_wire_is_better_than_none(gradient: int, workers: int, bandwidth: float, latency: float) -> None:
+    work, network = replace(WORK, gradient=gradient), Network(Wire("any", latency, bandwidth, ""))
+    hidden = exposed(work, network, workers)
+    assert 0 <= hidden <= sum(network.all_reduce(size, workers) for size in buckets(gradient)) + 1e-9
+    assert sum(buckets(gradient)) == gradient
+
+
+def test_a_growing_batch_takes_fewer_steps() -> None:
+    rows = forecast(
+        [1, 2, 4], [WORK] * 3, Network(WIRE), micro_batch=32, global_batch=None, samples=1280, epochs=2, price=3.6
+    )
+    assert [(row.workers, row.global_batch, row.steps) for row in rows] == [(1, 32, 80), (2, 64, 40), (4, 128, 20)]
+    assert rows[0].step == pytest.approx(0.33)
+    assert rows[0].seconds == pytest.approx(80 * 0.33)
+    assert rows[0].cost == pytest.approx(80 * 0.33 * 0.001)
+    assert rows[1].speedup == pytest.approx(2 * 0.33 / (0.33 + 25 * MIB / 1e9))
+    assert rows[1].efficiency == rows[1].speedup / 2
+
+
+def test_a_fixed_batch_is_shared_out() -> None:
+    """100 samples as four micro-batches: three workers are no quicker than two, one of them has two of the four."""
+    free = Network(Wire("free", 0.0, 1e30, ""))
+    rows = forecast([1, 2, 3, 4], [WORK] * 4, free, micro_batch=32, global_batch=100, samples=1000, epochs=1)
+    assert [row.steps for row in rows] == [10] * 4
+    assert [row.step for row in rows] == [pytest.approx(n * 0.31 + 0.02) for n in (4, 2, 2, 1)]
+    assert where_it_ends(rows) == 2
+
+
+def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
+    """At B ≪ 𝓑 twice the batch halves the steps, at B ≫ 𝓑 it saves none."""
+    free = Network(Wire("free", 0.0, 1e30, ""))
+
+    def seconds(noise: float) -> list[float]:
+        rows = forecast(
+            [1, 2], [WORK] * 2, free, micro_batch=32, global_batch=None, samples=3200, epochs=1, noise_scale=noise
+        )
+        return [row.seconds for row in rows]
+
+    much, little = seconds(1e9), seconds(1e-3)
+    assert much[1] == pytest.approx(much[0] / 2, rel=1e-3)
+    assert little[1] == pytest.approx(little[0], rel=1e-3)
+    assert seconds(32.0)[1] == pytest.approx(seconds(32.0)[0] * 0.75), "(1 + 32/64) / (1 + 32/32)"
+
+
+def test_a_wire_is_found_again_from_its_times() -> None:
+    wire = Wire("known", 2e-5, 3e9, "")
+    points = [(float(size), wire.all_reduce(size, 4)) for size in (8, 2**18, 2**24)]
+    assert fitted(points, 4) == (pytest.approx(2e-5), pytest.approx(3e9))
+
+
+def test_what_is_assumed_is_said() -> None:
+    assert set(ASSUMED) == {"pcie4", "nvlink4", "ethernet-25", "ethernet-100", "infiniband-400"}
+    assert all(wire.rests_on for wire in ASSUMED.values())
