@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
 from tests.together.launcher import ran, torchrun
+from tests.trained import trained
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -86,3 +88,20 @@ def test_a_dataset_and_a_network_of_other_packages_train_under_torchrun_by_flags
     summary = json.loads(done.stdout)
     assert (summary["world_size"], summary["strategy"]) == (2, "ddp")
     assert summary["final"]["test_accuracy"] > 0.8
+
+
+def test_an_image_network_learns_classes_with_the_same_bits_on_two_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    classes = np.arange(60) % 3
+    images = np.random.default_rng(0).integers(0, 60, (60, 3, 8, 8), dtype=np.uint8)
+    images[np.arange(60), classes] += 150  # the brightest channel is the class
+    np.savez("images.npz", X=images, y=classes)
+    sets = ["model.architecture=vit", *(f"model.{name}={value}" for name, value in VIT.items())]
+    flags = {"data": "npz", "data_dir": ".", "model": "transformers", "task": "classification", "exact": True}
+    run = {"epochs": 15, "base_lr": "1e-2", "global_batch_size": 12, "batch_size": 4}
+    ends = [trained(workers, **flags, **run, sets=sets, save_dir=f"{workers}") for workers in (1, 2)]
+    assert not ends[0].error + ends[1].error
+    assert ends[0].summary["fingerprint"] == ends[1].summary["fingerprint"]
+    assert ends[0].summary["final"]["test_accuracy"] == 1.0
