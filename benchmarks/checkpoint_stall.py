@@ -32,20 +32,24 @@ from multigpu_cli.runtime.precision import Precision
 
 _LAYERS = 8
 
+Step = Callable[[Writer], None]
 
-def learner(megabytes: float, device: torch.device) -> tuple[Kept, Callable[[], None]]:
-    """Something whose state has this size, and its training step."""
+
+def learner(megabytes: float, device: torch.device) -> tuple[Kept, Step]:
+    """Something whose state has this size, and its training step, which waits for a writer before weights move."""
     width = round((megabytes * 1e6 / 3 / 4 / _LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS))).to(device)
     kept = Kept(model, build_optimizer(model, OptimizerConfig()), Precision("off", device), None, Progress())
     inputs = torch.randn(64, width, device=device)
 
-    def step() -> None:
+    def step(writer: Writer) -> None:
         model(inputs).square().mean().backward()
+        writer.let_copy()
         kept.optimizer.step()
         kept.optimizer.zero_grad(set_to_none=True)
 
-    step()
+    with Writer() as writer:
+        step(writer)
     return kept, step
 
 
@@ -70,21 +74,23 @@ def save(store: Store, number: int, state: dict[str, Any]) -> None:
     store.save(number, state, {})
 
 
-def measured(kept: Kept, step: Callable[[], None], folder: Path, pairs: int) -> dict[str, float]:
+def measured(kept: Kept, step: Step, folder: Path, pairs: int) -> dict[str, float]:
     device = next(kept.model.parameters()).device
     store, state = Store(folder / "checkpoints", 1), kept.capture()  # a run's first checkpoint gets its memory
     stalls, saves, alone, beside, written = [], [], [], [], []
     with Writer() as writer:
         for number in range(pairs):
-            alone.append(statistics.median(seconds(step, device) for _ in range(5)))
+            alone.append(statistics.median(seconds(lambda: step(writer), device) for _ in range(5)))
             saves.append(seconds(lambda: synchronous(kept, folder / "plain.pt"), device))
             began = time.perf_counter()
-            state = kept.capture(state)
-            writer.submit(partial(save, store, number, state))
-            stalls.append(time.perf_counter() - began)
-            during = []
+            snapshot = kept.begin_capture(state)
+            state = snapshot.state
+            writer.submit(snapshot.finish, partial(save, store, number, state))
+            stalled = time.perf_counter() - began
+            during = [seconds(lambda: step(writer), device)]
+            stalls.append(stalled + writer.waited)
             while not writer.done:
-                during.append(seconds(step, device))
+                during.append(seconds(lambda: step(writer), device))
             written.append(time.perf_counter() - began)
             assert writer.settle() is None
             beside.append(statistics.mean(during))

@@ -188,6 +188,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     run.watch.at(number, "reduction")
     strategy.finish(idle=not passes)
     run.units.settle(counted, samples, run.trained)
+    run.writer.let_copy()
     norm, skipped = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
     strategy.undo(skipped)
     if run.kept.average:

@@ -48,7 +48,11 @@ class Kept:
     progress: Progress
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Plain values and tensors in host memory.
+        """Plain values and tensors in host memory; see `begin_capture`."""
+        return self.begin_capture(into).finish()
+
+    def begin_capture(self, into: dict[str, Any] | None = None) -> "Snapshot":
+        """Take what moves at any time, and leave what only the optimizer moves to `Snapshot.finish`.
 
         Args:
             into: an earlier capture that nobody reads any more; its memory is used again, which is several times faster
@@ -61,10 +65,10 @@ class Kept:
             "average": self.average.state_dict() if self.average else None,
             "progress": asdict(self.progress),
         }
-        captured = dict(_on_host(state, into))
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the copies were only queued
-        return captured
+        moving = {buffer.data_ptr() for buffer in self.model.buffers()}  # forward moves them
+        later: list[tuple[Tensor, Tensor]] = []
+        captured = dict(_on_host(state, into, moving, later))
+        return Snapshot(captured, later, _queued_so_far())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
         """Put a captured state into the live objects.
@@ -85,16 +89,57 @@ class Kept:
         return self.average.module if self.average else self.model
 
 
-def _on_host(value: Any, into: Any) -> Any:
-    """A copy in host memory, in that of `into` as far as it has the same shape."""
+@dataclass
+class Snapshot:
+    """A state on its way to host memory.
+
+    Attributes:
+        state: whole once `finish` has returned.
+    """
+
+    state: dict[str, Any]
+    _later: list[tuple[Tensor, Tensor]]
+    _queued: torch.cuda.Event | None
+
+    def finish(self) -> dict[str, Any]:
+        """Copy the rest, in any thread, before the optimizer moves it; on CUDA beside what the device computes."""
+        if self._queued is None:
+            for target, source in self._later:
+                target.copy_(source)
+        else:
+            stream = torch.cuda.Stream()
+            stream.wait_event(self._queued)
+            with torch.cuda.stream(stream):
+                for target, source in self._later:
+                    target.copy_(source, non_blocking=True)
+            stream.synchronize()
+        self._later = []
+        return self.state
+
+
+def _queued_so_far() -> torch.cuda.Event | None:
+    """The end of all work that the device has been given; None where there is no device."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+
+def _on_host(value: Any, into: Any, moving: set[int], later: list[tuple[Tensor, Tensor]]) -> Any:
+    """Memory on the host, that of `into` as far as it has the same shape, with a copy of what is `moving`.
+
+    Args:
+        moving: addresses of the tensors that are copied at once; the others are added to `later`.
+    """
     if isinstance(value, Tensor):
         fits = isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype
         target = into if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        return target.copy_(value.detach(), non_blocking=True)
+        if value.data_ptr() in moving:
+            target.copy_(value.detach(), non_blocking=True)
+        else:
+            later.append((target, value.detach()))
+        return target
     if isinstance(value, dict):
         there = into if isinstance(into, dict) else {}
-        return {name: _on_host(entry, there.get(name)) for name, entry in value.items()}
+        return {name: _on_host(entry, there.get(name), moving, later) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        fits = isinstance(into, (list, tuple)) and len(into) == len(value)
-        return type(value)(map(_on_host, value, into if fits else [None] * len(value)))
+        old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
+        return type(value)(_on_host(entry, was, moving, later) for entry, was in zip(value, old, strict=True))
     return value

@@ -1,5 +1,7 @@
 """Writes checkpoints beside the training: one background thread, at most one job in flight."""
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -12,11 +14,34 @@ class Writer:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
+        self._copied: threading.Event | None = None
+        self.waited = 0.0
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Hand over the next job, once the one before has been settled."""
+    def submit(self, copy: Callable[[], object], job: Callable[[], None]) -> None:
+        """Hand over the next job, once the one before has been settled.
+
+        Args:
+            copy: comes first, and must be over before what it copies may change: see `let_copy`.
+        """
         assert self._job is None
-        self._job = self._pool.submit(job)
+        self._copied, self.waited = threading.Event(), 0.0
+        self._job = self._pool.submit(self._work, copy, job, self._copied)
+
+    @staticmethod
+    def _work(copy: Callable[[], object], job: Callable[[], None], copied: threading.Event) -> None:
+        try:
+            copy()
+        finally:
+            copied.set()
+        job()
+
+    def let_copy(self) -> None:
+        """Wait until what is to be written has been copied; `waited` says for how many seconds."""
+        if self._copied is None:
+            return
+        began = time.perf_counter()
+        self._copied.wait()
+        self._copied, self.waited = None, time.perf_counter() - began
 
     @property
     def done(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from multigpu_cli.checkpoint.files import publish, sweep
 from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
+from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.weights import host_copy, save_weights
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
@@ -229,7 +230,7 @@ def save(run: Run) -> None:
             return
         began = time.perf_counter()
         _hear_of_the_last(run)
-        step, best, state = run.progress.step, run.best, _captured(run)
+        step, best, snapshot = run.progress.step, run.best, _captured(run)
         best_metrics, run.best_sent = dict(run.progress.best), best
         stalled = time.perf_counter() - began
 
@@ -238,11 +239,12 @@ def save(run: Run) -> None:
             if best is not None:
                 save_weights(run.folder / "best.pt", best, run.settled.label(), best_metrics)
             facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
-            size = run.store.save(step, state, facts)
+            size = run.store.save(step, snapshot.state, facts)
             seconds = time.perf_counter() - began
-            run.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stalled, bytes=size)
+            stall = stalled + run.writer.waited
+            run.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
 
-        run.writer.submit(write)
+        run.writer.submit(snapshot.finish, write)
         stalled = time.perf_counter() - began
 
 
@@ -255,13 +257,13 @@ def _hear_of_the_last(run: Run) -> None:
     run.best_sent = None
 
 
-def _captured(run: Run) -> dict[str, Any]:
+def _captured(run: Run) -> Snapshot:
     """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
     live = run.progress
     before, live.train_seconds = live.train_seconds, live.train_seconds + run.meters.seconds
-    run.snapshot = run.kept.capture(run.snapshot)
-    live.train_seconds = before
-    return run.snapshot
+    snapshot = run.kept.begin_capture(run.snapshot)
+    run.snapshot, live.train_seconds = snapshot.state, before
+    return snapshot
 
 
 def settle_writes(run: Run) -> None:

@@ -63,6 +63,15 @@ def test_a_capture_stays_when_training_goes_on() -> None:
     assert state["progress"]["step"] == 2
 
 
+def test_what_forward_moves_is_copied_at_once_and_the_rest_before_the_optimizer_steps() -> None:
+    live = kept()
+    train(live, 2)
+    before = packed(live.capture())
+    snapshot = live.begin_capture()
+    live.model(torch.randn(8, 3)).square().mean().backward()
+    assert packed(snapshot.finish()) == before, "batch norm's buffers have moved since"
+
+
 def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> None:
     def leaves(value: object) -> list[object]:
         if isinstance(value, dict):

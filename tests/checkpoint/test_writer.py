@@ -1,0 +1,80 @@
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.checkpoint.snapshot import Snapshot
+from multigpu_cli.checkpoint.writer import Writer
+from tests.trained import trained
+
+
+def nothing() -> None:
+    """Nothing to copy, or to write."""
+
+
+def test_the_copy_comes_first_and_can_be_waited_for_while_writing_goes_on() -> None:
+    order, may_write = [], threading.Event()
+
+    def copy() -> None:
+        time.sleep(0.05)
+        order.append("copied")
+
+    def write() -> None:
+        may_write.wait(10)
+        order.append("written")
+
+    with Writer() as writer:
+        writer.submit(copy, write)
+        writer.let_copy()
+        order.append("the weights move")
+        assert writer.waited > 0.01
+        assert not writer.done
+        may_write.set()
+    assert order == ["copied", "the weights move", "written"]
+
+
+def test_waiting_costs_nothing_where_nothing_is_being_copied() -> None:
+    with Writer() as writer:
+        writer.let_copy()
+        assert writer.waited == 0.0
+
+
+def test_a_copy_that_fails_lets_training_go_on_and_is_told_when_the_job_is_settled() -> None:
+    def fail() -> None:
+        raise MemoryError("no room for a copy")
+
+    with Writer() as writer:
+        writer.submit(fail, nothing)
+        writer.let_copy()
+        with pytest.raises(MemoryError):
+            writer.settle()
+
+
+def test_the_complaint_of_the_file_system_is_given_back_once() -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    with Writer() as writer:
+        writer.submit(nothing, full)
+        assert isinstance(writer.settle(), OSError)
+        assert writer.settle() is None
+
+
+def test_a_slow_copy_is_still_one_of_the_step_it_belongs_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on from a checkpoint whose weights were copied while the next step was being computed."""
+    finish = Snapshot.finish
+
+    def slowly(self: Snapshot) -> dict[str, Any]:
+        time.sleep(0.1)
+        return finish(self)
+
+    flags = {"max_steps": 6, "checkpoint_every": 1, "keep": 9}
+    whole = trained(save_dir=str(tmp_path / "whole"), **flags)
+    monkeypatch.setattr(Snapshot, "finish", slowly)
+    assert trained(save_dir=str(tmp_path / "slow"), **flags).summary["fingerprint"] == whole.summary["fingerprint"]
+    for step in (2, 4):
+        start = tmp_path / "slow" / "checkpoints" / f"step_{step:08d}"
+        again = trained(save_dir=str(tmp_path / f"from_{step}"), resume=str(start), max_steps=6)
+        assert again.summary["fingerprint"] == whole.summary["fingerprint"], again.error
