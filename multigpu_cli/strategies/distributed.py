@@ -80,12 +80,12 @@ class Distributed(Strategy):
                 buffer.copy_(before)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
-        return self._wait.measured() if last else self._ddp.no_sync()
+        return self._wait if last else self._ddp.no_sync()
 
     def finish(self, *, idle: bool) -> None:
         if idle:
             self._replica.idle = True
-            with self._wait.measured():  # on CUDA, DDP moves inputs to the device and fails where there is none to move
+            with self._wait:  # on CUDA, DDP moves inputs to the device and fails where there is none to move
                 self._ddp(None).backward()
             self._replica.idle = False
         super().finish(idle=idle)

@@ -63,7 +63,7 @@ class Exact(Strategy):
         if self._world.size == 1:
             whole = self._tree.total()
         else:
-            with self._wait.measured():
+            with self._wait:
                 whole = self._across_workers()
         for parameter, gradient in zip(self._trained, whole, strict=False):
             parameter.grad = gradient

@@ -2,8 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,22 +24,25 @@ class LastBucket:
 
     def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._now: Callable[[], Any] = _recorded if self._cuda else time.perf_counter
         self._ready: Any = None
         self._last: Tensor | None = None
         self._pairs: deque[tuple[Any, Any]] = deque(maxlen=_MOST)
+        self._watches_all = True
         self._hooks = {p: p.register_post_accumulate_grad_hook(self._arrived) for p in parameters}
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Holds the backward pass in which gradients travel, or an explicit reduction."""
+    def __enter__(self) -> None:
+        """Begin the backward pass in which gradients travel, or an explicit reduction."""
         self._ready = self._now()
-        yield
+
+    def __exit__(self, *_: object) -> None:
         self._pairs.append((self._ready, self._now()))
-        if len(self._hooks) > 1 and self._last is not None:
+        if self._watches_all and self._last is not None:
             for parameter, hook in self._hooks.items():
                 if parameter is not self._last:
                     hook.remove()
             self._hooks = {self._last: self._hooks[self._last]}
+            self._watches_all = False
 
     def read(self) -> float | None:
         """The mean seconds of the waits since the last call; None where there were none. Waits for the device."""
@@ -57,9 +59,8 @@ class LastBucket:
     def _arrived(self, parameter: Tensor) -> None:
         self._ready, self._last = self._now(), parameter
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
