@@ -140,3 +140,10 @@ def slow_rank(input_shape: Sequence[int], num_classes: int, seconds: float = 0.0
     assert isinstance(network[0], Deed)
     network[0].pause = seconds if os.environ.get("RANK") == "1" else 0.0
     return network
+
+
+class OneSample(Items):
+    """The same sample again and again: all gradients are alike."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[0], int(self.targets[0])

@@ -78,14 +78,14 @@ class NoiseMeter:
 
 
 def ratio(estimates: list[tuple[float, float]]) -> NoiseScale | None:
-    """tr(Σ)/|G|² with its standard error, by linear propagation from the scatter of the estimates."""
+    """tr(Σ)/|G|² (at least 0) with its standard error, by linear propagation from the scatter of the estimates."""
     count = len(estimates)
     if count < 5:
         return None
     signal = sum(each[0] for each in estimates) / count
     noise = sum(each[1] for each in estimates) / count
-    if signal <= 0 or noise <= 0:
+    if signal <= 0:
         return None
-    value = noise / signal
+    value = max(0.0, noise) / signal
     scatter = sum((tr - value * g) ** 2 for g, tr in estimates) / (count - 1)
     return NoiseScale(value, math.sqrt(scatter / count) / signal)

@@ -63,3 +63,16 @@ def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
     assert 10 < line["data_wait_share"] * line["step_ms"] < 80
     assert line["data_wait_share"] > 0.5
     assert line["comm_share"] is None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, workers: int) -> None:
+    """Micro-batch and global batch then have the same mean gradient, whatever their losses were multiplied by."""
+    flags = {"data": "tests.own:OneSample", "model": "tests.run.test_tracing:plain", "lr": "1e-4"}
+    sizes = {"batch_size": "5", "grad_accum_steps": "2", "max_steps": "6", "log_interval": "1"}
+    trained(workers, save_dir=str(tmp_path / "a"), **flags | sizes)
+    line = last_line(tmp_path / "a")
+    assert line["noise_scale"] < 1e-4
+    assert line["noise_scale_spread"] < 1e-4
+    trained(workers, save_dir=str(tmp_path / "b"), **flags | sizes | {"data": "tests.own:tensors"})
+    assert last_line(tmp_path / "b")["noise_scale"] > 0.1, "and others have some"
