@@ -1,4 +1,4 @@
-"""The commands that look: doctor, plan, status, report; their words on the command line, and nothing heavy."""
+"""The commands that look: doctor, plan, bench, status, report; their words on the command line, and nothing heavy."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -83,11 +83,13 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
         steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of each run")] = "64",
         repetitions: Annotated[str, typer.Option(metavar="N", help="runs on each number of workers")] = "3",
         out: Annotated[str, typer.Option(metavar="DIR", help="for bench.json and bench.png")] = "bench",
+        data_only: Annotated[bool, typer.Option(help="loading alone, by the number of loader processes")] = False,
         **values: Any,
     ) -> Action:
         """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
 
         def measure() -> int:
+            from multigpu_cli.commands import bench_data
             from multigpu_cli.commands.bench import benched, counts, show, write
             from multigpu_cli.commands.plan import positive
             from multigpu_cli.commands.request import requested
@@ -95,6 +97,9 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             config = requested(without_idle("bench", values), environ)
             length = int(positive("--steps", steps, whole=True))
             times = int(positive("--repetitions", repetitions, whole=True))
+            if data_only:
+                bench_data.show(bench_data.loading(config, times), as_json=values["json"])
+                return 0
             found = benched(config, counts(workers), length, times, environ)
             show(found, write(found, Path(out)), as_json=values["json"])
             return 0
