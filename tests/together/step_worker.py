@@ -18,6 +18,7 @@ from torch import Tensor
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Run, assemble
@@ -58,7 +59,8 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
     settled = settle(resolve(flags(case, folder), sets(case), None), choice, world, attempt=0)
     with ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
-        run = assemble(build_learner(settled, choice, world), Console("silent"), StopRequest(), stack)
+        watch = Watch(world, 600, lambda error: None)
+        run = assemble(build_learner(settled, choice, world), Console("silent"), StopRequest(), watch, stack)
         found: dict[str, Any] = {"losses": []}
         _keep_first_gradient(run, found)
         batches = run.plan.batches
