@@ -2,7 +2,7 @@
 
 import shutil
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from multigpu_cli.checkpoint.snapshot import Kept, Progress
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import warm_start
 from multigpu_cli.config.kinds import shown
+from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
@@ -31,6 +32,7 @@ from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.buckets import measured_cap
 from multigpu_cli.strategies.data_parallel import DataParallel
 from multigpu_cli.strategies.distributed import Distributed
 from multigpu_cli.strategies.exact import Exact
@@ -87,6 +89,7 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     task, kept, precision = together(world, lambda: _on_this_rank(settled, world, train))
     _restore(kept, settled, world)
     model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
+    settled = _with_buckets(settled, kept.model, world)
     strategy = _strategy(model, choice, world, settled.config)
     some = min(settled.plan.batches.micro_batch, train.size)
     strategy.warm_up(lambda: task.loss_sum(strategy.callable, first_batch(train, some)))
@@ -203,6 +206,14 @@ def _restore(kept: Kept, settled: Settled, world: World) -> None:
         kept.restore(state, settled.start.checkpoint)
         if not settled.same_length:  # more epochs are a new chance for a run that had stopped early
             kept.progress.stopped_early, kept.progress.stale_epochs = False, 0
+
+
+def _with_buckets(settled: Settled, model: nn.Module, world: World) -> Settled:
+    """--bucket-cap-mb auto, measured; a checkpoint pins it, since with several workers it decides who adds up what."""
+    config = settled.config
+    if config.communication.bucket_cap_mb != "auto" or world.size == 1 or config.reproducibility.exact:
+        return settled
+    return replace(settled, config=with_settings(config, {"bucket_cap_mb": measured_cap(model, world)}))
 
 
 def _strategy(model: nn.Module, choice: Choice, world: World, config: Config) -> Strategy:

@@ -59,6 +59,8 @@ class Settled:
             "model": self.model,
             "task": self.task,
         }
+        if self.config.communication.bucket_cap_mb != "auto":
+            pins["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
         return pins | ({"machine": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
 
     def label(self) -> dict[str, Any]:
