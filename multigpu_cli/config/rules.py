@@ -35,21 +35,6 @@ class Rule(NamedTuple):
     check: Callable[[Config, Facts], Iterator[RequestError]]
 
 
-class Missing(NamedTuple):
-    """A setting whose effect is not built yet: refused when used, never ignored."""
-
-    used: Callable[[Config], bool]
-    problem: str
-
-
-NOT_YET: dict[str, Missing] = {
-    "grad_compression": Missing(
-        lambda c: c.communication.grad_compression == "powersgd",
-        "--grad-compression powersgd is not there yet",
-    ),
-}
-
-
 def broken(
     config: Config,
     *,
@@ -180,12 +165,6 @@ def _reinforcement(config: Config, facts: Facts) -> Iterator[RequestError]:
             yield RequestError(f"{flag} is for reinforcement learning only", remedy="--task ppo, or leave it out")
 
 
-def _not_yet(config: Config, facts: Facts) -> Iterator[RequestError]:
-    for missing in NOT_YET.values():
-        if missing.used(config):
-            yield RequestError(missing.problem, remedy="leave it out")
-
-
 def _environment(config: Config, facts: Facts) -> Iterator[RequestError]:
     yield from environment.broken(config, facts.environ)
 
@@ -202,7 +181,6 @@ RULES = (
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
     Rule("task num_envs env_steps", _reinforcement),
-    Rule("", _not_yet),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
     Rule("data_dir init_from save_dir resume", _places),
 )

@@ -1,14 +1,12 @@
 """From what the user wrote to one Config: defaults < YAML < --set < flags; later wins, and no key goes unknown."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from multigpu_cli.config import yaml_text
 from multigpu_cli.config.entries import PARTS, Entry, from_flags, from_recipe, from_sets
 from multigpu_cli.config.kinds import shown
-from multigpu_cli.config.rules import NOT_YET
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.errors import RequestError, TrainingError, all_wrong
 
@@ -68,7 +66,7 @@ def dump(config: Config) -> str:
     """config.yaml: every setting after resolution but the places (save_dir, resume); `--config` reads it back."""
     data: dict[str, Any] = {"recipe": config.recipe}
     for key in SETTINGS:
-        if key not in _PLACES and not _would_be_refused(config, key):
+        if key not in _PLACES:
             _put(data, key, config.get(key))
     return yaml_text.dump(data)
 
@@ -88,11 +86,6 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
         data.setdefault(part, {})[inner or "name"] = value
     else:
         data[key] = list(value) if isinstance(value, tuple) else value
-
-
-def _would_be_refused(config: Config, key: str) -> bool:
-    """Whether config.yaml could not be read back with this line, because what it asks for is not there yet."""
-    return key in NOT_YET and NOT_YET[key].used(replace(config, explicit=config.explicit | {key}))
 
 
 def _layer(entries: Sequence[Entry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.low_rank import LowRank
 from multigpu_cli.strategies.waiting import LastBucket
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -58,6 +59,7 @@ class Distributed(Strategy):
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
         )
+        self._low_rank = LowRank(self._ddp) if config.grad_compression == "powersgd" else None
         if hook := _HOOKS.get(config.grad_compression):
             self._ddp.register_comm_hook(None, hook)
         self.callable = self._ddp
@@ -78,6 +80,11 @@ class Distributed(Strategy):
         with torch.no_grad():
             for buffer, before in zip(self._replica.buffers(), kept, strict=True):
                 buffer.copy_(before)
+
+    def undo(self, skipped: Tensor) -> None:
+        super().undo(skipped)
+        if self._low_rank:
+            self._low_rank.undo(skipped)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
         return self._wait if last else self._ddp.no_sync()

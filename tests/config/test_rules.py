@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.environment import OWN_RUN_ID
-from multigpu_cli.config.rules import NOT_YET, broken
+from multigpu_cli.config.rules import broken
 from multigpu_cli.config.sources import gather, resolve
 
 NAMES: dict[str, Any] = {"datasets": ["digits", "har"], "models": ["mlp"], "tasks": ["classification", "ppo"]}
@@ -144,21 +144,6 @@ def test_paths_that_are_right_pass(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "cannot be written" in said({"save_dir": tmp_path / "run"})
-
-
-USED: dict[str, dict[str, Any]] = {
-    "batch_size": {"batch_size": "auto"},
-    "exact": {"exact": True},
-    "grad_compression": {"grad_compression": "powersgd"},
-    "on_oom": {"on_oom": "shrink"},
-}
-
-
-@pytest.mark.parametrize("key", NOT_YET)
-def test_what_is_not_built_is_refused_and_never_ignored(key: str) -> None:
-    message = said(USED[key])
-    assert f"--{key.replace('_', '-')}" in message
-    assert "not there yet" in message
 
 
 def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:
