@@ -34,6 +34,7 @@ from multigpu_cli.engine import fit
 from multigpu_cli.engine import run as engine_run
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run import record
 from multigpu_cli.run.ending import conclude
@@ -115,7 +116,8 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
     with ExitStack() as stack:
         learner = build_learner(settled, choice, world)
         Path(settled.start.folder).mkdir(parents=True, exist_ok=True)
-        run = assemble(learner, Console("silent"), StopRequest(), stack)
+        watch = Watch(world, config.fault.hang_timeout, lambda error: None)
+        run = assemble(learner, Console("silent"), StopRequest(), watch, stack)
         record.open_run(run, [])
         assert fit(run) == "completed"
         end = bits({name: part for name, part in run.kept.capture().items() if name != "progress"})
