@@ -87,7 +87,7 @@ def planned(config: Config, wished: Wishes) -> Forecast:
         "parameters": sum(p.numel() for p in learner.kept.model.parameters()),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
-        "works": {threads: asdict(work) for threads, work in alone.works.items()},
+        "works": {count: asdict(work) for count, work in alone.works.items()},
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     notes = list(_notes(alone, config, wished, rows))
@@ -107,7 +107,7 @@ def forecast_of(
     batches, schedule = alone.learner.plan.batches, alone.learner.plan.schedule
     return forecast(
         counts,
-        [alone.work(count) for count in counts],
+        [alone.works[count] for count in counts],
         network,
         micro_batch=batches.micro_batch,
         global_batch=config.batch.global_size,
@@ -171,10 +171,10 @@ def _lines(found: Forecast) -> Iterator[str]:
     if found.capacity:
         fits = memory.largest_batch(0.9 * found.capacity)
         yield f"         of {_bytes(found.capacity)}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
-    for threads, work in about["works"].items():
-        alone = f" with {threads} CPU thread(s)" if threads else ""
+    for count, work in about["works"].items():
         times = ", ".join(f"{1e3 * work[name]:.2f} ms {name}" for name in ("data", "forward", "backward", "commit"))
-        yield f"measured {times}{alone}; {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
+        yield f"measured {times} for each of {count}"
+    yield f"         {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
     yield f"wire     {about['wire']}"
     yield "forecast, not measured:"
     head = f"{'workers':>8}{'batch':>8}{'step':>12}{'wire':>10}{'samples/s':>12}{'speedup':>9}{'efficiency':>12}"

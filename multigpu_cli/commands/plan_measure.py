@@ -1,18 +1,25 @@
 """What a plan rests on: the times and the memory of one worker, measured with the user's own model and data."""
 
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.launch import WorkersFailed, run_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
 from multigpu_cli.planning.speedup import Work
@@ -20,11 +27,14 @@ from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.run.tracing import Traced, traced
+from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import World
+from multigpu_cli.runtime.world import Rendezvous, World, joined
 
 _STEPS, _WARM_UP = 12, 3
+_LONGEST_WAIT = 300.0  # seconds
+_RESULT = "work.json"
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,8 @@ class Alone:
     """One worker, measured.
 
     Attributes:
-        works: the times by CPU threads; on a GPU there is one entry, for 0.
+        works: the times of one of so many workers. On a CPU that many were at work at once, as far as there are cores:
+            they share its memory and its clock. On GPUs one stands for all.
         flops_per_sample: forward and backward.
         note: what the rehearsal changed.
     """
@@ -43,15 +54,9 @@ class Alone:
     flops_per_sample: float
     note: str
 
-    def work(self, workers: int) -> Work:
-        """The times of one of so many workers on this machine."""
-        return self.works[threads_for(workers, self.learner.world.device)]
 
-
-def threads_for(workers: int, device: torch.device) -> int:
-    """CPU threads that each worker has; 0 where the device does not depend on it."""
-    if device.type == "cuda":
-        return 0
+def threads_for(workers: int) -> int:
+    """CPU threads that each of so many workers has; a lone one keeps what the user set."""
     return min(torch.get_num_threads(), cores()) if workers == 1 else max(1, cores() // workers)
 
 
@@ -70,19 +75,55 @@ def measured(config: Config, counts: list[int]) -> Alone:
         with closing(learner.train):
             size = learner.plan.batches.micro_batch
             whole, half = traced(learner, size), traced(learner, max(1, size // 2))
-            works = {}
-            for threads in dict.fromkeys(threads_for(count, world.device) for count in counts):
-                with _threads(threads):
-                    works[threads] = _timed(learner)
+            works = {count: _work(learner, config, count) for count in counts if world.device.type == "cpu"}
+            works = works or dict.fromkeys(counts, _timed(learner))
             return Alone(learner, works, _memory(learner, whole, half), whole.flops_per_sample, note)
+
+
+def _work(learner: Learner, config: Config, workers: int) -> Work:
+    """The times of one of so many CPU workers; beyond the cores, of one that has a core to itself."""
+    if 1 < workers <= cores():
+        return _crowded(config, workers)
+    with _threads(threads_for(workers)):
+        return _timed(learner)
+
+
+def _crowded(config: Config, workers: int) -> Work:
+    """So many processes at once, each with its own micro-batches and no word between them."""
+    with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
+        own = with_settings(config, {"multi_gpu": "ddp", "nproc_per_node": workers})
+        request = Path(folder, "request.yaml")
+        request.write_text(yaml.safe_dump(explicit_dump(replace(own, explicit=config.explicit | {"multi_gpu"}))))
+        choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
+        try:
+            run_workers(choice, ["plan", "--config", str(request), "--results", folder])
+        except SignalException as stopped:
+            raise WorkersFailed(128 + stopped.sigval) from stopped
+        return Work(**json.loads(Path(folder, _RESULT).read_text()))
+
+
+def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
+    """Be one of a crowd: begin together with the others, and let rank 0 write down the mean of all."""
+    cpu = torch.device("cpu")
+    with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
+        changed = {"save_dir": place, "resume": "never", "multi_gpu": "none", "nproc_per_node": None}
+        learner, _ = _built(with_settings(config, changed), Choice("single", (cpu,), 0, "plan"), World(cpu))
+        with closing(learner.train), _threads(threads_for(world.size)):
+            dist.barrier()
+            mine = _timed(learner)
+        everyone = total(world, torch.tensor(astuple(mine), dtype=torch.float64)) / world.size
+        if world.main:
+            data, forward, backward, commit, _ = everyone.tolist()
+            found = Work(data, forward, backward, commit, mine.gradient)
+            (folder / _RESULT).write_text(json.dumps(asdict(found)))
 
 
 def typical(seen: Sequence[Alone]) -> Alone:
     """The medians of several measurements of the same."""
     works = {}
-    for threads in seen[0].works:
-        every = [astuple(alone.works[threads]) for alone in seen]
-        works[threads] = Work(*(statistics.median(column) for column in zip(*every, strict=True)))
+    for count in seen[0].works:
+        every = [astuple(alone.works[count]) for alone in seen]
+        works[count] = Work(*(statistics.median(column) for column in zip(*every, strict=True)))
     return replace(seen[-1], works=works)
 
 
@@ -94,7 +135,7 @@ def _built(config: Config, choice: Choice, world: World) -> tuple[Learner, str]:
 @contextmanager
 def _threads(wanted: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
+    torch.set_num_threads(wanted)
     try:
         yield
     finally:

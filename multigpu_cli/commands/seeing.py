@@ -56,15 +56,21 @@ def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
         gpus_per_node: Annotated[str, typer.Option(metavar="N", help="workers on one machine")] = "8",
         price_per_gpu_hour: Annotated[str | None, typer.Option(metavar="X", help="for the cost of a run")] = None,
         noise_scale: Annotated[str | None, typer.Option(metavar="X", help="of the gradient, from a train line")] = None,
+        results: Annotated[str | None, typer.Option(hidden=True)] = None,
         **values: Any,
     ) -> Action:
         """Forecast memory, time and cost of a run on several workers, from what one takes here."""
 
         def forecast() -> int:
             from multigpu_cli.commands.plan import planned, show, wishes
+            from multigpu_cli.commands.plan_measure import take_part
             from multigpu_cli.commands.request import requested
+            from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("plan", values), environ)
+            if results is not None and (meeting := Rendezvous.from_environment(environ)):
+                take_part(config, Path(results), meeting)
+                return 0
             wished = wishes(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
             show(planned(config, wished), as_json=values["json"])
             return 0

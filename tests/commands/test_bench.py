@@ -57,6 +57,7 @@ def test_what_is_made_of_the_runs(
         return shares | {"step_ms": (10.0 if workers == 1 else 12.5) + len(order) % 2}
 
     monkeypatch.setattr(bench, "one_run", planted)
+    monkeypatch.setattr("multigpu_cli.commands.plan_measure.cores", lambda: 1)
     monkeypatch.setattr(bench, "measured_wire", lambda workers: Wire("planted", 0.0, 1e30, "planted"))
     found = benched(resolve(OWN, [], None), [1, 2], 8, 3, {})
     assert order == [1, 2] * 3, "interleaved"

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from multigpu_cli.runtime.devices import Choice
 from tests.gloo import each_rank
 
 OWN = {"data": "tests.own:tensors", "model": "tests.run.test_tracing:plain"}
-CPU = torch.device("cpu")
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:
@@ -44,23 +44,28 @@ def test_a_planted_sleep_is_in_the_time_of_forward(monkeypatch: pytest.MonkeyPat
 
 def test_workers_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_measure, "cores", lambda: 8)
-    assert [threads_for(count, CPU) for count in (2, 4, 8, 16)] == [4, 2, 1, 1]
-    assert threads_for(1, CPU) == torch.get_num_threads(), "a lone worker keeps what the user set"
-    assert threads_for(4, torch.device("cuda", 0)) == 0
+    assert [threads_for(count) for count in (2, 4, 8, 16)] == [4, 2, 1, 1]
+    assert threads_for(1) == torch.get_num_threads(), "a lone worker keeps what the user set"
 
 
 def test_the_median_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_measure, "_STEPS", 1)
     alone = measured(resolve(OWN, [], None), [1])
-    (threads,) = alone.works
-    from dataclasses import replace
+    slower = [replace(alone, works={1: replace(alone.works[1], forward=float(at))}) for at in (9, 1, 3)]
+    assert typical(slower).works[1].forward == 3
 
-    slower = [replace(alone, works={threads: replace(alone.works[threads], forward=float(at))}) for at in (9, 1, 3)]
-    assert typical(slower).works[threads].forward == 3
+
+def test_several_at_once_are_measured_at_once() -> None:
+    """Two real workers through the front door; rank 0 tells the mean."""
+    config = resolve(OWN | {"batch_size": "20"}, [], None)
+    work = plan_measure._crowded(config, 2)
+    assert work.gradient == 576
+    assert min(work.data, work.forward, work.backward, work.commit) > 0
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plan_measure, "_STEPS", 1)
+    monkeypatch.setattr(plan_measure, "cores", lambda: 1)
     words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
     more = ["--workers", "2,4", "--interconnect", "ethernet-25", "--gpus-per-node", "2", "--price-per-gpu-hour", "3"]
     assert main_multi_gpu.run(["plan", *words, *more, "--json"]) == 0
