@@ -28,6 +28,8 @@ class AdamW(torch.optim.AdamW):
             super().step(closure)
             return
         for group, parameters in zip(self.param_groups, moved, strict=True):
+            if not parameters:  # nothing of this group took part in the loss
+                continue
             states = [self.state[p] for p in parameters]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1 if self.found_inf is None else 1 - self.found_inf)

@@ -209,6 +209,20 @@ def test_our_step_is_torchs_to_the_last_bit() -> None:
     assert steps[0] == steps[1]
 
 
+def test_a_group_without_any_gradient_is_left_as_it_is() -> None:
+    """Its parameters took no part in this step's loss: all biases, for instance."""
+    model = nn.Linear(2, 2)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    set_rate(optimizer, 0.1)
+    for biased in (True, False):
+        nn.functional.linear(torch.ones(1, 2), model.weight, model.bias if biased else None).sum().backward()
+        before = [parameter.detach().clone() for parameter in (model.weight, model.bias)]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.weight, before[0])
+    assert torch.equal(model.bias, before[1])
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_state_of_another_memory_layout_is_brought_into_that_of_the_weights(name: str) -> None:
     """Fused kernels on CPU mix up elements whose layouts differ, without a word."""
