@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from math import prod
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Failing(nn.Module):
-    """What goes wrong: raise, sleep, SIGKILL, SIGSTOP, …"""
+    """What goes wrong: drift, raise, sleep, SIGKILL, SIGSTOP, …"""
 
     def __init__(self, inner: nn.Module, how: str, rank: int, at: int) -> None:
         super().__init__()
@@ -25,6 +26,9 @@ class Failing(nn.Module):
         return logits
 
     def fault(self) -> None:
+        if self.how == "drift":
+            next(self.inner.parameters()).data[0, 0] += 1.0
+            return
         if self.how == "raise":
             raise ValueError("the planted fault")
         if self.how == "sleep":
@@ -35,3 +39,21 @@ class Failing(nn.Module):
 def net(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: int = 1, at: int = 5) -> nn.Module:
     """One layer; its first pass is the rehearsal's, the second under DDP may be its warm-up."""
     return Failing(nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes)), how, rank, at)
+
+
+class Forgetful(nn.Sequential):
+    """From some training pass on, the bias takes no part in what it returns."""
+
+    def __init__(self, features: int, num_classes: int, at: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(features, num_classes))
+        self.at, self.passes = at, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += self.training
+        layer = self[1]
+        bias = layer.bias.detach() if self.training and self.passes >= self.at else layer.bias
+        return functional.linear(self[0](inputs), layer.weight, bias)
+
+
+def forgetful(input_shape: Sequence[int], num_classes: int, at: int = 5) -> nn.Module:
+    return Forgetful(prod(input_shape), num_classes, at)

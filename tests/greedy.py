@@ -35,14 +35,17 @@ def net(
     after: int = 0,
     rank: int | None = None,
     backward: bool = False,
+    norm: bool = False,
 ) -> nn.Module:
     """One layer.
 
     Args:
         rank: the only one that it happens to; None is all of them.
         backward: it happens there, not in forward.
+        norm: BatchNorm before the layer, which has seen the samples when there is no more memory.
     """
-    if rank is not None and os.environ.get("RANK") != str(rank):
+    if rank is not None and os.environ.get("RANK", "0") != str(rank):
         limit = 1 << 30
-    layer = nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes))
-    return Greedy(layer, limit, after, backward=backward)
+    features = prod(input_shape)
+    greedy = Greedy(nn.Linear(features, num_classes), limit, after, backward=backward)
+    return nn.Sequential(nn.Flatten(), *([nn.BatchNorm1d(features)] if norm else []), greedy)

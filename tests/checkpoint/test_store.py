@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.checkpoint import store as store_module
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.store import Store
 from tests.forked import exit_code
@@ -236,6 +237,18 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "rename", watched)
     filled(tmp_path, 20)
     assert seen == [(True, None, False)]
+
+
+def test_the_name_is_flushed_to_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut might otherwise take a checkpoint away that the journal has already named."""
+    flushed: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        store_module,
+        "flush_folder",
+        lambda folder: flushed.append((folder.name, [path.name for path in folder.iterdir()])),
+    )
+    filled(tmp_path, 20)
+    assert flushed == [("checkpoints", ["step_00000020"])]
 
 
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:

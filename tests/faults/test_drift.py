@@ -1,5 +1,7 @@
 """Replicas that differ are found, and named."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
+from tests.trained import trained
 
 
 def network() -> nn.Module:
@@ -55,3 +58,10 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
         return False
 
     assert each_rank(2, differs) == [True, True]
+
+
+def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path) -> None:
+    flags = {"model": "tests.failing:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
+    ended = trained(2, **flags, batch_size=5, epochs=2, sets=["model.args.how=drift"])
+    assert "the replicas have drifted apart by step 4" in ended.error
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

@@ -1,12 +1,19 @@
 import json
+import os
+import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults import watch as watch_module
+from multigpu_cli.faults.ends import End, Ends
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.runtime.world import World
 from tests.forked import exit_code
@@ -56,6 +63,61 @@ def test_before_its_first_step_a_run_may_take_its_time(tmp_path: Path) -> None:
             time.sleep(0.6)
 
     assert exit_code(work) == 0
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) -> None:
+    """Ctrl-Z, a debugger, a machine that sleeps: nothing moved, but nothing hung."""
+
+    def work() -> None:
+        goes_on = threading.Event()
+        signal.signal(signal.SIGCONT, lambda *_: goes_on.set())
+        with Watch(ALONE, 1.0, lambda error: None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(1, "forward")
+            time.sleep(0.2)  # the watch has seen that
+            me = os.getpid()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.3; kill -CONT {me}"])
+            assert goes_on.wait(20)
+            time.sleep(0.2)  # and looks again
+
+    assert exit_code(work) == 0
+
+
+def test_once_training_runs_collectives_give_up_soon_after_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(watch_module, "shorten", lambda world, seconds: told.append(seconds))
+    with Watch(ALONE, 2.0, lambda error: None) as watch:
+        watch.begin(0, tmp_path)
+        time.sleep(0.3)
+        assert told == []
+        watch.at(1, "forward")
+        time.sleep(0.5)
+    assert told == [13.0]
+
+
+def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path) -> None:
+    """gloo notices that a peer has gone; NCCL would wait."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    words = tmp_path / "words"
+
+    def world(rank: int) -> World:
+        client = dist.TCPStore("localhost", store.port, is_master=False)
+        return World(torch.device("cpu"), rank, 2, rank, 2, store=dist.PrefixStore("attempt-0", client))
+
+    def waits() -> None:
+        with Watch(world(0), 5, lambda error: words.write_text(str(error)) and None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(0, "reduction")
+            time.sleep(20)
+
+    Ends(world(1)).tell(End(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
+    began = time.monotonic()
+    assert exit_code(waits) == 1
+    assert time.monotonic() - began < 10
+    assert words.read_text() == "rank 1 failed (forward, 1 steps done): ValueError: bad"
+    assert "its stack" in (tmp_path / "crash_0.txt").read_text()
 
 
 def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
@@ -108,3 +170,9 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
     assert "did not arrive" in summary(run)["error"]
     for rank in (0, 1):
         assert "Thread" in (run / "logs" / f"stacks_0_rank_{rank}.txt").read_text()
+
+
+def test_parameters_that_ddp_waits_for_are_named(tmp_path: Path) -> None:
+    """It lists them by index only."""
+    ended = trained(2, model="tests.failing:forgetful", save_dir=str(tmp_path / "run"), checkpoint_every="1000")
+    assert "no gradient for: 1.bias" in ended.error

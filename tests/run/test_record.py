@@ -46,6 +46,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(workers: int) -> None:
     for name, value in torch.load("run/last.pt", weights_only=True)["model"].items():
         assert torch.isfinite(value).all(), name
     assert sum(int(fault["action"].split()[0]) for fault in faults()) == 2, "one in each epoch"
+    assert all(0 in fault["samples"] and len(fault["samples"]) <= 20 for fault in faults()), "the spoilt one is named"
 
 
 def test_nonfinite_stop_is_obeyed_however_short_the_run() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli.monitor import journal
 from tests.trained import trained
@@ -25,10 +26,11 @@ def faults(folder: str = "run") -> list[str]:
     return [event["action"] for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "fault"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_micro_batches_shrink_until_they_fit(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "only"), [(1, "null"), (2, "null"), (2, "1")])
+def test_micro_batches_shrink_until_they_fit(workers: int, only: str) -> None:
+    """Alike on all ranks, also where it strikes one of them only."""
     plenty = trained(workers, **RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
-    shrunk = trained(workers, **RUN | GREEDY)
+    shrunk = trained(workers, **RUN | GREEDY, sets=[f"model.args.rank={only}"])
     assert shrunk.error == plenty.error == ""
     assert shrunk.summary["global_batch_size"] == 20
     assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
@@ -47,10 +49,21 @@ def test_one_process_survives_it_in_the_middle() -> None:
     assert len(faults()) == 2
 
 
+def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
+    ended = trained(**RUN | GREEDY, sets=["model.args.after=6", "model.args.norm=true"])
+    assert (ended.error, len(faults())) == ("", 2)
+    [seen] = [
+        int(value)
+        for name, value in torch.load("run/last.pt", weights_only=True)["model"].items()
+        if name.endswith("num_batches_tracked")
+    ]
+    assert seen == ended.summary["steps"] == 6, "one change a step: neither the rehearsal's nor that of the lost step"
+
+
 def test_of_several_processes_the_next_attempt_goes_on_smaller() -> None:
-    late = {"sets": ["model.args.after=6", "model.args.limit=7"]}
+    late = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
     first = trained(2, **RUN | GREEDY, checkpoint_every="1", **late)
-    assert "out of memory" in first.error
+    assert "rank 1 ran out of memory at step" in first.error
     again = trained(2, **RUN | GREEDY, checkpoint_every="1", **late, attempt=1)
     assert again.error == ""
     assert again.summary["steps"] == 6
@@ -84,6 +97,14 @@ def test_what_auto_found_is_pinned() -> None:
     again = trained(**flags)
     assert again.error == ""
     assert again.summary["steps"] == 6
+
+
+def test_a_parameter_that_takes_no_part_is_found_before_ddp_waits_for_it() -> None:
+    ended = trained(2, **RUN | {"model": "tests.failing:forgetful"}, sets=["model.args.at=1"])
+    assert ended.kind == "RequestError"
+    assert "1.bias took no part in the loss" in ended.error
+    assert "--find-unused-parameters" in ended.error
+    assert not Path("run").exists()
 
 
 def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> None:

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime.collectives import decided, from_main, gathered, greatest, together, total
+from multigpu_cli.runtime.collectives import decided, from_main, gathered, greatest, shorten, together, total
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 
@@ -110,6 +111,19 @@ def test_what_rank_0_may_not_do_nobody_may() -> None:
         return "?"
 
     assert each_rank(2, work) == ["rank 0 may not"] * 2
+
+
+def test_who_waits_for_nobody_gives_up_after_the_time_that_is_left() -> None:
+    def work(world: World) -> bool:
+        shorten(world, 0.5)
+        if world.rank:
+            time.sleep(1.5)
+            return True
+        with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
+            greatest(world, [1.0])
+        return True
+
+    assert each_rank(2, work) == [True, True]
 
 
 def test_no_code_travels_with_a_value() -> None:

@@ -77,6 +77,20 @@ def test_the_error_file_is_what_torchs_box_reads(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["error.json"]
 
 
+def test_the_error_file_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent may read it at any moment."""
+    whole: list[bool] = []
+    original = Path.replace
+
+    def watched(self: Path, target: str) -> Path:
+        whole.append(not Path(target).exists() and "message" in json.loads(self.read_text()))
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    write_error({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}, "error: no such data")
+    assert whole == [True]
+
+
 def test_nothing_is_written_without_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_error({}, "error: no such data")
