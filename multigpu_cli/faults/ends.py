@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -46,17 +47,21 @@ class Ends:
         """Leave this rank's word; the first come is the first told."""
         self._own.append(end)
         if self._store is not None:
-            turn = self._store.add("ends", 1)
-            self._store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
+            with suppress(RuntimeError):  # the store may have gone with the rank or the agent that held it
+                turn = self._store.add("ends", 1)
+                self._store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
 
     def heard(self, *, patience: float = 0.0) -> list[End]:
         """Everybody's words in the order they came; waits so long (seconds) for those that have said nothing yet."""
         if self._store is None:
             return self._own
         deadline = time.monotonic() + patience
-        while (told := self._store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [End(**json.loads(self._store.get(f"end-{turn}"))) for turn in range(1, told + 1)]
+        try:
+            while (told := self._store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return [End(**json.loads(self._store.get(f"end-{turn}"))) for turn in range(1, told + 1)]
+        except RuntimeError:  # nobody can be heard without the store
+            return self._own
 
     def any(self) -> bool:
         """Whether some rank has told its end."""
@@ -69,7 +74,8 @@ class Ends:
     def call_hang(self) -> None:
         """Let every rank say where it stands, and end."""
         if self._store is not None:
-            self._store.set("hang", "")
+            with suppress(RuntimeError):  # each rank has a clock of its own
+                self._store.set("hang", "")
 
     def _called(self, name: str) -> bool:
         try:
@@ -80,7 +86,8 @@ class Ends:
     def conclude(self, text: str) -> None:
         """Leave the cause for the next attempt."""
         if self._store is not None:
-            self._store.set("cause", text)
+            with suppress(RuntimeError):  # no store, no next attempt
+                self._store.set("cause", text)
 
 
 def earlier_cause(world: World) -> str | None:

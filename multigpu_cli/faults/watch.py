@@ -112,7 +112,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(timeout=_ANSWER)  # it may be asking a store that has gone
         if error is not None and (told := self.explained(error)) is not error:
             raise told from error
 
@@ -210,11 +210,14 @@ class Watch:
         here = Place(self._world.rank, self._steps, self._phase, _line(sys._current_frames()))
         if (store := self._world.store) is None:
             return [here]
-        store.set(f"place-{here.rank}", json.dumps(asdict(here)))
         deadline, names = time.monotonic() + _ANSWER, [f"place-{rank}" for rank in range(self._world.size)]
-        while not store.check(names) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [Place(**json.loads(store.get(name))) for name in names if store.check([name])]
+        try:
+            store.set(f"place-{here.rank}", json.dumps(asdict(here)))
+            while not store.check(names) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return [Place(**json.loads(store.get(name))) for name in names if store.check([name])]
+        except RuntimeError:  # nobody answers without the store
+            return [here]
 
     def _file(self, name: str) -> Any:
         if self._logs is None:

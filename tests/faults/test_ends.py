@@ -73,3 +73,7 @@ def test_a_store_that_has_gone_calls_nobody() -> None:
     ends = Ends(World(CPU, 0, 2, store=dist.PrefixStore("attempt-0", client)))
     del store
     assert not ends.hang()
+    ends.tell(END)
+    ends.conclude("nobody reads it")
+    ends.call_hang()
+    assert ends.heard(patience=60) == [END], "at once, and one's own error is not lost over it"
