@@ -33,6 +33,7 @@ class Start:
         notes: what was passed over, and why.
         because: the decision in words, for the plan.
         origin: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
+        smaller: the micro-batch to begin with, where an attempt before the first checkpoint ran out of memory.
     """
 
     folder: str
@@ -42,6 +43,7 @@ class Start:
     notes: list[str]
     because: str
     origin: str | None = None
+    smaller: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,12 +95,12 @@ def _in_folder(folder: Path) -> Start:
     if is_locked(folder):  # before its checkpoints are read, which the run at work replaces meanwhile
         raise at_work(folder)
     newest, notes = Store(folder / "checkpoints", 1).newest()
-    if newest and (told := read_note(folder)):
-        newest.manifest["pins"].update(told)
+    if told := read_note(folder):
         notes.append(f"out of memory in an earlier attempt: micro-batches of {told['batch_size']}")
     if newest is None:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no whole checkpoint"
-        return Start(str(folder), None, None, None, notes, because)
+        return Start(str(folder), None, None, None, notes, because, smaller=told.get("batch_size"))
+    newest.manifest["pins"].update(told)
     return _going_on(folder, newest, read_summary(folder), notes)
 
 

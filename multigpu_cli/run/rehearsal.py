@@ -27,6 +27,8 @@ def rehearse(learner: Learner) -> list[str]:
     if learner.settled.words.batch.size == "auto" and not learner.settled.start.manifest:
         _take_the_largest(learner)
         return []
+    if smaller := learner.settled.start.smaller:
+        learner.settled = with_batch(learner.settled, smaller, learner.choice, learner.world)
     _try_the_shortest(learner)
     size, notes = learner.plan.batches.micro_batch, []
     while not _fits(learner, size):
@@ -69,6 +71,7 @@ def _take_the_largest(learner: Learner) -> None:
     batches = learner.plan.batches
     share = learner.config.batch.global_size or learner.train.size
     limit = max(1, -(-share // batches.workers))
+    limit = min(limit, learner.settled.start.smaller or limit)
     if learner.world.device.type != "cuda":
         limit = min(limit, _MOST_WITHOUT_GPU)
     size, best = 1, 0

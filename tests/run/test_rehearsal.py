@@ -60,13 +60,14 @@ def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
     assert seen == ended.summary["steps"] == 6, "one change a step: neither the rehearsal's nor that of the lost step"
 
 
-def test_of_several_processes_the_next_attempt_goes_on_smaller() -> None:
+@pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
+def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str) -> None:
     late = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
-    first = trained(2, **RUN | GREEDY, checkpoint_every="1", **late)
+    first = trained(2, **RUN | GREEDY, checkpoint_every=every, **late)
     assert "rank 1 ran out of memory at step" in first.error
-    again = trained(2, **RUN | GREEDY, checkpoint_every="1", **late, attempt=1)
+    again = trained(2, **RUN | GREEDY, checkpoint_every=every, **late, attempt=1)
     assert again.error == ""
-    assert again.summary["steps"] == 6
+    assert (again.summary["steps"], again.summary["global_batch_size"]) == (6, 20)
     assert any("earlier attempt: micro-batches of 5" in action for action in faults())
 
 
