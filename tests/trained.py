@@ -18,7 +18,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.run import settle
 from train_multi_gpu import train
 
-OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "multi_gpu": "auto"}
+OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "multi_gpu": "auto", "hang_timeout": 45}
 _SECONDS = 90
 
 
