@@ -1,5 +1,6 @@
 """Whole runs through `train`, in forked processes: as many workers as asked for, without the seconds of a launcher."""
 
+import faulthandler
 import os
 import time
 import traceback
@@ -123,6 +124,7 @@ def _rank(
     environ: dict[str, str], request: tuple[Any, ...], rank: int, pipes: list[tuple[Connection, Connection]]
 ) -> None:
     flags, sets, recipe, dry_run = request
+    faulthandler.dump_traceback_later(_SECONDS - 20)  # where it stands, if it hangs
     os.environ.update(environ)
     settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
