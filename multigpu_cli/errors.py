@@ -41,6 +41,12 @@ def all_wrong(errors: Iterable[TrainingError]) -> RequestError:
     return RequestError("\n".join(str(error) for error in errors))
 
 
+def counted(count: int | float, noun: str) -> str:
+    """'1 worker', '2 workers', '2.5 epochs'."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"
+    return f"{count:,} {noun}{ending}" if isinstance(count, int) else f"{count:.4g} {noun}{ending}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Name the closest known words, or list them all where none is close: ' did you mean …?' or ' known: …'."""
     known = sorted(known)

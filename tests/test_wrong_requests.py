@@ -1,6 +1,7 @@
 """Wrong requests: exit code 2, one short message on stderr that names what is wrong, no traceback, nothing touched."""
 
 import os
+import socket
 import subprocess
 import sys
 import types
@@ -153,6 +154,17 @@ DOOR = [
     Row("--save-dir file/run", ["--save-dir file/run", "not a folder"], {"file": b""}),
     Row("--resume none", ["--resume none"]),
     Row("--resume Auto", ["--resume Auto", "did you mean 'auto'?"]),
+    Row("--resume rum", ["--resume rum", "did you mean 'run'?"], {"run": None}),
+    Row("--init-from bets.pt", ["--init-from bets.pt", "did you mean 'best.pt'?"], {"best.pt": b"", "bets": None}),
+    Row("--init-from /dev/zero", ["--init-from /dev/zero", "not a regular file"]),
+    Row("--data-dir ~nobody-here/x", ["--data-dir", "'~nobody-here/x'", "somebody unknown"]),
+    Row("--config ~nobody-here/x.yaml", ["--config", "somebody unknown"]),
+    *(Row(f"{flag} {'x' * 300}", [flag, "as long as"]) for flag in ("--save-dir", "--data-dir", "--init-from")),
+    Row(f"--config {'x' * 300}", ["--config", "as long as"]),
+    Row(f"--resume {'x/' * 2100}", ["--resume", "as long as"]),
+    # a file says where it runs, and the command something else that cannot be
+    Row("--config two.yaml --multi-gpu dp --sync-bn", ["--sync-bn together with"], {"two.yaml": b"nproc_per_node: 2"}),
+    Row("--config both.yaml", ["--nproc-per-node together with"], {"both.yaml": b"nproc_per_node: 2\nmulti_gpu: dp"}),
     # several at once
     Row(
         "--epochs 0 --lr nan --data digitz --multi-gpu dp --sync-bn --data-dir none --set keep=0 --set word",
@@ -174,6 +186,34 @@ ENGINE = [
     Row("--init-from junk.pt", ["--init-from junk.pt", "no file of weights"], {"junk.pt": b"junk"}),
     Row("--resume empty", ["--resume empty", "no checkpoint"], {"empty": None}),
     Row("--freeze nothing.*", ["--freeze", "nothing.*"]),
+    Row("--save-dir /proc/none", ["--save-dir /proc/none"]),
+    Row("--config configs-like.yaml", ["--gpu-ids 900", "no GPU"], {"configs-like.yaml": b"gpu_ids: [900]"}),
+    *(
+        Row(f"--data tests.unfit_data:{name} --model mlp --num-workers 0", ["--data", *words])
+        for name, *words in (
+            ("nothing", "is empty"),
+            ("one", "1 sample can't be divided into 3 parts"),
+            ("no_training", "None for split='train'"),
+            ("with_nan", "split train", "input of sample 3", "NaN"),
+            ("with_negative", "labels reach from -1 to 2"),
+            ("with_labels_beyond", "has the label 3", "3 classes"),
+            ("with_a_bad_sample", "sample 0 raised ValueError", "no such image"),
+            ("raising", "tests.unfit_data:raising raised ValueError", "split = 'train'"),
+            ("a_number", "something of type int"),
+        )
+    ),
+    *(
+        Row(f"--data {name} --data-dir data", ["data", kind, "archive" if name == "har" else kind], {"data": None})
+        for name, kind in (
+            ("fashion-mnist", "holds no fashion-mnist"),
+            ("har", "holds no har"),
+            ("cifar10", "holds no cifar10"),
+            ("text", "none at all"),
+            ("npz", "none at all"),
+            ("csv", "none at all"),
+            ("image-folder", "images of no class"),
+        )
+    ),
 ]
 ON_CPU = [
     Row("--sync-bn", ["--sync-bn"]),
@@ -236,6 +276,65 @@ def test_what_needs_a_gpu_is_refused_without_one(row: Row, call: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     code, _, err = call(row)
+    check(row, code, err)
+
+
+STARTED = "--data tests.own:tensors --model tests.own:net --batch-size 30"
+AGAINST_A_RUN = [
+    Row("--save-dir run --resume never --epochs 2", ["--resume never", "already holds a run", "--resume auto"]),
+    Row(
+        f"--save-dir run {STARTED} --epochs 2 --lr 0.5 --seed 3 --exact --set model.args.norm=false",
+        [
+            "--lr 0.5 differs from",
+            "--seed 3 differs from 42",
+            "--exact is on",
+            "model.args norm=False",
+            "run was started",
+        ],
+    ),
+    Row("--save-dir run --model mlp", ["--model mlp differs from tests.own:net", "another --save-dir"]),
+    Row("--save-dir run --task regression", ["--task regression differs from classification"]),
+    Row(
+        "--save-dir new --resume run --data digits", ["--data digits differs from tests.own:tensors", "run was started"]
+    ),
+    Row("--save-dir new --resume run/best.pt", ["--resume run/best.pt: no checkpoint there", "--resume run"]),
+    Row("--save-dir new --resume run/checkpoints/step_00000009", ["did you mean 'run/checkpoints/step_00000002'?"]),
+    Row("--save-dir run/checkpoints", ["--save-dir run/checkpoints", "another run's own folder"]),
+    Row("--save-dir run/best.pt", ["--save-dir run/best.pt", "not a folder"]),
+    Row("--save-dir new --init-from run/best.pt", ["--init-from run/best.pt does not fit", "is missing"]),
+    Row("--save-dir new --init-from run/config.yaml", ["--init-from run/config.yaml", "no file of weights"]),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a run of two steps."""
+    from tests.trained import trained
+
+    folder = tmp_path_factory.mktemp("somebody")
+    assert trained(batch_size=30, epochs=1, save_dir=str(folder / "run")).error == ""
+    return folder
+
+
+@pytest.mark.parametrize("row", AGAINST_A_RUN, ids=name)
+def test_a_run_that_is_there_is_left_alone(
+    row: Row, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def there() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+    monkeypatch.chdir(run)
+    before = there()
+    code = main_multi_gpu.run(row.argv.split())
+    check(row, code, capsys.readouterr().err)
+    assert there() == before
+
+
+def test_a_port_that_is_taken_is_named(call: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        row = Row("", [f"MASTER_PORT={port}", "--standalone"], {}, TORCHRUN | {"MASTER_PORT": port})
+        code, _, err = call(row)
     check(row, code, err)
 
 

@@ -124,9 +124,10 @@ def _from_path(path: Path, save_dir: str | None) -> Start:
         return start if save_dir else replace(start, origin=str(path))
     newest, notes = Store(path / "checkpoints", 1).newest()
     if newest is None:
+        whole = next((str(folder) for folder in (path, *path.parents) if holds_run(folder) and folder != path), "")
         raise RequestError(
             f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
-            remedy="a run folder, or one of its checkpoints/step_… folders",
+            remedy=f"--resume {whole}" if whole else "a run folder, or one of its checkpoints/step_… folders",
         )
     folder = Path(save_dir) if save_dir else path
     return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)

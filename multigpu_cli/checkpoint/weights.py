@@ -37,7 +37,7 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Tensor]:
         RequestError: no such file, or no weights in it; the message begins with the flag that named it.
     """
     if not path.is_file():
-        raise RequestError(f"{flag} {path}: there is no such file".lstrip())
+        raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder, say")
     found = unpacked(path.read_bytes(), f"{flag} {path}".lstrip())
     state = found.get("model", found) if isinstance(found, dict) else found
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):

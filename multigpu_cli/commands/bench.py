@@ -16,7 +16,7 @@ from multigpu_cli.commands.plan_measure import Alone, measured, typical
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.launch import run_alone
 from multigpu_cli.monitor.history import history_of
 from multigpu_cli.monitor.journal import valid_json
@@ -168,7 +168,7 @@ def show(found: Bench, files: Sequence[Path], *, as_json: bool) -> None:
 
 def _lines(found: Bench, files: Sequence[Path]) -> Iterator[str]:
     about = found.about
-    runs = f"{about['repetitions']} run(s) of {about['steps']} steps"
+    runs = f"{counted(about['repetitions'], 'run')} of {about['steps']} steps"
     yield f"{about['model']} on {about['data']}, {about['device']}: {runs}"
     yield f"wire: {about['wire']}"
     head = f"{'workers':>8}{'step (lowest to highest)':>32}{'samples/s':>12}"

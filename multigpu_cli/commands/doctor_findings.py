@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from multigpu_cli.errors import counted
+
 Verdict = Literal["ok", "warn", "fail", "not checked"]
 
 
@@ -41,4 +43,8 @@ def lines(findings: Sequence[Finding]) -> list[str]:
             shown.append(f"{'':<{wide + 8}}fix: {finding.fix}")
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("ok", "warn", "fail")}
     rest = sum(finding.verdict == "not checked" for finding in findings)
-    return [*shown, f"{counts['ok']} ok, {counts['warn']} warning(s), {counts['fail']} failure(s), {rest} not checked"]
+    told = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+    return [
+        *shown,
+        f"{counts['ok']} ok, {told}, {rest} not checked",
+    ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from multigpu_cli.commands.doctor_findings import Finding
+from multigpu_cli.errors import counted
 
 _SHM = Path("/dev/shm")
 _GIB = 2.0**30
@@ -103,7 +104,7 @@ def disk(save_dir: Path) -> Finding:
 
 def cores_per_worker(cores: int, workers: int) -> Finding:
     """Loading and launching need CPU time."""
-    said = f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {workers} worker(s)"
+    said = f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {counted(workers, 'worker')}"
     few = cores < 2 * workers
     fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may be what limits"
     return Finding("CPU cores", "warn" if few else "ok", said, fix if few else "", {"cores": cores})

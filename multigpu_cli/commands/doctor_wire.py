@@ -79,7 +79,7 @@ def findings(found: Mapping[str, Any]) -> Iterator[Finding]:
     said += f"{_rate(bus)} over {size / 2**20:.0f} MiB"
     if found["wrong"]:
         ranks = ", ".join(map(str, found["wrong"]))
-        said += f"\nthe sum was wrong on rank(s) {ranks}"
+        said += f"\nthe sum was wrong on ranks {ranks}"
         yield Finding(name, "fail", said, "NCCL_P2P_DISABLE=1 shows whether peer access is to blame", dict(found))
     else:
         yield Finding(name, "ok", f"{said}, sums are right", "", dict(found))

@@ -84,11 +84,6 @@ def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def given_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings that were given as flags, by key."""
-    return {key: values[key] for key in SETTINGS if values.get(key) not in (None, False, [])}
-
-
 def written(values: Mapping[str, Any]) -> list[str]:
     """The flags that stand on the command line."""
     return ["--" + key.replace("_", "-") for key, value in values.items() if value not in (None, False, [])]

@@ -10,7 +10,7 @@ from multigpu_cli.commands.doctor_wire import launched
 from multigpu_cli.commands.plan_measure import Alone, measured
 from multigpu_cli.commands.status import duration
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError, counted, did_you_mean
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, fitted, forecast, where_it_ends
@@ -158,7 +158,7 @@ def _notes(alone: Alone, config: Config, wished: Wishes, rows: list[Row]) -> Ite
         yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
     end = where_it_ends(rows)
     if end < rows[-1].workers:
-        yield f"beyond {end} worker(s), the next row saves less than a tenth of the time"
+        yield f"beyond {counted(end, 'worker')}, the next row saves less than a tenth of the time"
 
 
 def _lines(found: Forecast) -> Iterator[str]:

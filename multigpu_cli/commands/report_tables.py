@@ -9,6 +9,7 @@ from multigpu_cli.commands.report_run import Told
 from multigpu_cli.commands.status import duration
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import counted
 from multigpu_cli.monitor.result import label, measure, number
 
 Row = tuple[str, list[str]]
@@ -83,7 +84,7 @@ def happenings(run: Told) -> Table:
     for count, attempt in enumerate(run.history.attempts, 1):
         plan, at = attempt.start.get("plan", {}), attempt.resumed_at
         going_on = f", goes on from step {at}" if at else ""
-        words = f"attempt {count} starts: {plan.get('strategy')}, {plan.get('workers')} worker(s){going_on}"
+        words = f"attempt {count} starts: {plan.get('strategy')}, {counted(plan.get('workers'), 'worker')}{going_on}"
         found.append((attempt.start["time"], words))
         if attempt.end:
             found.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))

@@ -28,8 +28,9 @@ def requested(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         if flags.get("amp", "off") != "off":
             wrong.append(RequestError(f"--no-amp together with --amp {flags['amp']}", remedy="one of them"))
         flags["amp"] = "off"
-    config, faults, broken, readable = gather(flags, values.get("set") or (), values.get("config"))
+    config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
     if readable:
+        config = rules.yielding(config, filed, environ)
         names = {"datasets": DATASETS, "models": MODELS, "tasks": TASKS}
         faults += rules.broken(config, **names, environ=environ, untold=broken)
     if wrong or faults:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, history_of, runs_under
 from multigpu_cli.monitor.journal import valid_json
 
@@ -128,7 +128,7 @@ def lines(found: Sequence[Status]) -> Iterator[str]:
         parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
         parts += [f"{duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
         yield "  ".join(parts)
-        where = f"{status.strategy}, {status.workers} worker(s), {status.device}"
+        where = f"{status.strategy}, {counted(status.workers or 0, 'worker')}, {status.device}"
         where += f" on {status.host}" if status.host else ""
         saved = "no checkpoint yet"
         if status.checkpoint_age is not None:

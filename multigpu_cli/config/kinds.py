@@ -1,12 +1,15 @@
 """What a setting's value may be: one parser for flags, YAML and --set, so that all three say the same."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import did_you_mean
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
 
 
 class Kind(NamedTuple):
@@ -90,7 +93,21 @@ def _switch(value: Any) -> bool:
 
 
 def _path(value: Any) -> str:
-    return str(Path(_text(value)).expanduser())
+    return str(as_path(_text(value)))
+
+
+def as_path(value: str) -> Path:
+    """A path as somebody wrote it, with ~ resolved.
+
+    Raises:
+        ValueError: no file system could hold it, or ~ names nobody.
+    """
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")) or len(value) > _LONGEST_PATH:
+        raise ValueError(f"must be a path, and no file system takes one as long as {shown(value)}")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"must be a path, and {shown(value)} begins with the home of somebody unknown") from error
 
 
 def _ids(value: Any) -> tuple[int, ...]:

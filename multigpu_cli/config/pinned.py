@@ -68,12 +68,28 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
+def forgotten(config: Config, key: str) -> Config:
+    """A copy of the config as if nobody had written this setting down."""
+    return replace(with_settings(config, {key: None}), explicit=config.explicit - {key})
+
+
 def _difference(entry: Setting, new: Any, old: Any, where: str) -> RequestError:
     name = entry.flag or entry.key
-    return RequestError(
-        f"{name} {_plain(new)} differs from {_plain(old)}, with which {where} was started",
-        remedy=f"leave {name} out to go on, or start afresh with another --save-dir",
-    )
+    if entry.default is False:
+        problem = f"{name} is {'on' if new else 'off'}, and {where} was started with it {'on' if old else 'off'}"
+    elif old in (None, [], {}):
+        problem = f"{name} {_said(new)}, and {where} was started without"
+    else:
+        problem = f"{name} {_said(new)} differs from {_said(old)}, with which {where} was started"
+    return RequestError(problem, remedy=f"leave {name} out to go on, or start afresh with another --save-dir")
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_said(entry)}" for name, entry in value.items()) or "without any"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError
 
 
 def broken(config: Config) -> Iterator[RequestError]:
@@ -28,7 +29,7 @@ def _data_dir(given: str, *, own: bool) -> Iterator[RequestError]:
     path = Path(given)
     if not path.exists():
         yield RequestError(
-            f"--data-dir {given}: there is no such folder", remedy=_near(path) or f"from {Path.cwd()} the path is wrong"
+            f"--data-dir {given}: there is no such folder", remedy=_near(path) or f"a path as seen from {Path.cwd()}"
         )
     elif not path.is_dir() and not own:
         yield RequestError(
@@ -46,12 +47,23 @@ def _init_from(path: Path) -> Iterator[RequestError]:
             remedy=f"--init-from {best}" if best.exists() else "name the file, for instance best.pt of a run folder",
         )
     elif not path.exists():
-        yield RequestError(f"--init-from {path}: there is no such file", remedy=_near(path) or "check the path")
+        yield RequestError(
+            f"--init-from {path}: there is no such file", remedy=_near(path, folders=False) or "check the path"
+        )
+    elif not path.is_file():
+        yield RequestError(f"--init-from {path}: is not a regular file", remedy="best.pt of a run folder, say")
     elif not os.access(path, os.R_OK):
         yield RequestError(f"--init-from {path}: cannot be read", remedy="check its permissions")
 
 
 def _save_dir(given: str) -> Iterator[RequestError]:
+    for folder in (path := Path(given).absolute(), *path.parents):
+        if folder.name in ("checkpoints", "logs", "tensorboard") and (folder.parent / "journal.jsonl").exists():
+            yield RequestError(
+                f"--save-dir {given}: lies within another run's own folder, {folder}",
+                remedy=f"--save-dir {folder.parent}",
+            )
+            return
     there = next(folder for folder in (Path(given), *Path(given).absolute().parents) if folder.exists())
     if not there.is_dir():
         inside = "" if there == Path(given) else f": {there}"
@@ -62,10 +74,11 @@ def _save_dir(given: str) -> Iterator[RequestError]:
         )
 
 
-def _near(path: Path, words: tuple[str, ...] = ()) -> str:
-    """A name close to the missing one, among the words and what lies in its folder; empty where nothing is close."""
-    names = list(words)
-    if path.parent.is_dir() and os.access(path.parent, os.R_OK):
-        names += [str(path.parent / entry.name) for entry in path.parent.iterdir()]
-    hint = did_you_mean(str(path), names) if names else ""
-    return hint if hint.startswith("did you mean") else ""
+def _near(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
+    """A word, or a folder (a file) beside the missing one, whose name is close to its name; empty where none is."""
+    names = {word: word for word in words}
+    if path.parent.is_dir() and os.access(path.parent, os.R_OK | os.X_OK):
+        there = [entry for entry in path.parent.iterdir() if entry.is_dir() == folders and entry.name[0] != "."]
+        names |= {entry.name: str(path.parent / entry.name) for entry in there}
+    close = get_close_matches(path.name, names, n=1)
+    return f"did you mean {names[close[0]]!r}?" if close else ""

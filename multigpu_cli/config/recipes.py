@@ -3,6 +3,7 @@
 import stat
 from pathlib import Path
 
+from multigpu_cli.config.kinds import as_path
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _LARGEST = 2**20
@@ -31,7 +32,12 @@ def find(recipe: str) -> Path:
     Raises:
         RequestError: there is no such file or name.
     """
-    path, known = Path(recipe).expanduser(), available()
+    try:
+        path, known = as_path(recipe), available()
+    except ValueError as error:
+        raise RequestError(
+            f"--config {error}", remedy="a file, or a recipe's name: the command recipes lists them"
+        ) from error
     if "/" not in recipe and path.suffix not in (".yaml", ".yml"):
         for name in (recipe, recipe.replace("-", "_"), recipe.replace("_", "-")):
             if name in known:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from multigpu_cli.config import environment, places
+from multigpu_cli.config.pinned import forgotten
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
+_WHERE = ("nproc_per_node", "max_restarts", "gpu_ids", "multi_gpu")
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -55,6 +57,26 @@ def broken(
     facts = Facts(datasets, models, tasks, environ)
     rules = [rule for rule in RULES if not set(rule.keys.split()) & set(untold)]
     return [fault for rule in rules for fault in rule.check(config, facts)]
+
+
+def yielding(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
+    """Where the work runs is for the command and its launcher to say: what a file says otherwise gives way.
+
+    So the config.yaml of a run on four GPUs repeats it on two, under torchrun, or in one process.
+
+    Args:
+        filed: the keys that only the file says something about.
+    """
+
+    def faults(config: Config) -> int:
+        facts = Facts((), (), (), environ)
+        return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, facts))
+
+    said = any(key in config.explicit and key not in filed for key in _WHERE)
+    for key in _WHERE if said or environment.launched(environ) else ():
+        if key in filed and faults(without := forgotten(config, key)) < faults(config):
+            config = without
+    return config
 
 
 def _names(config: Config, facts: Facts) -> Iterator[RequestError]:

@@ -21,12 +21,14 @@ class Request(NamedTuple):
         config: the settings; a broken one has its default.
         faults: what is wrong with single settings.
         broken: the keys that those faults are about.
+        filed: the keys that only the recipe says something about.
         readable: False where a recipe could not be read at all, so that rules between settings say nothing.
     """
 
     config: Config
     faults: list[TrainingError]
     broken: frozenset[str]
+    filed: frozenset[str]
     readable: bool
 
 
@@ -58,8 +60,9 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
     title, written = from_recipe(recipe, faults)
     readable = not faults
     layers = [written, [*from_sets(sets, faults), *from_flags(flags)]]
-    values = _merged(_layer(entries, faults, broken) for entries in layers)
-    return Request(_config(values, title), faults, frozenset(broken), readable)
+    filed, said = [_layer(entries, faults, broken) for entries in layers]
+    values = _merged([filed, said])
+    return Request(_config(values, title), faults, frozenset(broken), frozenset(filed.keys() - said.keys()), readable)
 
 
 def dump(config: Config) -> str:

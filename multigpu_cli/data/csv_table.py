@@ -102,9 +102,9 @@ def _path(data_dir: str | None, file: str | None) -> Path:
     folder = Path(data_dir).expanduser()
     there = sorted(path.name for path in folder.glob("*.csv"))
     if file is None and len(there) != 1:
-        names = ", ".join(there[:5]) or "none"
+        names = ", ".join(there[:5]) or "none at all"
         raise RequestError(
-            f"--data csv: {folder} must hold one .csv file, not {len(there)} ({names})",
+            f"--data csv: {folder} must hold one .csv file, and it holds {names}",
             remedy="--set data.args.file=NAME says which",
         )
     return folder / (file or there[0])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.sample import Collate, as_pair, inner, sample_of
+from multigpu_cli.data.sample import Collate, as_pair, declared_classes, inner, sample_of
 from multigpu_cli.data.stream import Stream
 from multigpu_cli.errors import RequestError
 
@@ -33,11 +33,8 @@ def described(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[Any] 
 
 def _classes(dataset: Dataset[Any]) -> int:
     """How many classes: the dataset says so, or its labels do; 0 where targets are no class numbers."""
-    own = inner(dataset)
-    if isinstance(count := getattr(own, "num_classes", None), int):
-        return count
-    if names := getattr(own, "classes", None):
-        return len(names)
+    if told := declared_classes(dataset):
+        return told
     if isinstance(dataset, TensorDataset):
         labels = dataset.tensors[1]
         return 0 if labels.is_floating_point() or labels.ndim != 1 else int(labels.max()) + 1

@@ -145,7 +145,9 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
             remedy=f"the classes are {', '.join(names[:10])}",
         )
     if not found or len(names) < 2:
-        raise RequestError(f"--data image-folder: {folder} holds images of {len(found)} classes", remedy=_LAYOUT)
+        raise RequestError(
+            f"--data image-folder: {folder} holds images of {'a single' if found else 'no'} class", remedy=_LAYOUT
+        )
     return names, [(path, names.index(name)) for name, paths in found.items() for path in paths]
 
 

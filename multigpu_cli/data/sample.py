@@ -111,6 +111,7 @@ class Collate:
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.own: Callable[[list[Any]], Any] | None = getattr(inner(dataset), "collate_fn", None)
+        self._classes = declared_classes(dataset)
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> tuple[Any, Any]:
         if self.own is not None:
@@ -125,7 +126,27 @@ class Collate:
                 remedy="samples of one shape, or a method collate_fn(samples) of the dataset: it returns the batch's "
                 "(inputs, targets), padded as the model wants them",
             ) from error
+        if self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1:
+            self._check_labels([number for number, _ in numbered], targets)
         return inputs, targets
+
+    def _check_labels(self, numbers: list[int], labels: Tensor) -> None:
+        """Here, on the host: a GPU would only fail an assertion, and be lost to the process."""
+        wrong = (labels >= self._classes) | ((labels < 0) & (labels != _IGNORED))
+        if wrong.any():
+            first = int(wrong.nonzero()[0])
+            raise RequestError(
+                f"--data: sample {numbers[first]} has the label {int(labels[first])}, and there are "
+                f"{self._classes} classes",
+                remedy=f"labels from 0 to {self._classes - 1}, or another num_classes of the dataset",
+            )
+
+
+def declared_classes(dataset: Dataset[Any]) -> int:
+    """How many classes a user's dataset says there are; 0 where it says nothing."""
+    own = inner(dataset)
+    count = getattr(own, "num_classes", None)
+    return count if isinstance(count, int) else len(getattr(own, "classes", None) or ())
 
 
 def shapes(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -37,8 +38,25 @@ def open_source(config: DataConfig, seed: int) -> Source:
     else:
         source = _from_splits(factory, offered, config.args, config.name, seed)
     if len(source.train) == 0:  # type: ignore[arg-type]
-        raise RequestError(f"--data {config.name}: the training set is empty")
+        raise RequestError(
+            f"--data {config.name}: the training set is empty", remedy="more samples, or less set aside for validation"
+        )
+    for split in ("train", "val", "test"):
+        _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
     return source
+
+
+def _check_finite(dataset: Any, where: str) -> None:
+    """One NaN spoils every step that meets it; only what lies in memory is looked through."""
+    for tensor, kind in (
+        zip(dataset.tensors, ("input", "target"), strict=False) if isinstance(dataset, TensorDataset) else ()
+    ):
+        if tensor.is_floating_point() and tensor.numel() and not all(map(isfinite, tensor.aminmax())):
+            sample = int((~tensor.isfinite()).nonzero()[0, 0])
+            raise RequestError(
+                f"{where}: the {kind} of sample {sample} holds NaN or infinity",
+                remedy="leave such samples out, or fill the gaps (torch.nan_to_num)",
+            )
 
 
 def _from_splits(
@@ -49,7 +67,9 @@ def _from_splits(
         found = plugins.call(factory, {**offered, "split": split}, args, where="data")
         splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", key(seed, number))
     if splits["train"] is None:
-        raise RequestError(f"--data {name}: the factory returned None for split='train'")
+        raise RequestError(
+            f"--data {name}: the factory returned None for split='train'", remedy="a dataset; val and test may be None"
+        )
     return described(splits["train"], splits["val"], splits["test"])
 
 
@@ -70,7 +90,7 @@ def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
         return Stream(found, name, seed)
     if not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         raise RequestError(
-            f"--data {name}: the factory returned a {type(found).__name__}",
+            f"--data {name}: the factory returned something of type {type(found).__name__}",
             remedy="return a map-style dataset: an object with __len__ and __getitem__(index) → (input, target), "
             "or an IterableDataset that ends",
         )

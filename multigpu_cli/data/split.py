@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.planning.keys import key
 
 _SPLIT = 0x5917  # keeps the split's random stream apart from the epochs' orders
@@ -24,7 +24,10 @@ def by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tenso
     sizes = [round(count * fraction) for fraction in fractions]
     first = count - sum(sizes)
     if first < 1 or any(size < 1 for size in sizes):
-        raise RequestError(f"--data: {count} samples are too few to divide into {len(sizes) + 1} parts")
+        raise RequestError(
+            f"--data: {counted(count, 'sample')} can't be divided into {len(sizes) + 1} parts",
+            remedy="more samples, or a dataset that comes as train, val and test",
+        )
     return list(torch.split(shuffled(count, seed), [first, *sizes]))
 
 
@@ -37,7 +40,10 @@ def by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor
     """
     names = groups.unique()
     if not 0 < val_groups < len(names):
-        raise RequestError(f"--data: {val_groups} of {len(names)} groups can't be set aside for validation")
+        raise RequestError(
+            f"--data: {val_groups} of {len(names)} groups can't be set aside for validation",
+            remedy=f"at least 1 and at most {len(names) - 1}",
+        )
     chosen = names[shuffled(len(names), seed)[:val_groups]]
     held_out = torch.isin(groups, chosen)
     return torch.nonzero(~held_out).flatten(), torch.nonzero(held_out).flatten()

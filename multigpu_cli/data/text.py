@@ -151,9 +151,9 @@ def _text_file(folder: Path, file: str | None) -> Path:
         return folder / file
     texts = sorted(folder.glob("*.txt"))
     if len(texts) != 1:
-        names = ", ".join(path.name for path in texts[:5]) or "none"
+        names = ", ".join(path.name for path in texts[:5]) or "none at all"
         raise RequestError(
-            f"--data text: {folder} must hold one .txt file, not {len(texts)} ({names})",
+            f"--data text: {folder} must hold one .txt file, and it holds {names}",
             remedy="--set data.args.file=NAME says which",
         )
     return texts[0]

@@ -143,7 +143,10 @@ def plan_batches(
             remedy=f"--global-batch-size {workers} or more, or fewer workers",
         )
     if samples < workers:
-        raise RequestError(f"the training set has {samples} samples for {workers} workers", remedy="use fewer workers")
+        raise RequestError(
+            f"--data: the training set has {samples} samples for {workers} workers",
+            remedy="more samples, or fewer workers",
+        )
     if drop_last and samples < chosen:
         raise RequestError(
             f"--drop-last leaves nothing: {samples} training samples are less than one global batch of {chosen}",

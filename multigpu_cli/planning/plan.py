@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from multigpu_cli.errors import counted
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.learning_rate import Rate, Schedule
 
@@ -53,7 +54,10 @@ class Plan:
             ("learning rate", f"{self.rate.because}; {self.schedule.shape} schedule"),
             ("length", self._length()),
             ("warm-up", self._warmup()),
-            ("precision", f"{self.precision} ({self.precision_because}), {self.threads} CPU thread(s) per worker"),
+            (
+                "precision",
+                f"{self.precision} ({self.precision_because}), {counted(self.threads, 'CPU thread')} per worker",
+            ),
             ("starts", self.start),
             ("saves to", self.save_dir),
         ]
@@ -92,24 +96,26 @@ class Plan:
 
     def _batch(self) -> str:
         b = self.batches
-        text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {b.workers} worker(s)"
+        text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {counted(b.workers, 'worker')}"
         product = b.micro_batch * b.accumulation * b.workers
         if product == b.global_batch:
             return f"{text} = {b.global_batch} global batch" + (f" ({self.size_because})" if self.size_because else "")
-        text = f"global batch {b.global_batch} as {b.micro_batches} micro-batch(es) of up to {b.micro_batch}"
+        text = f"global batch {b.global_batch} as {counted(b.micro_batches, 'micro-batch')} of up to {b.micro_batch}"
         idle = max(0, b.workers - b.micro_batches)
-        shared = f", at most {b.accumulation} on each of {b.workers} worker(s)"
-        advice = f"; {idle} worker(s) idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""
+        shared = f", at most {b.accumulation} on each of {counted(b.workers, 'worker')}"
+        advice = f"; {counted(idle, 'worker')} idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""
         return text + shared + advice
 
     def _length(self) -> str:
         b, total = self.batches, self.schedule.total_steps
-        text = f"{total} optimizer steps: {b.steps_per_epoch} per epoch, {total / b.steps_per_epoch:.4g} epoch(s)"
+        steps, epochs = counted(total, "optimizer step"), counted(total / b.steps_per_epoch, "epoch")
+        text = f"{steps}: {b.steps_per_epoch} per epoch, {epochs}"
         if total < b.steps_per_epoch * self.epochs:
             text += f" of {self.epochs}, cut by --max-steps"
         if b.left_over:
             fate = "left out (--drop-last)" if b.drop_last else "trained as a short batch"
-            text += f"; the epoch's last {b.left_over} samples are {fate}"
+            verb = "is" if b.left_over == 1 else "are"
+            text += f"; the epoch's last {counted(b.left_over, 'sample')} {verb} {fate}"
         return text
 
     def _warmup(self) -> str:

@@ -18,7 +18,7 @@ from multigpu_cli.checkpoint.weights import host_copy, save_weights
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.sampler import epoch_order
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import TrainingError, counted
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.faults.ends import earlier_cause
 from multigpu_cli.run import figures
@@ -127,7 +127,7 @@ def look_for_nonfinite(run: Run) -> None:
         return
     samples = _samples_of(run, skipped[-1])
     last = f"last in step {skipped[-1] + 1}, of samples {_first(samples)}"
-    text = f"{len(skipped)} step(s) skipped: the gradient was NaN or infinite, {last}"
+    text = f"{counted(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
     note_fault(run, "nonfinite", text, samples=samples)
     try:
         run.nonfinite.judge(skipped)

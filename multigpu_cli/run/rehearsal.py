@@ -63,7 +63,7 @@ def shrink(learner: Learner) -> str:
     learner.settled = with_batch(learner.settled, size // 2, learner.choice, learner.world)
     kinds = {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
     text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
-    return text + (f"; {' and '.join(sorted(kinds))} now see(s) smaller micro-batches" if kinds else "")
+    return text + (f"; smaller micro-batches for {' and '.join(sorted(kinds))} too" if kinds else "")
 
 
 def _take_the_largest(learner: Learner) -> None:

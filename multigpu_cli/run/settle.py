@@ -1,7 +1,9 @@
 """From what was asked for to what will happen: folder, data and plan, all checked before anything is written."""
 
 import inspect
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.source import open_source
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
@@ -102,15 +104,33 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int, source
     words = config
     if start.manifest:
         pins = start.manifest["pins"]
-        words = merged(config, start.manifest["settings"], start.manifest["written"], pins, start.folder)
+        origin = str(Path(str(start.checkpoint)).parents[1])
+        words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
     config = with_settings(words, _resolved(pins)) if pins else words
-    source = source or together(world, lambda: open_source(config.data, config.reproducibility.seed))
+    source = together(world, lambda: _opened(config, choice, world, source))
     _same_everywhere(world, len(source.train))  # type: ignore[arg-type]
     plan = _plan(words, config, choice, world, start, source)
-    _check(config, plan, source, start)
+    _raise_all(_beyond_the_data(config, plan, source, start))
     return Settled(
         words, config, start, source, plan, config.model.name or source.model, config.task.name or source.task
     )
+
+
+def _opened(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
+    """The dataset; what is wrong with it is told together with what is wrong with the device."""
+    wrong = list(_beyond_the_device(config, choice, world))
+    try:
+        source = source or open_source(config.data, config.reproducibility.seed)
+    except RequestError as error:
+        wrong.append(error)
+        raise all_wrong(wrong) from error
+    _raise_all(wrong)
+    return source
+
+
+def _raise_all(wrong: Iterable[RequestError]) -> None:
+    if told := list(wrong):
+        raise all_wrong(told)
 
 
 def _same_everywhere(world: World, samples: int) -> None:
@@ -218,28 +238,40 @@ def _device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device)
 
 
-def _check(config: Config, plan: Plan, source: Source, start: Start) -> None:
-    """Rules that need the data or the devices."""
-    if config.model.sync_bn and plan.strategy == "ddp" and not plan.batches.even:
-        raise RequestError(
+def _beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[RequestError]:
+    """What was asked for and this device, or this strategy, has not."""
+    on_cpu = world.device.type == "cpu"
+    try:
+        choose_format(config.precision.amp, world.device)
+    except RequestError as error:
+        yield error
+    if config.model.sync_bn and (on_cpu or choice.strategy != "ddp"):
+        yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
+    if config.communication.grad_compression == "bf16" and choice.strategy == "ddp" and on_cpu:
+        yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
+
+
+def _beyond_the_data(config: Config, plan: Plan, source: Source, start: Start) -> Iterator[RequestError]:
+    """What was asked for and does not go with the data, or with what the run folder holds."""
+    if config.model.sync_bn and not plan.batches.even:
+        yield RequestError(
             "--sync-bn needs the same number of micro-batches on every worker in every step, also an epoch's last",
             remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
         )
-    if config.model.sync_bn and (plan.device == "cpu" or plan.strategy != "ddp"):
-        raise RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
-    if config.communication.grad_compression == "bf16" and plan.strategy == "ddp" and plan.device == "cpu":
-        raise RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
     if config.length.patience and source.val is None:
-        raise RequestError("--early-stopping-patience needs a validation split, and this dataset has none")
+        yield RequestError(
+            f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
+            remedy="leave --early-stopping-patience out, or set samples aside (val)",
+        )
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in _exact_pins(plan).items() if pinned else ():
         if pinned[name] != now:
-            raise RequestError(
+            yield RequestError(
                 f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: other bits",
                 remedy="go on where it was started, or start afresh with another --save-dir",
             )
     if start.manifest and (before := start.manifest["samples"]) != plan.batches.samples:
-        raise RequestError(
+        yield RequestError(
             f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
             remedy="the same data, or another --save-dir to start afresh",
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from multigpu_cli.config.schema import DeviceConfig
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.runtime.world import Rendezvous
 
 
@@ -69,7 +69,7 @@ def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: Rendezvous) -> Cho
         return Choice("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
     if meeting.local_size > gpus:
         raise RequestError(
-            f"torchrun started {meeting.local_size} processes on a machine with {gpus} visible GPU(s)",
+            f"torchrun started {meeting.local_size} processes on a machine with {counted(gpus, 'visible GPU')}",
             remedy=f"--nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
     return Choice("ddp", _cuda((meeting.local_rank,)), 0, processes)
@@ -83,7 +83,7 @@ def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Cho
     count = wanted.nproc_per_node or len(ids)
     if count > len(ids):
         raise RequestError(
-            f"--nproc-per-node {count}, but only {len(ids)} GPU(s) to use: {_listed(ids)}",
+            f"--nproc-per-node {count}, but only {counted(len(ids), 'GPU')} to use: {_listed(ids)}",
             remedy=f"--nproc-per-node {len(ids)}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
     return Choice("ddp", _cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")

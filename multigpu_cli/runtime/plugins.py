@@ -46,7 +46,10 @@ def find(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., 
             )
         found = getattr(found, part)
     if not callable(found):
-        raise RequestError(f"{flag} {name}: {attribute!r} is a {type(found).__name__}, not something to call")
+        raise RequestError(
+            f"{flag} {name}: {attribute!r} is of type {type(found).__name__}, not something to call",
+            remedy="a function or a class",
+        )
     return found
 
 
@@ -73,7 +76,7 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
     missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in chosen]
     if missing:
         raise RequestError(
-            f"{where}: {_name(factory)} needs {', '.join(missing)}",
+            f"--{where}: {_name(factory)} needs {', '.join(missing)}",
             remedy=f"--set {where}.args.{missing[0]}=…, or give the parameter a default; "
             f"filled without asking: {', '.join(offered)}",
         )
@@ -82,7 +85,7 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
-        told = [f"{where}: {_name(factory)} raised {type(error).__name__} in {_place(error)}: {error}"]
+        told = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_place(error)}: {error}"]
         told += ["  it was called with"] + [f"    {name} = {shown(value)}" for name, value in chosen.items()]
         raise RequestError("\n".join(told), remedy=f"other {where}.args, or --debug to see the whole way") from error
 

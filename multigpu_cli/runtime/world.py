@@ -123,12 +123,20 @@ def joined(
 
 def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.PrefixStore:
     """The agent keeps one store over all restarts: a prefix for each attempt keeps dead processes' addresses out."""
-    store = dist.TCPStore(
-        meeting.address,
-        meeting.port,
-        meeting.size,
-        is_master=hosts,
-        timeout=timedelta(seconds=max(timeout, 300)),
-        wait_for_workers=False,
-    )
+    try:
+        store = dist.TCPStore(
+            meeting.address,
+            meeting.port,
+            meeting.size,
+            is_master=hosts,
+            timeout=timedelta(seconds=max(timeout, 300)),
+            wait_for_workers=False,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RequestError(
+            f"MASTER_PORT={meeting.port} in the environment: another program uses that port",
+            remedy="torchrun --standalone, which takes a free one, or another --master-port",
+        ) from error
     return dist.PrefixStore(f"attempt-{meeting.attempt}", store)

@@ -68,7 +68,7 @@ def interrupted_run(folder: Path, *, scale: float = 1.0, **settings: Any) -> Pat
         event(1200, "start", plan=PLAN | {"workers": 1}, resumed_from="x", host="node8", versions={"torch": "2"}),
         event(1200, "resume", step=22, from_world_size=2, world_size=1),
         *lines(23, 40, 1200, scale=scale),
-        event(1210, "fault", kind="nonfinite", action="1 step(s) skipped", step=30),
+        event(1210, "fault", kind="nonfinite", action="1 step skipped", step=30),
         event(1300, "end", status="completed", step=40, fingerprint="ab" * 32),
     ]
     return run_folder(folder, events, SUMMARY, **settings)

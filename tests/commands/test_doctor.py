@@ -82,14 +82,14 @@ def test_it_is_no_worker_itself() -> None:
 @pytest.mark.parametrize(
     ("finding", "shown"),
     [
-        (Finding("one", "ok", "fine"), ["ok    one  fine", "1 ok, 0 warning(s), 0 failure(s), 0 not checked"]),
+        (Finding("one", "ok", "fine"), ["ok    one  fine", "1 ok, 0 warnings, 0 failures, 0 not checked"]),
         (
             Finding("one", "warn", "a\nb", "mend"),
-            ["warn  one  a", "           b", "           fix: mend", "0 ok, 1 warning(s), 0 failure(s), 0 not checked"],
+            ["warn  one  a", "           b", "           fix: mend", "0 ok, 1 warning, 0 failures, 0 not checked"],
         ),
         (
             Finding("one", "not checked", "no GPU"),
-            ["-     one  not checked: no GPU", "0 ok, 0 warning(s), 0 failure(s), 1 not checked"],
+            ["-     one  not checked: no GPU", "0 ok, 0 warnings, 0 failures, 1 not checked"],
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     assert "\n".join(lines([found])).splitlines() == [
         f"{tmp_path}/a  running    step 20/100  epoch 1  loss 1.5  val loss 1.4  val accuracy 0.5  640 samples/s"
         "  2 min 30 s left",
-        "  ddp, 2 worker(s), cpu on node7; checkpoint of step 20, 8 s ago; last line 8 s ago",
+        "  ddp, 2 workers, cpu on node7; checkpoint of step 20, 8 s ago; last line 8 s ago",
     ]
 
 
@@ -76,9 +76,9 @@ def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
 def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
     events = [
         *BEGUN,
-        line(1031, "fault", kind="nonfinite", action="1 step(s) skipped", step=20),
+        line(1031, "fault", kind="nonfinite", action="1 step skipped", step=20),
         line(1032, "fault", kind="out of memory", action="micro-batches of 16 instead of 32", step=21),
-        line(1033, "fault", kind="nonfinite", action="2 step(s) skipped", step=30),
+        line(1033, "fault", kind="nonfinite", action="2 steps skipped", step=30),
         train(1034, 30, loss="NaN"),
         line(1035, "end", status="failed", step=30),
     ]
@@ -86,7 +86,7 @@ def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
     assert found.state == "failed"
     assert found.alarms == [
         "failed: summary.json says why",
-        "nonfinite (2 times): at step 30: 2 step(s) skipped",
+        "nonfinite (2 times): at step 30: 2 steps skipped",
         "out of memory: at step 21: micro-batches of 16 instead of 32",
         "the loss is NaN",
     ]

@@ -132,12 +132,19 @@ def test_what_is_free_is_taken_as_given(key: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - FREE))
 def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -> None:
+    old, new = PINS.get(key, settings(Config())[key]), OTHER[key]
     with pytest.raises(RequestError) as refused:
         merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "runs/a")
     told = str(refused.value)
     assert (SETTINGS[key].flag or key) in told
-    assert str(OTHER[key]) in told
-    assert str(PINS.get(key, settings(Config())[key])) in told
+    if key.endswith(".args"):
+        assert all(f"{name}={f'{value}'.strip('[]').replace(', ', ',')}" in told for name, value in new.items())
+    elif isinstance(new, list):
+        assert ",".join(new) in told
+    else:
+        assert ("is on" if new is True else f"{new}") in told
+    before = "without" if old in (None, [], {}) else "with it off" if old is False else str(old).removesuffix(".0")
+    assert before in told
     assert "runs/a" in told
     assert "another --save-dir" in told
 

@@ -123,7 +123,7 @@ def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="two columns have one name"):
         opened(tmp_path, target="a")
     (tmp_path / "other.csv").write_text("")
-    with pytest.raises(RequestError, match=r"must hold one \.csv file, not 2"):
+    with pytest.raises(RequestError, match=r"must hold one \.csv file, and it holds other.csv, table.csv"):
         opened(tmp_path, target="a")
     with pytest.raises(RequestError, match="no rows"):
         opened(tmp_path, target="a", file="other.csv")

@@ -89,7 +89,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
         opened(None)
-    with pytest.raises(RequestError, match=r"must hold one \.npz file, not 0"):
+    with pytest.raises(RequestError, match=r"must hold one \.npz file, and it holds none at all"):
         opened(tmp_path)
     (tmp_path / "data.npz").write_bytes(b"PK no zip")
     with pytest.raises(RequestError, match=r"data\.npz"):

@@ -38,7 +38,7 @@ class Items(Dataset):
         return torch.full((5,), float(index)), index % 4
 
 class Named(Items):
-    classes = ["ant", "bee"]
+    classes = ["ant", "bee", "cat", "dog"]
 
 class Counted(Items):
     num_classes = 7
@@ -129,7 +129,7 @@ def test_tensors_stay_tensors_when_they_are_divided() -> None:
     [
         ("tensors", (2, 4), 3),
         ("Items", (5,), 4),
-        ("Named", (5,), 2),
+        ("Named", (5,), 4),
         ("Counted", (5,), 7),
         ("Regression", (5,), 0),
         ("Wordy", (), 2),
@@ -153,8 +153,8 @@ def test_a_factory_with_splits_is_called_once_for_each() -> None:
 @pytest.mark.parametrize(
     ("factory", "named"),
     [
-        ("nothing", "the factory returned a NoneType"),
-        ("number", "the factory returned a int"),
+        ("nothing", "the factory returned something of type NoneType"),
+        ("number", "the factory returned something of type int"),
         ("pairless", r"sample 0 must be \(input, target\), not tuple of 1"),
         ("without_training", "returned None for split='train'"),
         ("empty", "split train: the dataset is empty"),
@@ -168,7 +168,7 @@ def test_what_is_no_dataset_is_refused(factory: str, named: str) -> None:
 
 
 def test_too_few_samples_to_divide() -> None:
-    with pytest.raises(RequestError, match="4 samples are too few"):
+    with pytest.raises(RequestError, match="4 samples can't be divided"):
         opened("Items", args={"count": 4})
 
 

@@ -46,26 +46,26 @@ def planned(
 
 def test_the_batch_line_multiplies_out() -> None:
     rows = dict(planned(accumulation=2).rows())
-    assert rows["batch"] == "16 per device × 2 accumulation × 4 worker(s) = 128 global batch"
+    assert rows["batch"] == "16 per device × 2 accumulation × 4 workers = 128 global batch"
     assert "1e-3" not in rows["learning rate"]
     assert "√(128/32)" in rows["learning rate"]
 
 
 def test_an_uneven_batch_says_how_it_is_shared() -> None:
     assert dict(planned(global_batch=100).rows())["batch"] == (
-        "global batch 100 as 7 micro-batch(es) of up to 16, at most 2 on each of 4 worker(s)"
+        "global batch 100 as 7 micro-batches of up to 16, at most 2 on each of 4 workers"
     )
 
 
 def test_idle_workers_are_named_with_the_way_out() -> None:
     text = dict(planned(global_batch=32).rows())["batch"]
-    assert text.endswith("; 2 worker(s) idle, try --batch-size 8")
+    assert text.endswith("; 2 workers idle, try --batch-size 8")
     assert "idle" not in dict(planned(global_batch=32, micro_batch=8).rows())["batch"]
 
 
 def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
     text = dict(planned().rows())["length"]
-    assert text.startswith("64 optimizer steps: 16 per epoch, 4 epoch(s)")
+    assert text.startswith("64 optimizer steps: 16 per epoch, 4 epochs")
     assert text.endswith("the epoch's last 40 samples are trained as a short batch")
     assert dict(planned(drop_last=True).rows())["length"].endswith("40 samples are left out (--drop-last)")
     assert "last" not in dict(planned(samples=640).rows())["length"]
@@ -73,7 +73,7 @@ def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
 
 def test_max_steps_says_what_it_cuts() -> None:
     rows = dict(planned(max_steps=24, warmup=2).rows())
-    assert "24 optimizer steps: 16 per epoch, 1.5 epoch(s) of 4, cut by --max-steps" in rows["length"]
+    assert "24 optimizer steps: 16 per epoch, 1.5 epochs of 4, cut by --max-steps" in rows["length"]
     assert rows["warm-up"] == "32 optimizer steps from near zero to 0.001414, which --max-steps cuts short at 24"
     assert "cuts short" in dict(planned(max_steps=32, warmup=2).rows())["warm-up"], "its last step is not at the peak"
     assert "cuts short" not in dict(planned(max_steps=33, warmup=2).rows())["warm-up"]

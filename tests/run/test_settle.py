@@ -8,7 +8,7 @@ import torch
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.settle import Settled, settle
+from multigpu_cli.run.settle import Settled, _beyond_the_data, settle
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 
@@ -114,7 +114,6 @@ def test_other_data_is_refused() -> None:
     ("flags", "workers", "named"),
     [
         ({"sync_bn": True}, 1, "--sync-bn works with ddp on GPUs only"),
-        ({"sync_bn": True, "global_batch_size": 64}, 3, "--sync-bn needs the same number of micro-batches"),
         ({"amp": "fp16"}, 1, "--amp fp16 needs a GPU"),
         ({"early_stopping_patience": 2, "data": "tests.own:no_validation"}, 1, "needs a validation split"),
         ({"grad_compression": "bf16"}, 2, "--grad-compression bf16 needs NCCL"),
@@ -130,6 +129,18 @@ def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: i
         settled(workers, **flags)
     assert named in refused.value.problem
     assert not Path("run").exists()
+
+
+def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
+    uneven, wish = settled(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
+    (told,) = _beyond_the_data(wish, uneven.plan, uneven.source, uneven.start)
+    assert "--sync-bn needs the same number of micro-batches" in told.problem
+
+
+def test_what_is_wrong_with_device_and_data_is_told_together() -> None:
+    with pytest.raises(RequestError) as refused:
+        settled(amp="fp16", sync_bn=True, data="har")
+    assert all(flag in str(refused.value) for flag in ("--amp fp16", "--sync-bn", "--data har needs --data-dir"))
 
 
 def test_flags_without_effect_here_are_named() -> None:
