@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from multigpu_cli.commands import explained, seeing, using
+from multigpu_cli.commands.completion import run_argument
 from multigpu_cli.commands.options import Command, Group, with_train_options, without_idle, written
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.causes import is_consequence
@@ -95,8 +96,8 @@ def selftest(
 
 @app.command(cls=Command)
 def verify(
-    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="folder of a run")],
-    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="folder of another run")],
+    run_a: Annotated[str, run_argument("RUN_A", "folder of a run")],
+    run_b: Annotated[str, run_argument("RUN_B", "folder of another run")],
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> Action:
     """Say whether two runs are the same to the last bit, and if not, at which step they part."""
@@ -112,7 +113,7 @@ def verify(
 
 @app.command(cls=Command)
 def checkpoints(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of a run")],
+    run: Annotated[str, run_argument("RUN", "folder of a run")],
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> Action:
     """List a run's checkpoints and verify them; exit code 0 if it could go on and nothing is damaged."""
@@ -128,7 +129,7 @@ def checkpoints(
 
 @app.command(cls=Command)
 def export(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="run folder, best.pt, last.pt, or checkpoint")],
+    checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
     to: Annotated[str, typer.Option(metavar="FILE", help="….safetensors, ….pt, ….pt2 or ….onnx")],
     data_dir: Annotated[str | None, typer.Option(metavar="DIR", help="where the run's dataset is now")] = None,
     own_code: Annotated[bool, typer.Option(help="import the code of yours that the run names")] = False,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from multigpu_cli.commands import completion
 from multigpu_cli.config.schema import SETTINGS, Setting
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -48,7 +49,16 @@ class Group(TyperGroup):
     """The front door's command: its options in panels, its sub-commands, and a word about unknown ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse without Typer's reading of values."""
+        """Parse without Typer's reading of values.
+
+        Raises:
+            RequestError: shell completion for `python FILE`, of which no shell knows.
+        """
+        if " " in (ctx.info_name or "") and (wish := {"--install-completion", "--show-completion"} & set(args)):
+            raise RequestError(
+                f"{wish.pop()}: shells complete the installed program only",
+                remedy="pip install . and then multigpu --install-completion",
+            )
         return super().parse_args(_unread(self, ctx), args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -126,7 +136,14 @@ def _plain(value: Any) -> str:
 
 def _option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    option = typer.Option(flag, metavar=metavar or None, help=help, rich_help_panel=panel, show_default=False)
+    option = typer.Option(
+        flag,
+        metavar=metavar or None,
+        help=help,
+        rich_help_panel=panel,
+        show_default=False,
+        autocompletion=completion.of(name, metavar),
+    )
     default = False if kind is bool else None
     annotation = bool if kind is bool else kind | None
     return inspect.Parameter(

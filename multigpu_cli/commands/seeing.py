@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from multigpu_cli.commands.completion import run_argument
 from multigpu_cli.commands.options import Command, with_train_options, without_idle
 from multigpu_cli.errors import FAILED
 
@@ -116,7 +117,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
 
 
 def status(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", help="folders of runs, or of folders")] = None,
+    runs: Annotated[list[str] | None, run_argument("[RUN]", "folders of runs, or of folders")] = None,
     again: Annotated[bool, typer.Option("--watch", help="redraw until none of them is at work")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON; with --watch one line each time")] = False,
 ) -> Action:
@@ -132,7 +133,7 @@ def status(
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="folders of runs, or of folders")],
+    runs: Annotated[list[str], run_argument("RUN", "folders of runs, or of folders")],
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="where to write (default: RUN/report, ./report)")
     ] = None,

@@ -5,13 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from multigpu_cli.commands.completion import run_argument
 from multigpu_cli.commands.options import Command
 from multigpu_cli.commands.run_request import asked, parsed, target_of
 from multigpu_cli.config.kinds import integer, number
 
 Action = Callable[[], int]
 
-_Run = Annotated[str, typer.Argument(metavar="RUN", help="run folder, best.pt, last.pt, or checkpoint")]
+_Run = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or checkpoint")]
 _Data = Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")]
 _DataDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the data is now")]
 _Set = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of the data: data.args.…")]

@@ -1,0 +1,62 @@
+"""What the Tab key offers: names of datasets, networks, tasks and recipes, settings, run folders; without torch."""
+
+import glob
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from multigpu_cli.config.recipes import available
+from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.models.registry import MODELS
+from multigpu_cli.tasks.registry import TASKS
+
+Offer = Callable[[str], list[str]]
+"""From incomplete (Typer knows the parameter by this name) to what could stand there."""
+
+
+def of(key: str, metavar: str) -> Offer | None:
+    """What an option offers; None leaves it to the shell, which offers files.
+
+    Args:
+        metavar: how help shows the value; the words in auto|on|off are offered.
+    """
+    offers: dict[str, Offer] = {
+        "data": _among(DATASETS),
+        "model": _among(MODELS),
+        "task": _among(TASKS),
+        "config": lambda incomplete: _among(available())(incomplete),  # late: reads folders
+        "set": _among(f"{key}=" for key in SETTINGS),
+        "save_dir": run_folders,
+        "resume": lambda incomplete: [*_among(("auto", "never"))(incomplete), *run_folders(incomplete)],
+    }
+    words = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
+    return offers.get(key) or (_among(words) if words else None)
+
+
+def run_argument(metavar: str, help: str) -> Any:
+    """Declare the positional argument that is the folder of a run."""
+    return typer.Argument(metavar=metavar, help=help, autocompletion=run_folders)
+
+
+def run_folders(incomplete: str) -> list[str]:
+    """The folders of runs beside what stands there, a floor below, or where runs go by default."""
+    head, slash, name = incomplete.rpartition("/")
+    place, begun = Path(head + slash or "."), glob.escape(name)
+    patterns = [f"{begun}*/journal.jsonl", f"{begun}*/*/journal.jsonl"]
+    if not slash and "checkpoints".startswith(name):
+        patterns.append("checkpoints/*/*/journal.jsonl")
+    found = {file.parent.relative_to(place) for pattern in patterns for file in place.glob(pattern)}
+    return sorted(f"{head}{slash}{folder}" for folder in found)
+
+
+def _among(words: Iterable[str]) -> Offer:
+    known = sorted(words)
+
+    def offered(incomplete: str) -> list[str]:
+        return [word for word in known if word.startswith(incomplete)]
+
+    return offered
