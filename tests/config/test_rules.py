@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.environment import OWN_RUN_ID
-from multigpu_cli.config.rules import broken
+from multigpu_cli.config.rules import broken, yielding
 from multigpu_cli.config.sources import gather, resolve
 
 NAMES: dict[str, Any] = {"datasets": ["digits", "har"], "models": ["mlp"], "tasks": ["classification", "ppo"]}
@@ -150,3 +150,23 @@ def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:
     request = gather({"epochs": "0", "warmup_epochs": "30", "data": "digitz"}, (), None)
     faults = broken(request.config, environ={}, untold=request.broken, **NAMES)
     assert [str(fault).split(":")[0] for fault in faults] == ["--data digitz"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "left"),
+    [
+        ({}, {}, {"nproc_per_node": 4, "max_restarts": 1, "multi_gpu": "ddp"}),
+        ({"multi_gpu": "none"}, {}, {"nproc_per_node": None, "max_restarts": 0, "multi_gpu": "none"}),
+        ({"gpu_ids": "0,1"}, {}, {"nproc_per_node": None, "max_restarts": 1, "multi_gpu": "ddp"}),
+        ({}, TORCHRUN, {"nproc_per_node": None, "max_restarts": 0, "multi_gpu": "ddp"}),
+        ({"seed": "3"}, {}, {"nproc_per_node": 4, "max_restarts": 1, "multi_gpu": "ddp"}),
+    ],
+)
+def test_where_a_file_says_it_ran_gives_way(
+    flags: dict[str, Any], environ: dict[str, str], left: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text("multi_gpu: ddp\nnproc_per_node: 4\nmax_restarts: 1\n")
+    request = gather(flags, (), str(tmp_path / "config.yaml"))
+    config = yielding(request.config, request.filed, environ)
+    assert {key: config.get(key) for key in left} == left
+    assert broken(config, environ=environ, **NAMES) == []
