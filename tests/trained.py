@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import sys
 import time
 import traceback
 import warnings
@@ -124,7 +125,7 @@ def _rank(
     environ: dict[str, str], request: tuple[Any, ...], rank: int, pipes: list[tuple[Connection, Connection]]
 ) -> None:
     flags, sets, recipe, dry_run = request
-    faulthandler.dump_traceback_later(_SECONDS - 20)  # where it stands, if it hangs
+    faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
     os.environ.update(environ)
     settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
