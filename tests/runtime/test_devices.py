@@ -88,7 +88,7 @@ def test_gpus_that_are_not_there_are_a_wrong_request(mode: str, gpus: int, named
 
 
 def test_more_processes_than_gpus_are_a_wrong_request() -> None:
-    with pytest.raises(RequestError, match=r"--nproc-per-node 3, but only 2 GPU\(s\)"):
+    with pytest.raises(RequestError, match=r"--nproc-per-node 3, but only 2 GPUs to use"):
         chosen("ddp", gpus=2, nproc_per_node=3)
 
 

@@ -58,7 +58,7 @@ def test_the_working_directory_comes_before_installed_packages(own: Path) -> Non
         ("nowhere_for_plugins:build", "there is no module 'nowhere_for_plugins' in", "run from the folder"),
         ("os.nowhere:build", "there is no module 'os.nowhere'", "spelling"),
         ("mine_for_plugins:biuld", "has no 'biuld'", "did you mean 'build'?"),
-        ("mine_for_plugins:LIMIT", "'LIMIT' is a int, not something to call", ""),
+        ("mine_for_plugins:LIMIT", "'LIMIT' is of type int, not something to call", ""),
     ],
 )
 def test_what_cannot_be_found_is_named(own: Path, name: str, problem: str, remedy: str) -> None:
