@@ -1,14 +1,17 @@
-"""The trainer module: `train(config)` chooses where to run and returns the summary of the run.
+"""The trainer module: `train(config)` chooses where to run and returns the summary; the Python API is imported here.
 
 from multigpu_cli.config.schema import Config
 from train_multi_gpu import train
 
 summary = train(Config())          # scikit-learn's digits, on what this machine has
+
+The names of the API, `train_with_multi_gpu` and the others in API, load when they are first asked for.
 """
 
 import os
 import sys
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from multigpu_cli import engine
 from multigpu_cli.commands import explained
@@ -18,6 +21,34 @@ from multigpu_cli.monitor.console import Console, reserved_stdout
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous
+
+if TYPE_CHECKING:
+    from multigpu_cli.api.gpus import cleanup_distributed as cleanup_distributed
+    from multigpu_cli.api.gpus import clear_gpu_memory as clear_gpu_memory
+    from multigpu_cli.api.gpus import get_gpu_info as get_gpu_info
+    from multigpu_cli.api.gpus import print_gpu_info as print_gpu_info
+    from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
+    from multigpu_cli.api.settings import TrainingMode as TrainingMode
+    from multigpu_cli.api.training import evaluate_with_multi_gpu as evaluate_with_multi_gpu
+    from multigpu_cli.api.training import train_with_multi_gpu as train_with_multi_gpu
+
+API = {
+    "gpus": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory", "cleanup_distributed"),
+    "settings": ("MultiGPUConfig", "TrainingMode"),
+    "training": ("train_with_multi_gpu", "evaluate_with_multi_gpu"),
+}
+"""Names of the Python API by the file of multigpu_cli/api that holds them."""
+
+
+def __getattr__(name: str) -> Any:
+    for file, names in API.items():
+        if name in names:
+            return getattr(import_module(f"multigpu_cli.api.{file}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *(name for names in API.values() for name in names)])
 
 
 def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import LONG, Watch
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run import ending, record
+from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
@@ -37,6 +37,7 @@ def run(
     *,
     last_words: Callable[[TrainingError], None],
     dry_run: bool = False,
+    brought: Brought | None = None,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
@@ -45,6 +46,7 @@ def run(
         meeting: the launcher's facts, None in a world of one.
         console: speaks on rank 0; the other ranks' is silent.
         last_words: tells the user why a run that hangs is ended (see Watch).
+        brought: live objects in place of what the config names; the model is left with the weights for use.
 
     Raises:
         RequestError: the request is wrong; nothing was written.
@@ -53,13 +55,15 @@ def run(
     began = time.perf_counter()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        patience = max(LONG, config.fault.hang_timeout)
+        patience = choice.timeout or max(LONG, config.fault.hang_timeout)
         world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
         watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
-        settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0)
+        settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0, brought=brought)
         if settled.nothing_to_do and not dry_run:
             console.note(f"{settled.start.folder} is complete: nothing to do")
             console.report(settled.start.summary or {})
+            if brought:
+                brought.recall(settled.start.folder, world)
             return settled.start.summary or {}
         if settled.config.reproducibility.exact:
             be_deterministic()
@@ -114,10 +118,16 @@ def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any
     return found
 
 
-def fit(run: Run) -> str:
-    """Train until the planned steps are done, nothing improves any more, or somebody asks us to stop."""
-    progress, every, total = run.progress, Rhythm(run.config.checkpoint), run.plan.schedule.total_steps
-    while progress.step < total and not progress.stopped_early:
+def fit(run: Run, every: "Rhythm | None" = None, *, until: int | None = None) -> str:
+    """Train until the planned steps are done, nothing improves any more, or somebody asks us to stop.
+
+    Args:
+        every: when checkpoints are due, of a loop that goes on.
+        until: the end of an epoch, in steps, at which somebody else wants to have a say.
+    """
+    progress, total = run.progress, run.plan.schedule.total_steps
+    every = every or Rhythm(run.config.checkpoint)
+    while progress.step < min(total, until or total) and not progress.stopped_early:
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
@@ -161,7 +171,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     batches, strategy, device = run.plan.batches, run.strategy, run.world.device
     in_epoch = number % batches.steps_per_epoch
     samples, passes = batches.samples_in(in_epoch), batches.passes(in_epoch, run.world.rank, strategy.lanes)
-    set_rate(run.kept.optimizer, run.plan.schedule.at(number))
+    run.set_rates(number)
     everyone = -(-batches.count_in(in_epoch) // strategy.lanes)
     losses: dict[int, Tensor] = {}
     fetched: list[Tensor] = []
@@ -194,6 +204,8 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     if run.kept.average:
         run.kept.average.update_parameters(run.kept.model)
     run.nonfinite.note(skipped)
+    if run.tally:
+        run.tally.add(losses.values(), run.units.last)
     if run.trace:
         run.trace.write(number + 1, fetched)
     return Outcome(everyone, losses, norm, skipped)

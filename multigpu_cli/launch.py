@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,19 @@ def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -
         SignalException: a signal ended them.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        _launch(_agent(choice, max_restarts, logs), choice, argv)
+        _launch(_agent(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
+
+
+def run_function(
+    choice: Choice, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
+) -> dict[int, Any]:
+    """Call a function of some module with these arguments in `choice.launch` processes; what each rank returned.
+
+    Raises:
+        WorkersFailed: some call raised, or its process ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
+        return _launch(_agent(choice, max_restarts, logs), choice, function, *arguments)
 
 
 def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
@@ -121,14 +133,14 @@ def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
     )
 
 
-def _launch(launch: LaunchConfig, choice: Choice, argv: Sequence[str]) -> None:
+def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | str, *arguments: Any) -> dict[int, Any]:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
-        elastic_launch(launch, sys.executable)(str(_FRONT_DOOR), *argv)
+        return elastic_launch(launch, entry)(*arguments) or {}
     except ChildFailedError as failure:
-        raise _told(failure) from failure
+        raise _told(failure, speaks=isinstance(entry, str)) from failure
     finally:
         if before is None:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -136,16 +148,21 @@ def _launch(launch: LaunchConfig, choice: Choice, argv: Sequence[str]) -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _told(failure: ChildFailedError) -> WorkersFailed:
+def _told(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     """The exit code of the first worker that failed; one that a signal ended could not say so itself.
 
     The agent ends the others with SIGTERM: they come last, whatever their clocks say.
+
+    Args:
+        speaks: the workers told the user themselves.
     """
     rank, first = min(
         failure.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
     )
     if first.exitcode >= 0:
-        return WorkersFailed(first.exitcode)
+        message: Any = first.message  # of a function that raised: a dict with its traceback
+        said = message.get("message", "") if isinstance(message, dict) else message
+        return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {said}")
     name = signal.Signals(-first.exitcode).name
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from multigpu_cli.checkpoint.weights import check_fit
@@ -24,6 +25,7 @@ class Progress:
         last: metrics of the newest log line and of the newest evaluation of each split.
         faults: what went wrong so far.
         stopped_early: nothing improved any more before the last step.
+        scheduled: how often a scheduler of the user's own was stepped.
     """
 
     step: int = 0
@@ -35,6 +37,7 @@ class Progress:
     last: dict[str, float] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
     stopped_early: bool = False
+    scheduled: int = 0
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Kept:
     precision: Precision
     average: AveragedModel | None
     progress: Progress
+    scheduler: LRScheduler | None = None  # the user's own
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Plain values and tensors in host memory; see `begin_capture`."""
@@ -64,6 +68,7 @@ class Kept:
             "precision": self.precision.state_dict(),
             "average": self.average.state_dict() if self.average else None,
             "progress": asdict(self.progress),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
         }
         moving = {buffer.data_ptr() for buffer in self.model.buffers()}  # forward moves them
         later: list[tuple[Tensor, Tensor]] = []
@@ -82,6 +87,8 @@ class Kept:
         self.precision.load_state_dict(state["precision"])
         if self.average:
             self.average.load_state_dict(state["average"])
+        if self.scheduler and state.get("scheduler"):
+            self.scheduler.load_state_dict(state["scheduler"])
         self.progress.__dict__.update(state["progress"])
 
     def for_use(self) -> nn.Module:

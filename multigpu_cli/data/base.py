@@ -11,12 +11,26 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.sampler import Order
 from multigpu_cli.data.vocabulary import Vocabulary
 
 
 def as_float(inputs: Tensor) -> Tensor:
     """What happens to a batch where a dataset asks for nothing else: uint8 becomes 0…1, the rest stays."""
     return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetching:
+    """How samples come to the device where they are fetched one by one.
+
+    Attributes:
+        pin_memory: through page-locked host memory; it has an effect with a GPU only.
+        prefetch: batches that each loader process keeps ready; None takes torch's own number.
+    """
+
+    pin_memory: bool = True
+    prefetch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +51,8 @@ class Source:
         target_scale: mean and deviation of the training targets, where they are numbers of any size.
         vocabulary: between text and tokens, where samples are text.
         remark: what is special about the samples, for the plan.
+        order: the user's own order of training samples; None shuffles them by seed and epoch.
+        fetching: how samples come to the device.
         transformed: a mark of what else was learned from the training part and went into the samples.
         model, task: what suits this dataset where the user names none.
     """
@@ -54,8 +70,15 @@ class Source:
     vocabulary: Vocabulary | None = None
     remark: str = ""
     transformed: str = ""
+    order: Order | None = None
+    fetching: Fetching = Fetching()
     model: str = "mlp"
     task: str = "classification"
+
+    @property
+    def samples(self) -> int:
+        """How many samples an epoch of training has."""
+        return len(self.train if self.order is None else self.order)  # type: ignore[arg-type]
 
     def learned(self) -> str:
         """A mark of what the training part has taught: classes, tokens, scales. Weights mean nothing without these."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import Draws
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import Fetching, Source
 from multigpu_cli.data.sample import Collate, sample_of
 from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
@@ -72,9 +72,10 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch: _Memory | _Items = _Memory(split, device, config.on_device)
+            self._fetch: _Memory | _Items = _Memory(split, device, config.on_device, source.fetching)
         else:
-            self._fetch = _Items(split, device, seed, _loader_processes(config.num_workers, workers_here))
+            processes = _loader_processes(config.num_workers, workers_here)
+            self._fetch = _Items(split, device, seed, processes, source.fetching)
         self.where = self._fetch.where
 
     def close(self) -> None:
@@ -87,13 +88,18 @@ class Loader:
         Args:
             lanes: micro-batches joined into one batch (DataParallel takes one for each device).
         """
-        order = epoch_order(self.size, self.seed, epoch)
+        order = self.order(epoch)
         steps = range(start, plan.steps_per_epoch)
         chunks = (order[first:stop] for step in steps for _, first, stop in plan.passes(step, rank, lanes))
         batches = self._fetch.stream(chunks, epoch)
         for step in steps:
             passes = plan.passes(step, rank, lanes)
             yield (self._finished(next(batches), index, epoch, train=True) for index, _, _ in passes)
+
+    def order(self, epoch: int) -> Tensor:
+        """(n,) int64: the sample at each position of an epoch of training."""
+        own = self.source.order
+        return epoch_order(self.size, self.seed, epoch) if own is None else own(epoch)
 
     def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass: fixed batches, each sample once on any number of workers."""
@@ -127,11 +133,11 @@ _Fetched = tuple[Any, Any, Tensor]
 class _Memory:
     """A dataset held in one piece, in host or device memory, and indexed by whole batches."""
 
-    def __init__(self, split: TensorDataset, device: torch.device, wanted: str) -> None:
+    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, fetching: Fetching) -> None:
         tensors = split.tensors
         if len(tensors) != 2:
             raise RequestError(f"--data: a sample must be (input, target), not {len(tensors)} tensors")
-        self.device, on_device = device, device.type == "cpu"
+        self.device, on_device, self._pin = device, device.type == "cpu", fetching.pin_memory
         if device.type == "cuda":
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             free, _ = torch.cuda.mem_get_info(device)
@@ -149,14 +155,18 @@ class _Memory:
             at = indices.to(home)
             inputs, targets = self.inputs.index_select(0, at), self.targets.index_select(0, at)
             if home != self.device:
-                inputs, targets = (t.pin_memory().to(self.device, non_blocking=True) for t in (inputs, targets))
+                inputs, targets = (
+                    (t.pin_memory() if self._pin else t).to(self.device, non_blocking=True) for t in (inputs, targets)
+                )
             yield inputs, targets, indices
 
 
 class _Items:
     """A map-style dataset, fetched sample by sample; the order of samples is settled before the loader sees it."""
 
-    def __init__(self, split: Dataset[Any], device: torch.device, seed: int, processes: int) -> None:
+    def __init__(
+        self, split: Dataset[Any], device: torch.device, seed: int, processes: int, fetching: Fetching
+    ) -> None:
         self.device = device
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
@@ -164,7 +174,8 @@ class _Items:
             collate_fn=Collate(split),
             batch_sampler=self._chunks,
             num_workers=processes,
-            pin_memory=device.type == "cuda",
+            pin_memory=fetching.pin_memory and device.type == "cuda",
+            prefetch_factor=fetching.prefetch if processes else None,
             persistent_workers=processes > 0,
             worker_init_fn=_belong_to_trainer,
         )

@@ -1,5 +1,7 @@
 """One order of samples: (seed, epoch, position) → sample, whoever asks, however often the run was interrupted."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -9,3 +11,12 @@ from multigpu_cli.planning.keys import key
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """(count,) int64: the sample at each position of an epoch."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(key(seed, epoch)))
+
+
+class Order(Protocol):
+    """An order of samples of the user's own; how many samples an epoch has, and which come at each position."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, epoch: int) -> Tensor:
+        """(count,) int64: the same on every rank, and whenever it is asked for."""

@@ -30,7 +30,15 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
     model: nn.Module = plugins.call(plugins.find(name, MODELS, flag="--model"), offered, config.args, where="model")
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
-    model = adapted(model)
+    return prepared(adapted(model), config, name)
+
+
+def prepared(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:
+    """What the settings ask for beside the network itself: SyncBatchNorm, frozen parameters, checkpointed activations.
+
+    Raises:
+        RequestError: nothing is left to train.
+    """
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for pattern in config.freeze:

@@ -24,6 +24,8 @@ def conclude(run: Run) -> dict[str, Any]:
     best = decided(run.world, lambda: _publish(run, state))
     if best:
         run.kept.for_use().load_state_dict(best)
+    if run.settled.brought and run.kept.average:
+        run.kept.model.load_state_dict(run.kept.for_use().state_dict())
     details = evaluate(run, "test", run.test).details if run.test is not None else {}
     return {"fingerprint": mark, **details}
 

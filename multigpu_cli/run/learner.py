@@ -21,9 +21,11 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sample import shapes
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import build_model, in_channels_last
-from multigpu_cli.optimizers import averaged, build_optimizer
+from multigpu_cli.models.build import build_model, in_channels_last, prepared
+from multigpu_cli.models.hugging_face import adapted
+from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.brought import make_alike
 from multigpu_cli.run.settle import Settled
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
@@ -38,6 +40,7 @@ from multigpu_cli.strategies.distributed import Distributed
 from multigpu_cli.strategies.exact import Exact
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.criterion import Criterion
 from multigpu_cli.tasks.registry import TASKS
 
 
@@ -73,6 +76,14 @@ class Learner:
     def progress(self) -> Progress:
         return self.kept.progress
 
+    def set_rates(self, step: int) -> None:
+        """The rate of optimizer step `step`: the schedule's, or where the user's own optimizer and scheduler are."""
+        live = self.settled.brought
+        if live and live.optimizer:
+            live.follow(self.kept, step, self.plan.batches.steps_per_epoch)
+        else:
+            set_rate(self.kept.optimizer, self.plan.schedule.at(step))
+
     @property
     def eval_batch(self) -> int:
         """Samples in one batch of an evaluation: the same on any number of workers; it keeps no activations."""
@@ -87,10 +98,14 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     """
     train, val, test = together(world, lambda: _loaders(settled, world))
     task, kept, precision = together(world, lambda: _on_this_rank(settled, world, train))
+    if settled.brought:
+        make_alike(kept.model, world)
+        if kept.average:
+            kept.average.module.load_state_dict(kept.model.state_dict())
     _restore(kept, settled, world)
     model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
     settled = _with_buckets(settled, kept.model, world)
-    strategy = _strategy(model, choice, world, settled.config)
+    strategy = _strategy(model, choice, world, settled)
     some = min(settled.plan.batches.micro_batch, train.size)
     strategy.warm_up(lambda: task.loss_sum(strategy.callable, first_batch(train, some)))
     return Learner(settled, choice, world, task, kept, precision, strategy, train, val, test)
@@ -99,8 +114,9 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
 def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, Kept, Precision]:
     """What can be built without communication, so that errors can be compared."""
     config, source = settled.config, settled.source
-    task = build_task(config, source)
-    model = fresh_model(config, source)
+    live = settled.brought
+    task = Criterion(source, config.task, live.criterion) if live and live.criterion else build_task(config, source)
+    model = prepared(adapted(live.model), config.model, settled.model) if live else fresh_model(config, source)
     if config.model.init_from and not settled.start.checkpoint:
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
@@ -108,7 +124,9 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
     _lay_out(settled, task, model, precision, first_batch(train, min(2, train.size)))
     ema = config.optimizer.ema
     average = None if ema == "off" else averaged(model, float(ema))
-    return task, Kept(model, build_optimizer(model, config.optimizer), precision, average, Progress()), precision
+    optimizer = (live and live.ready_optimizer(model)) or build_optimizer(model, config.optimizer)
+    scheduler = live.scheduler if live else None
+    return task, Kept(model, optimizer, precision, average, Progress(), scheduler), precision
 
 
 def fresh_model(config: Config, source: Source) -> nn.Module:
@@ -216,13 +234,14 @@ def _with_buckets(settled: Settled, model: nn.Module, world: World) -> Settled:
     return replace(settled, config=with_settings(config, {"bucket_cap_mb": measured_cap(model, world)}))
 
 
-def _strategy(model: nn.Module, choice: Choice, world: World, config: Config) -> Strategy:
+def _strategy(model: nn.Module, choice: Choice, world: World, settled: Settled) -> Strategy:
+    config, live = settled.config, settled.brought
     if config.reproducibility.exact:
         return Exact(model, world)
     if choice.strategy == "dp":
         return DataParallel(model, choice.devices)
     if choice.strategy == "ddp":
-        return Distributed(model, world, config.communication)
+        return Distributed(model, world, config.communication, live.ddp if live else {})
     return Single(model)
 
 

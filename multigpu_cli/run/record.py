@@ -15,9 +15,7 @@ from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.weights import host_copy, save_weights
-from multigpu_cli.config.sources import dump
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import TrainingError, counted
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.faults.ends import earlier_cause
@@ -63,7 +61,7 @@ def _prepare_folder(run: Run) -> None:
         (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
         sweep(run.folder)
         run.store.sweep()
-        publish(run.folder / "config.yaml", dump(run.settled.words).encode())
+        publish(run.folder / "config.yaml", run.settled.as_yaml().encode())
     if run.tensorboard:
         run.tensorboard.plan(run.plan.rows())
 
@@ -101,7 +99,7 @@ def log_step(run: Run, outcome: Outcome) -> None:
         "epoch": -(-progress.step // batches.steps_per_epoch),
         "samples": batches.samples_after(progress.step),
         "loss": fsum(value for row in everyone for value in row[: len(losses)]) / max(1, int(run.units.last)),
-        "lr": run.plan.schedule.at(progress.step - 1),
+        "lr": float(run.kept.optimizer.param_groups[0]["lr"]),
         **figures.of_the_gradient(run, rows, float(outcome.norm)),
         "samples_per_second": rates["samples_per_second"],
         **run.units.rate(rates["samples_per_second"]),
@@ -140,7 +138,7 @@ def _samples_of(run: Run, step: int) -> list[int]:
     """The global batch of a step, by sample number: the same on every rank, without asking the others."""
     batches = run.plan.batches
     epoch, in_epoch = divmod(step, batches.steps_per_epoch)
-    order = epoch_order(run.train.size, run.config.reproducibility.seed, epoch)
+    order = run.train.order(epoch)
     first = in_epoch * batches.global_batch
     return [int(number) for number in order[first : first + batches.samples_in(in_epoch)]]
 
@@ -199,6 +197,8 @@ def judge(run: Run) -> None:
     """At the end of an epoch: evaluate, keep the best weights, and stop early where nothing improves any more."""
     progress = run.progress
     look_for_nonfinite(run)
+    if run.tally:
+        progress.last["epoch_loss"] = run.tally.read()
     if run.val is None:
         return
     found = evaluate(run, "val", run.val)

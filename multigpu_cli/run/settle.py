@@ -11,6 +11,7 @@ import torch
 from multigpu_cli.checkpoint.run_folder import Start, choose_start
 from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.sources import dump
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.source import open_source
@@ -18,6 +19,7 @@ from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.brought import Brought
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, greatest, together
 from multigpu_cli.runtime.determinism import share_threads
@@ -39,6 +41,7 @@ class Settled:
         source: the dataset.
         plan: the arithmetic.
         model, task: names, the dataset's own where the user named none.
+        brought: live objects, in place of what the settings name.
     """
 
     words: Config
@@ -48,6 +51,7 @@ class Settled:
     plan: Plan
     model: str
     task: str
+    brought: Brought | None = None
 
     @property
     def pins(self) -> dict[str, Any]:
@@ -64,6 +68,11 @@ class Settled:
         if self.config.communication.bucket_cap_mb != "auto":
             pins["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
         return pins | ({"machine": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
+
+    def as_yaml(self) -> str:
+        """config.yaml: the user's settings."""
+        live = f"# with live objects from Python, which --config does not bring back: {self.brought}\n"
+        return (live if self.brought else "") + dump(self.words)
 
     def label(self) -> dict[str, Any]:
         """What weights for use are labelled with: the settings, and a mark of what was learned from the data itself."""
@@ -89,12 +98,21 @@ class Settled:
         return stored is not None and all(self.words.get(key) == stored[key] for key in ("epochs", "max_steps"))
 
 
-def settle(config: Config, choice: Choice, world: World, *, attempt: int, source: Source | None = None) -> Settled:
+def settle(
+    config: Config,
+    choice: Choice,
+    world: World,
+    *,
+    attempt: int,
+    source: Source | None = None,
+    brought: Brought | None = None,
+) -> Settled:
     """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
 
     Args:
         attempt: how often the launcher restarted us.
         source: the dataset, where it has been loaded already.
+        brought: live objects, in place of what the settings name.
 
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
@@ -107,13 +125,12 @@ def settle(config: Config, choice: Choice, world: World, *, attempt: int, source
         origin = str(Path(str(start.checkpoint)).parents[1])
         words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
     config = with_settings(words, _resolved(pins)) if pins else words
-    source = together(world, lambda: _opened(config, choice, world, source))
-    _same_everywhere(world, len(source.train))  # type: ignore[arg-type]
-    plan = _plan(words, config, choice, world, start, source)
+    source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
+    _same_everywhere(world, source.samples)
+    plan = _plan(words, config, choice, world, start, source, brought)
     _raise_all(_beyond_the_data(config, plan, source, start))
-    return Settled(
-        words, config, start, source, plan, config.model.name or source.model, config.task.name or source.task
-    )
+    model, task = config.model.name or source.model, config.task.name or source.task
+    return Settled(words, config, start, source, plan, model, task, brought)
 
 
 def _opened(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
@@ -151,7 +168,7 @@ def with_batch(settled: Settled, size: int, choice: Choice, world: World, *, bec
     before, measured = settled.plan, settled.words.batch.size == "auto" and not settled.start.manifest
     if measured:
         config = with_settings(settled.config, {"batch_size": size})
-        plan = _plan(settled.words, config, choice, world, settled.start, settled.source)
+        plan = _plan(settled.words, config, choice, world, settled.start, settled.source, settled.brought)
         return replace(settled, config=config, plan=replace(plan, size_because=because))
     return replace(settled, plan=replace(before, batches=replace(before.batches, micro_batch=size)))
 
@@ -161,17 +178,25 @@ def _resolved(pins: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in pins.items() if key in SETTINGS} | {"grad_accum_steps": None, "base_lr": None}
 
 
-def _plan(words: Config, config: Config, choice: Choice, world: World, start: Start, source: Source) -> Plan:
+def _plan(
+    words: Config,
+    config: Config,
+    choice: Choice,
+    world: World,
+    start: Start,
+    source: Source,
+    brought: Brought | None,
+) -> Plan:
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
     batches = plan_batches(
-        samples=len(source.train),  # type: ignore[arg-type]
+        samples=source.samples,
         micro_batch=_PROVISIONAL if config.batch.size == "auto" else int(config.batch.size),
         workers=workers,
         accumulation=config.batch.grad_accum_steps,
         global_batch=config.batch.global_size,
         drop_last=config.batch.drop_last,
     )
-    rate = _rate(config, batches, pinned=start.manifest is not None)
+    rate = _rate(config, batches, brought, pinned=start.manifest is not None)
     number = choose_format(config.precision.amp, world.device)
     here = len(choice.devices) if choice.launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
@@ -195,9 +220,9 @@ def _plan(words: Config, config: Config, choice: Choice, world: World, start: St
         base_batch_size=config.rate.base_batch_size,
         precision=number.name,
         precision_because="as the run was started with" if start.manifest else number.because,
-        contents=f"{name} on {config.data.name} ({source.remark}{len(source.train):,} training samples), {task}",  # type: ignore[arg-type]
+        contents=f"{name} on {config.data.name} ({source.remark}{source.samples:,} training samples), {task}",
         start=start.because,
-        idle=_without_effect(words, choice),
+        idle=_without_effect(words, choice, live=brought is not None),
         save_dir=start.folder,
         epochs=config.length.epochs,
         size_because="to be measured before the first step" if config.batch.size == "auto" else "",
@@ -211,16 +236,17 @@ def _exact_pins(plan: Plan) -> dict[str, Any]:
     return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
 
 
-def _without_effect(words: Config, choice: Choice) -> list[str]:
+def _without_effect(words: Config, choice: Choice, *, live: bool) -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
-    factory = inspect.signature(plugins.find(words.data.name, DATASETS, flag="--data")).parameters
-    about_data = {key for key, name in (("mode", "mode"), ("data_dir", "data_dir")) if name not in factory}
+    about_data = {"mode", "data_dir"}
+    if not live:
+        about_data -= inspect.signature(plugins.find(words.data.name, DATASETS, flag="--data")).parameters.keys()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
     return [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & words.explicit)]
 
 
-def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:
+def _rate(config: Config, batches: BatchPlan, brought: Brought | None, *, pinned: bool) -> Rate:
     rate = settle_rate(
         given=config.rate.lr,
         base=config.rate.base_lr,
@@ -229,6 +255,8 @@ def _rate(config: Config, batches: BatchPlan, *, pinned: bool) -> Rate:
         rule=config.rate.scaling,
         optimizer=config.optimizer.name,
     )
+    if brought and brought.optimizer:
+        return rate._replace(because=f"{rate.value:.4g}, {brought.rate_because()}")
     return rate._replace(because=f"{rate.value:.4g}, as the run was started with") if pinned else rate
 
 

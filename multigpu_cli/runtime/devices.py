@@ -19,6 +19,7 @@ class Choice(NamedTuple):
         launch: processes to start ourselves, 0 where this process does the work.
         because: the reason, for the plan.
         backend: of the process group; None takes the device's own.
+        timeout: seconds that its collectives wait; None takes what the watch over the run needs.
     """
 
     strategy: str
@@ -26,6 +27,7 @@ class Choice(NamedTuple):
     launch: int
     because: str
     backend: str | None = None
+    timeout: float | None = None
 
 
 def visible_gpus() -> int:

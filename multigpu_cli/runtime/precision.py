@@ -72,8 +72,10 @@ class Precision:
         if self._scaler.is_enabled():
             self._scaler.step(optimizer)
             self._scaler.update()
-        else:
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not skipped:  # somebody's own optimizer can't decide on the device: the host waits for the norm
             optimizer.step()
         for parameter in parameters:  # as optimizer.zero_grad() does, without its hooks: 30 µs of a small step
             parameter.grad = None

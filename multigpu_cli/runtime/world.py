@@ -1,9 +1,11 @@
 """Who we are among the processes of this run: read once from the environment, then a value."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,28 @@ class Rendezvous:
     attempt: int
     agent_store: bool
     restarts_left: int = 0
+
+    @classmethod
+    def here(cls) -> "Rendezvous | None":
+        """What this process was told; None where no launcher started it."""
+        return cls.from_environment(os.environ)
+
+    @classmethod
+    def joining(cls, rank: int, size: int, local_rank: int | None) -> "Rendezvous":
+        """Rank `rank` of processes that somebody else started, at MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            RequestError: the environment does not say where they meet.
+        """
+        if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT", "").isdecimal():
+            raise RequestError(
+                f"rank={rank} of world_size={size}: nothing says where the other processes are",
+                remedy="torchrun --nproc_per_node=N SCRIPT; or leave rank out, and they are started here; or set "
+                "MASTER_ADDR and MASTER_PORT in each process",
+            )
+        local = rank if local_rank is None else local_rank
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return cls(rank, size, local, size, address, port, attempt=0, agent_store=False)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> "Rendezvous | None":
@@ -104,27 +128,33 @@ def joined(
     if meeting is None:
         yield World(device)
         return
+    place = (meeting.rank, meeting.size, meeting.local_rank, meeting.local_size, meeting.attempt)
+    if dist.is_initialized():  # somebody else's group, who ends it, too
+        shared: Any = dist.distributed_c10d._get_default_store()
+        yield World(device, *place, dist.PrefixStore(_part(shared, meeting), _client(shared)))
+        return
     die_with_parent()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    store = _store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0)
+    part = _part(store, meeting)
     dist.init_process_group(
         backend,
-        store=_store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0),
+        store=dist.PrefixStore(part, store),
         rank=meeting.rank,
         world_size=meeting.size,
         timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
     )
     try:
-        place = (meeting.rank, meeting.size, meeting.local_rank, meeting.local_size, meeting.attempt)
-        yield World(device, *place, _store(meeting, timeout, hosts=False))  # a client of its own, for other threads
+        client = _store(meeting, timeout, hosts=False)  # of its own, for other threads
+        yield World(device, *place, dist.PrefixStore(part, client))
     finally:
         dist.destroy_process_group()
 
 
-def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.PrefixStore:
-    """The agent keeps one store over all restarts: a prefix for each attempt keeps dead processes' addresses out."""
+def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.TCPStore:
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             meeting.address,
             meeting.port,
             meeting.size,
@@ -139,4 +169,17 @@ def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.PrefixSt
             f"MASTER_PORT={meeting.port} in the environment: another program uses that port",
             remedy="torchrun --standalone, which takes a free one, or another --master-port",
         ) from error
-    return dist.PrefixStore(f"attempt-{meeting.attempt}", store)
+
+
+def _client(store: Any) -> dist.Store:
+    """A connection of its own, for other threads, where this torch can make one."""
+    return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]
+
+
+def _part(store: dist.Store, meeting: Rendezvous) -> str:
+    """Prefix of a part of the store: the agent keeps one over all restarts, and a process may train several times.
+
+    One for each attempt, and for each further run in it, keeps addresses of dead processes and ended groups out.
+    """
+    times = store.add(f"runs of {meeting.rank} in attempt {meeting.attempt}", 1)
+    return f"attempt-{meeting.attempt}" + (f"-run-{times}" if times > 1 else "")

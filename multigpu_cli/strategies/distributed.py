@@ -1,8 +1,9 @@
 """DistributedDataParallel: one process per device, gradients averaged while backward is still running."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,16 @@ class Distributed(Strategy):
 
     DDP divides by the number of workers; losses here are sums divided by the global count, so they are multiplied by it
     again. Buffers are not broadcast: `StepBuffers` keeps them alike.
+
+    Args:
+        more: further arguments of torch's DistributedDataParallel.
     """
 
     name = "ddp"
 
-    def __init__(self, model: nn.Module, world: World, config: CommunicationConfig) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, config: CommunicationConfig, more: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(model, world.size)
         self._workers, self.loss_factor = world.size, float(world.size)
         self._replica = Replica(model)
@@ -55,8 +61,8 @@ class Distributed(Strategy):
             self._replica,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             **{_BUFFERS_BY_DDP: False},  # type: ignore[arg-type]
-            gradient_as_bucket_view=True,
             find_unused_parameters=config.find_unused_parameters,
+            **{"gradient_as_bucket_view": True} | dict(more or {}),
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
         )
         self._low_rank = LowRank(self._ddp) if config.grad_compression == "powersgd" else None

@@ -1,0 +1,144 @@
+"""Where a run from Python takes place: this process's rank and devices, or processes that are started for it."""
+
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multigpu_cli import engine
+from multigpu_cli.api.settings import MultiGPUConfig, in_python
+from multigpu_cli.checkpoint.run_folder import choose_start
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.launch import run_function
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.brought import Brought
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import Rendezvous, World
+
+
+def meeting_of(config: MultiGPUConfig) -> Rendezvous | None:
+    """Who this process is: as torchrun says, as a process group says that is there already, or as the config says.
+
+    Raises:
+        RequestError: the config says otherwise than the launcher, or names a rank whose others nobody has started.
+    """
+    meeting = Rendezvous.here()
+    if meeting is None and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = rank if config.local_rank is None else config.local_rank
+        meeting = Rendezvous(rank, size, local, size, "", 0, attempt=0, agent_store=False)
+    if meeting is None and config.rank is not None and (config.world_size or 1) > 1:
+        meeting = Rendezvous.joining(config.rank, config.world_size or 1, config.local_rank)
+    if meeting is None:
+        return None
+    facts = {"world_size": meeting.size, "rank": meeting.rank, "local_rank": meeting.local_rank}
+    for name, fact in facts.items():
+        if getattr(config, name) not in (None, fact):
+            raise RequestError(
+                f"{name}={getattr(config, name)}, but the launcher says {fact}",
+                remedy=f"leave {name} out: it is read from the environment",
+            )
+    return meeting
+
+
+def choice_of(config: MultiGPUConfig, frozen: Config, meeting: Rendezvous | None) -> Choice:
+    """Strategy and devices.
+
+    Raises:
+        RequestError: devices that are not there, or a backend that they don't have.
+    """
+    device, gpus = frozen.device, visible_gpus()
+    if meeting is None and config.rank is None and (config.world_size or 1) > 1:
+        device = replace(device, nproc_per_node=config.world_size)
+    try:
+        choice = choose(replace(device, gpu_ids=None) if meeting else device, gpus=gpus, cpus=cores(), meeting=meeting)
+    except RequestError as error:
+        raise in_python(error) from error
+    ids = config.device_ids
+    if meeting and ids:
+        if absent := [number for number in ids if not 0 <= number < gpus]:
+            seen = f"{gpus} are visible" if gpus else "no GPU is visible"
+            raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")
+        if meeting.local_rank >= len(ids):
+            raise RequestError(f"device_ids {ids}: {meeting.local_size} processes here need as many GPUs")
+        choice = choice._replace(devices=(torch.device("cuda", ids[meeting.local_rank]),))
+    if config.backend == "nccl" and choice.devices[0].type == "cpu":
+        raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
+    seconds = config.timeout.total_seconds() if config.timeout else None
+    return choice._replace(backend=config.backend, timeout=seconds)
+
+
+def run_here(
+    config: Config, choice: Choice, meeting: Rendezvous | None, brought: Brought, screen: str
+) -> dict[str, Any]:
+    """The engine's `run` in this process; returns the summary."""
+    try:
+        speaker = console(screen, meeting)
+        return engine.run(config, choice, meeting, speaker, last_words=last_words, brought=brought)
+    except RequestError as error:
+        raise in_python(error) from error
+
+
+def run_in_processes(config: Config, choice: Choice, brought: Brought, screen: str) -> dict[str, Any]:
+    """The same in `choice.launch` processes of this machine that get copies of the objects; the weights come back.
+
+    Raises:
+        RequestError: objects that can't be sent to another process.
+    """
+    start = choose_start(config, attempt=0)
+    checkpoint = replace(config.checkpoint, save_dir=start.folder, resume="auto")
+    config = replace(config, checkpoint=checkpoint, explicit=config.explicit | {"save_dir"})
+    try:
+        ForkingPickler.dumps(brought)
+    except Exception as error:
+        raise RequestError(
+            f"{choice.because}: model, data, loss or optimizer can't be sent to other processes ({error})",
+            remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
+            "the top of a module, no lambdas",
+        ) from error
+    answers = run_function(
+        choice, _worker, config, choice.backend, choice.timeout, brought, screen, max_restarts=config.fault.max_restarts
+    )
+    summary, problem, remedy = answers[0]
+    if problem:
+        raise in_python(RequestError(problem, remedy=remedy))
+    if summary["status"] == "completed":
+        brought.recall(summary["save_dir"], World(torch.device("cpu")))
+    return dict(summary)
+
+
+def _worker(
+    config: Config, backend: str | None, timeout: float | None, brought: Brought, screen: str
+) -> tuple[dict[str, Any], str, str]:
+    """One process of a self-launched run: summary, or problem and remedy of a wrong request, which all ranks find."""
+    meeting = Rendezvous.here()
+    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    for tensor in [*brought.model.parameters(), *brought.model.buffers()]:
+        tensor.data = tensor.data.clone()  # it came in memory that all processes share
+    if brought.optimizer:
+        brought.optimizer.load_state_dict(deepcopy(brought.optimizer.state_dict()))
+    try:
+        return run_here(config, choice._replace(backend=backend, timeout=timeout), meeting, brought, screen), "", ""
+    except RequestError as error:
+        return {}, error.problem, error.remedy
+
+
+def console(screen: str, meeting: Rendezvous | None) -> Console:
+    """Speaks on rank 0."""
+    return Console("silent" if meeting and meeting.rank else screen)  # type: ignore[arg-type]
+
+
+def last_words(error: TrainingError) -> None:
+    """For a process that ends where no exception can be raised any more."""
+    Console("quiet", sys.stderr).error(f"error: {error}")
+
+
+def folder_of(summary: dict[str, Any]) -> Path:
+    """The run folder."""
+    return Path(summary["save_dir"])

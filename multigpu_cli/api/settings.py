@@ -1,0 +1,272 @@
+"""`MultiGPUConfig`: the settings of the founding documents by their names, and what each is here."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from multigpu_cli.config import rules
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.data.base import Fetching
+from multigpu_cli.errors import RequestError, all_wrong, did_you_mean
+
+_FOR_EVER = 10**6  # epochs: somebody else's loop says when it is over
+_NEVER = 999_999_999  # optimizer steps
+
+
+class TrainingMode(Enum):
+    """How several GPUs share the work; the values are those of --multi-gpu."""
+
+    AUTO = "auto"
+    SINGLE_GPU = "none"
+    DATA_PARALLEL = "dp"
+    DISTRIBUTED_DATA_PARALLEL = "ddp"
+
+    @classmethod
+    def named(cls, strategy: "str | TrainingMode") -> "TrainingMode":
+        """From any of the names in use: auto, none, dp, DataParallel, ddp, DistributedDataParallel, …
+
+        Raises:
+            RequestError: there is no such strategy.
+        """
+        if isinstance(strategy, cls):
+            return strategy
+        word = re.sub(r"[^a-z]", "", str(strategy).lower())
+        known = {"single": cls.SINGLE_GPU, "distributed": cls.DISTRIBUTED_DATA_PARALLEL}
+        known |= {mode.value: mode for mode in cls} | {mode.name.lower().replace("_", ""): mode for mode in cls}
+        if word not in known:
+            raise RequestError(f"strategy {strategy!r}: there is no such one", remedy=did_you_mean(word, known))
+        return known[word]
+
+
+@dataclass
+class MultiGPUConfig:
+    """Settings of a run from Python. It may be changed until training is set up, which freezes a copy of it.
+
+    Every field has its effect or is refused with a reason (RequestError when training is set up). None takes the
+    default of the command line.
+
+    Attributes:
+        training_mode: how several GPUs share the work; auto takes DDP for two or more, never DataParallel.
+        device_ids: which GPUs; under torchrun, that of each local rank.
+        world_size: processes. Under a launcher it must agree with it; without `rank`, so many are started here.
+        rank, local_rank: this process among them, where no launcher says so; MASTER_ADDR and MASTER_PORT must be set.
+        backend: nccl or gloo; None takes nccl on GPUs and gloo on CPU.
+        timeout: how long a collective waits for a rank.
+        batch_size: samples per device per micro-batch, or "auto".
+        global_batch_size: fixes the samples of an optimizer step on any number of devices.
+        gradient_accumulation_steps: micro-batches per optimizer step on each device.
+        drop_last: leave out an epoch's last short global batch.
+        num_epochs: passes over the data; None with `setup_training` goes on for as long as it is called, else 10.
+        learning_rate: as given; None scales 1e-3 (AdamW) to the global batch. With an optimizer of your own: its own.
+        use_mixed_precision: bf16, or fp16 with loss scaling on GPUs without it; full precision on CPU.
+        max_grad_norm: the global batch's gradient is clipped to this norm; None does not clip.
+        find_unused_parameters, use_gradient_as_bucket_view: as in DistributedDataParallel.
+        static_graph: False only; torch's own switch fails where gradients are accumulated.
+        bucket_cap_mb, reduce_bucket_size: one size, in MiB and in bytes.
+        broadcast_buffers: True only; buffers are kept alike on all ranks in every step.
+        use_fp16_allreduce, fp16_compression: gradients travel in half precision; either word will do.
+        sync_bn: BatchNorm statistics over all GPUs.
+        use_gradient_checkpointing: recompute activations in backward.
+        num_workers: loader processes per device, or "auto".
+        pin_memory, prefetch_factor: as in DataLoader.
+        persistent_workers: True only with loader processes: they are forked once, before training begins.
+        enable_fault_tolerance: False saves at the end only, and stops at the first NaN or lack of memory.
+        checkpoint_frequency: optimizer steps between checkpoints; None saves after each epoch.
+        recovery_timeout: seconds without progress until a rank counts as stuck, and the run is ended.
+        max_restarts: of a run whose processes are started here.
+        save_dir: run folder; one that holds a run is continued. None begins a new one under checkpoints/.
+        seed, exact: as --seed and --exact.
+        screen: silent, quiet, normal or verbose.
+        settings: anything else that the command line has, by key: {"ema": 0.999, "schedule": "linear"}.
+    """
+
+    training_mode: TrainingMode | str = TrainingMode.AUTO
+    device_ids: list[int] | None = None
+    world_size: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    backend: str | None = None
+    timeout: timedelta | None = None
+    batch_size: int | str = 32
+    global_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    drop_last: bool = False
+    num_epochs: int | None = None
+    learning_rate: float | None = None
+    use_mixed_precision: bool = True
+    max_grad_norm: float | None = 1.0
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    use_gradient_as_bucket_view: bool = True
+    bucket_cap_mb: int | None = None
+    reduce_bucket_size: int | None = None
+    broadcast_buffers: bool = True
+    use_fp16_allreduce: bool = False
+    fp16_compression: bool = False
+    sync_bn: bool = False
+    use_gradient_checkpointing: bool = False
+    num_workers: int | str = "auto"
+    pin_memory: bool = True
+    prefetch_factor: int | None = None
+    persistent_workers: bool = True
+    enable_fault_tolerance: bool = True
+    checkpoint_frequency: int | None = None
+    recovery_timeout: float = 600.0
+    max_restarts: int = 0
+    save_dir: str | None = None
+    seed: int = 42
+    exact: bool = False
+    screen: str = "quiet"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def frozen(self) -> Config:
+        """The same as the engine's own settings.
+
+        Raises:
+            RequestError: everything that is wrong, by field, together.
+        """
+        refused = list(self._refused())
+        if refused:
+            raise all_wrong(refused)
+        values = self._by_key()
+        faults = []
+        for key, value in values.items():
+            if value is None or value == SETTINGS[key].default:
+                continue
+            try:
+                SETTINGS[key].kind.parse(value)
+            except ValueError as error:
+                faults.append(RequestError(f"{_FIELDS.get(key, key)} {error}"))
+        if faults:
+            raise all_wrong(faults)
+        config = _with(Config(), values)
+        broken = rules.broken(config, datasets=(), models=(), tasks=(), environ={}, untold=["data"])
+        if broken:
+            raise in_python(all_wrong(broken))
+        return config
+
+    @property
+    def fetching(self) -> Fetching:
+        """How samples come to the device."""
+        return Fetching(pin_memory=self.pin_memory, prefetch=self.prefetch_factor)
+
+    @property
+    def ddp(self) -> dict[str, Any]:
+        """What goes to DistributedDataParallel beside the settings of the command line."""
+        return {} if self.use_gradient_as_bucket_view else {"gradient_as_bucket_view": False}
+
+    def _by_key(self) -> dict[str, Any]:
+        tolerant = self.enable_fault_tolerance
+        half = self.use_fp16_allreduce or self.fp16_compression
+        every = self.checkpoint_frequency if tolerant else _NEVER
+        bucket = self.bucket_cap_mb or (self.reduce_bucket_size and max(1, self.reduce_bucket_size // 2**20))
+        unsaid: dict[str, Any] = {} if tolerant else {"nonfinite": "stop", "on_oom": "stop"}
+        values = {
+            "multi_gpu": TrainingMode.named(self.training_mode).value,
+            "gpu_ids": ",".join(map(str, self.device_ids)) if self.device_ids else None,
+            "batch_size": self.batch_size,
+            "global_batch_size": self.global_batch_size,
+            "grad_accum_steps": self.gradient_accumulation_steps,
+            "drop_last": self.drop_last,
+            "epochs": _FOR_EVER if self.num_epochs is None else self.num_epochs,
+            "lr": self.learning_rate,
+            "amp": "auto" if self.use_mixed_precision else "off",
+            "max_grad_norm": "off" if self.max_grad_norm is None else self.max_grad_norm,
+            "find_unused_parameters": self.find_unused_parameters,
+            "bucket_cap_mb": bucket or "auto",
+            "grad_compression": "fp16" if half else "none",
+            "sync_bn": self.sync_bn,
+            "grad_checkpointing": self.use_gradient_checkpointing,
+            "num_workers": self.num_workers,
+            "checkpoint_every": None if every is None else str(every),
+            "hang_timeout": float(self.recovery_timeout),
+            "max_restarts": self.max_restarts,
+            "save_dir": self.save_dir,
+            "resume": "auto" if self.save_dir else "never",
+            "seed": self.seed,
+            "exact": self.exact,
+        }
+        if self.num_epochs is None:
+            unsaid |= {"schedule": "constant", "warmup_epochs": 0.0}
+        return values | unsaid | self.settings
+
+    def _refused(self) -> Iterator[RequestError]:
+        if not self.broadcast_buffers:
+            yield RequestError(
+                "broadcast_buffers=False: buffers are kept alike on all ranks in every step, or results would depend "
+                "on the number of ranks",
+                remedy="leave it out",
+            )
+        if self.static_graph:
+            yield RequestError(
+                "static_graph=True: torch's switch fails (internal assert) where gradients are accumulated without "
+                "reducing them; what it saves, the search for unused parameters, is not done here anyway",
+                remedy="leave it out",
+            )
+        if not self.persistent_workers and self.num_workers not in (0, "auto"):
+            yield RequestError(
+                "persistent_workers=False: loader processes are forked once, before training begins; forked amid it "
+                "they may inherit a lock that nobody opens",
+                remedy="leave it out, or num_workers=0",
+            )
+        both = self.bucket_cap_mb, self.reduce_bucket_size
+        if None not in both and both[0] != (both[1] or 0) / 2**20:
+            yield RequestError(
+                f"bucket_cap_mb={both[0]} together with reduce_bucket_size={both[1]}: they are one size, in MiB and in "
+                "bytes",
+                remedy="leave one of them out",
+            )
+        if self.backend not in (None, "nccl", "gloo"):
+            yield RequestError(f"backend {self.backend!r}: there is no such one", remedy="nccl, gloo, or leave it out")
+        unknown = sorted(self.settings.keys() - SETTINGS.keys())
+        taken = sorted(self.settings.keys() & (_FIELDS.keys() | {"data", "model", "data.args", "model.args"}))
+        if unknown:
+            yield RequestError(f"settings[{unknown[0]!r}]: unknown", remedy=did_you_mean(unknown[0], SETTINGS))
+        if taken:
+            instead = _FIELDS.get(taken[0], "the object itself")
+            yield RequestError(f"settings[{taken[0]!r}]: is not given there", remedy=instead)
+
+
+_FIELDS = {
+    "multi_gpu": "training_mode",
+    "gpu_ids": "device_ids",
+    "nproc_per_node": "world_size",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "epochs": "num_epochs",
+    "lr": "learning_rate",
+    "amp": "use_mixed_precision",
+    "grad_compression": "fp16_compression",
+    "grad_checkpointing": "use_gradient_checkpointing",
+    "checkpoint_every": "checkpoint_frequency",
+    "hang_timeout": "recovery_timeout",
+} | {entry.name: entry.name for entry in fields(MultiGPUConfig) if entry.name in SETTINGS}
+"""Setting of the command line → field."""
+
+
+def in_python(error: RequestError) -> RequestError:
+    """The same with fields in place of flags."""
+
+    def field_of(flag: "re.Match[str]") -> str:
+        key = flag[1].replace("-", "_")
+        return _FIELDS.get(key, {"data": "dataset", "model": "model"}.get(key, flag[0]))
+
+    def told(text: str) -> str:
+        return re.sub(r"--([a-z][a-z-]*[a-z])", field_of, text)
+
+    return type(error)(told(error.problem), remedy=told(error.remedy))
+
+
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
+    """The settings, of which those that differ from the default count as said by the user."""
+    said = set()
+    for key, value in values.items():
+        entry = SETTINGS[key]
+        if value is None or value == entry.default:
+            continue
+        said.add(key)
+        section = replace(getattr(config, entry.section), **{entry.attribute: entry.kind.parse(value)})
+        config = replace(config, **{entry.section: section})
+    return replace(config, explicit=frozenset(said))

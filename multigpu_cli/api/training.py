@@ -1,0 +1,172 @@
+"""`train_with_multi_gpu` and `evaluate_with_multi_gpu`: a model and a loader in, a run of the engine behind them."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from multigpu_cli.api.bringing import Inputs, from_loader, with_collate
+from multigpu_cli.api.gpus import get_gpu_info, gpu_utilisation
+from multigpu_cli.api.place import choice_of, meeting_of, run_here, run_in_processes
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.run.brought import Brought, make_alike
+from multigpu_cli.runtime.precision import Precision, choose_format
+from multigpu_cli.runtime.world import joined
+from multigpu_cli.tasks.criterion import Criterion, Loss
+
+
+def train_with_multi_gpu(
+    model: nn.Module,
+    train_loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    criterion: Loss | None = None,
+    num_epochs: int = 10,
+    strategy: str | TrainingMode = "auto",
+    device_ids: list[int] | None = None,
+    use_mixed_precision: bool = True,
+    gradient_accumulation_steps: int = 1,
+    *,
+    val_loader: DataLoader[Any] | None = None,
+    test_loader: DataLoader[Any] | None = None,
+    scheduler: LRScheduler | None = None,
+    scheduler_step: str = "epoch",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train a model in place, on every GPU that is there or under torchrun; with `save_dir`, go on where it stopped.
+
+    The loader says dataset, batch size (per device), collate_fn, loader processes, drop_last and shuffling; a sampler
+    of your own is drawn once per epoch on rank 0 for all. All ranks start with rank 0's weights; each must make the
+    same dataset. The model is left with the weights that were best on `val_loader`, else with the last.
+
+    Unlike the document that gave it its name: `auto` takes DDP, never DataParallel, for any number of GPUs; an epoch's
+    last gradients are not dropped where they fill no accumulation; a batch that fails is not passed over: errors are
+    raised. `max_grad_norm` is None unless given.
+
+    Args:
+        model: DataParallel or DistributedDataParallel around it is taken off.
+        optimizer: over the model's parameters, any of torch's but LBFGS; None is AdamW with a scaled rate.
+        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one for each sample.
+        strategy: auto, none, dp or DataParallel, ddp or DistributedDataParallel.
+        gradient_accumulation_steps: micro-batches (of the loader's batch size) per optimizer step.
+        val_loader, test_loader: data to judge each epoch, and the end, by.
+        scheduler: of the optimizer, stepped after each `scheduler_step`: "epoch" or "step".
+        settings: fields of MultiGPUConfig: save_dir, global_batch_size, seed, exact, screen, …
+
+    Returns:
+        success, status, epochs_completed, final_loss (mean over the last epoch's samples), training_time (seconds),
+        gpu_info, gpu_utilization (per cent), multi_gpu_metrics, error (None), and `summary`, as in summary.json. A run
+        that a signal stopped has success False and status "stopped".
+
+    Raises:
+        RequestError: something does not fit; nothing was written.
+        TrainingError: the training failed; the run folder says how far it came.
+    """
+    config = MultiGPUConfig(
+        training_mode=TrainingMode.named(strategy),
+        device_ids=device_ids,
+        use_mixed_precision=use_mixed_precision,
+        gradient_accumulation_steps=None if "global_batch_size" in settings else gradient_accumulation_steps,
+        num_epochs=num_epochs,
+        **{"max_grad_norm": None} | settings,
+    )
+    train, order, config = from_loader(train_loader, config)
+    val, test = (None if loader is None else with_collate(loader) for loader in (val_loader, test_loader))
+    inputs = Inputs(model, train, val, test, criterion, optimizer, scheduler, scheduler_step, order)
+    return _results(run(config, inputs))
+
+
+def _results(summary: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "success": summary["status"] == "completed",
+        "status": summary["status"],
+        "epochs_completed": summary["epochs"],
+        "final_loss": summary["final"].get("epoch_loss", summary["final"]["train_loss"]),
+        "training_time": summary["train_seconds"],
+        "gpu_info": get_gpu_info(),
+        "gpu_utilization": gpu_utilisation(),
+        "multi_gpu_metrics": {name: summary[name] for name in ("strategy", "world_size", "devices", "precision")},
+        "error": None,
+        "summary": summary,
+    }
+
+
+def run(config: MultiGPUConfig, inputs: Inputs) -> dict[str, Any]:
+    """One whole run of the engine on somebody's objects; returns the summary."""
+    frozen, brought = prepared(config, inputs)
+    meeting = meeting_of(config)
+    choice = choice_of(config, frozen, meeting)
+    if choice.launch:
+        return run_in_processes(frozen, choice, brought, config.screen)
+    return run_here(frozen, choice, meeting, brought, config.screen)
+
+
+def prepared(config: MultiGPUConfig, inputs: Inputs) -> tuple[Config, Brought]:
+    """Settings and objects as the engine takes them."""
+    brought = inputs.brought(config)
+    frozen = with_settings(inputs.settings(config).frozen(), inputs.names())
+    return frozen, brought
+
+
+def evaluate_with_multi_gpu(
+    model: nn.Module,
+    test_loader: DataLoader[Any],
+    criterion: Loss | None = None,
+    strategy: str | TrainingMode = "auto",
+    device_ids: list[int] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Loss and accuracy over exactly the loader's samples; under torchrun they are shared out, each counts once.
+
+    In one process it runs on one device: no processes are started for an evaluation. Unlike the document that gave it
+    its name: the loss is the mean over samples (not a mean of the batches' means), and errors are raised.
+
+    Args:
+        model, criterion, device_ids, settings: as for `train_with_multi_gpu`.
+        test_loader: says dataset, batch size and collate_fn.
+        strategy: as there; DataParallel is not used to evaluate.
+
+    Returns:
+        success, test_loss, accuracy (per cent; None where outputs are no classes), samples, gpu_info, gpu_utilization,
+        multi_gpu_metrics, evaluation_time (seconds), error (None).
+
+    Raises:
+        RequestError: something does not fit.
+    """
+    began = time.perf_counter()
+    config = MultiGPUConfig(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
+    dataset, _, config = from_loader(test_loader, config)
+    frozen, brought = prepared(config, Inputs(model, dataset, criterion=criterion))
+    meeting = meeting_of(config)
+    choice = choice_of(config, frozen, meeting)
+    with ExitStack() as stack:
+        patience = choice.timeout or frozen.fault.hang_timeout
+        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+        data = replace(frozen.data, num_workers=0)
+        loader = Loader(dataset, brought.source, data, device=world.device, seed=config.seed)
+        assert brought.criterion is not None or "task" in config.settings
+        task = Criterion(brought.source, frozen.task, brought.criterion or nn.CrossEntropyLoss())
+        network = brought.model.to(world.device)
+        make_alike(network, world)
+        precision = Precision(choose_format(frozen.precision.amp, world.device).name, world.device)
+        found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))
+        size = world.size
+    accuracy = found.metrics.get("accuracy")
+    return {
+        "success": True,
+        "test_loss": found.metrics["loss"],
+        "accuracy": None if accuracy is None else 100 * accuracy,
+        "samples": found.samples,
+        "gpu_info": get_gpu_info(),
+        "gpu_utilization": gpu_utilisation(),
+        "multi_gpu_metrics": {"strategy": "ddp" if size > 1 else "single", "world_size": size},
+        "evaluation_time": time.perf_counter() - began,
+        "error": None,
+    }

@@ -1,0 +1,76 @@
+"""A loss of the user's own: whatever is called with outputs and targets and returns their mean."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import RequestError
+from multigpu_cli.tasks.base import Measured, Task
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Criterion(Task):
+    """The loss `criterion(outputs, targets)`, as a mean over the samples of the global batch.
+
+    A criterion that returns () counts as the mean over its micro-batch, each of whose samples weighs the same; one that
+    returns (n, …) as the losses of the samples. Micro-batches are the same on any number of workers, so also a weighted
+    mean (class weights, ignored targets) does not depend on their number. Outputs (n, classes) with targets (n,) int64
+    give an accuracy, too; the better result has the higher one, or else the lower loss.
+
+    Raises:
+        RequestError: the criterion sums over the batch, or has parameters of its own.
+    """
+
+    expects = "what the criterion takes"
+
+    def __init__(self, source: Source, config: TaskConfig, criterion: Loss) -> None:
+        super().__init__(source, config)
+        if getattr(criterion, "reduction", "mean") == "sum":
+            raise RequestError(
+                "criterion: reduction='sum' grows with the batch, and a step here is a mean over its global batch",
+                remedy="reduction='mean'",
+            )
+        if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
+            raise RequestError(
+                "criterion: it has parameters of its own, which nobody would train", remedy="put them into the model"
+            )
+        self.criterion = criterion
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return self._sum(model(batch.inputs), batch)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        outputs = model(batch.inputs)
+        return Measured(self._sum(outputs, batch).double(), _right(outputs, batch.targets))
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        return {"accuracy": int(counts[0]) / units} if counts.numel() else {}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return (metrics["accuracy"], -metrics["loss"]) if "accuracy" in metrics else (-metrics["loss"],)
+
+    def _sum(self, outputs: Any, batch: Batch) -> Tensor:
+        if isinstance(self.criterion, nn.Module) and isinstance(batch.targets, Tensor):
+            self.criterion.to(batch.targets.device)
+        loss: Any = self.criterion(outputs, batch.targets)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the criterion returned a {type(loss).__name__}, not a tensor")
+        wide: Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        if wide.ndim == 0:
+            return wide * len(batch)
+        return wide.sum() if wide.ndim == 1 else wide.flatten(1).mean(1).sum()
+
+
+def _right(outputs: Any, targets: Any) -> Tensor:
+    """(1,) how many classes are right; (0,) where there are no classes."""
+    both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    if not both or outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
+        return torch.zeros(0, dtype=torch.int64, device=getattr(outputs, "device", None))
+    right: Tensor = (outputs.argmax(1) == targets).sum()
+    return right.view(1)

@@ -1,0 +1,211 @@
+"""train_with_multi_gpu and evaluate_with_multi_gpu: a user's own objects in, the engine's promises out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.world import World
+from tests.api.brought import Points, loader, network, weights
+from tests.gloo import each_rank
+from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
+
+QUIET = {"screen": "silent"}
+
+
+def test_it_does_what_a_plain_loop_does(tmp_path: Path) -> None:
+    """Batches in order, an epoch's last one short: the same weights as torch's own few lines, in the same objects."""
+    model, plain = network(), network()
+    optimizer, by_hand = (torch.optim.RMSprop(m.parameters(), lr=1e-2) for m in (model, plain))
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1)
+    results = train_with_multi_gpu(
+        model, loader(20), optimizer, criterion, num_epochs=2, save_dir=str(tmp_path / "run"), **QUIET
+    )
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader(20):
+            by_hand.zero_grad()
+            loss = criterion(plain(inputs), targets)
+            loss.backward()
+            by_hand.step()
+            losses.append(loss.item() * len(inputs))
+    assert weights(model) == pytest.approx(weights(plain), abs=1e-6)
+    assert results["final_loss"] == pytest.approx(sum(losses[3:]) / 20, abs=1e-6)
+    assert (results["success"], results["epochs_completed"], results["gpu_info"]["gpu_count"]) == (True, 2, 0)
+    assert (tmp_path / "run" / "last.pt").is_file()
+
+
+def test_ranks_share_the_work_of_one_whatever_they_drew_before(tmp_path: Path) -> None:
+    """A sampler of the user's, a scheduler, three ranks whose weights differed, in a group that is there already."""
+
+    def run(world: World | None) -> tuple[list[float], str, dict[str, Any]]:
+        rank, size = (world.rank, world.size) if world else (0, 1)
+        model = network(rank)
+        torch.manual_seed(rank)
+        sampler = WeightedRandomSampler([1.0] * 24 + [3.0] * 24, 40)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        results = train_with_multi_gpu(
+            model,
+            DataLoader(Points(), batch_size=4, sampler=sampler),
+            optimizer,
+            nn.CrossEntropyLoss(),
+            num_epochs=2,
+            val_loader=loader(10),
+            scheduler=StepLR(optimizer, 1, 0.5),
+            global_batch_size=16,
+            exact=True,
+            save_dir=str(tmp_path / f"run-{size}"),
+            settings={"trace_samples": True},
+            **QUIET,
+        )
+        found = evaluate_with_multi_gpu(model, loader(10), nn.CrossEntropyLoss(), **QUIET)
+        assert optimizer.param_groups[0]["lr"] == 0.005
+        return weights(model), results["summary"]["fingerprint"], {k: found[k] for k in ("test_loss", "accuracy")}
+
+    alone, *ranks = run(None), *each_rank(3, run)
+    assert ranks == [alone] * 3
+    traces = [(tmp_path / f"run-{size}" / "samples.jsonl").read_text() for size in (1, 3)]
+    assert traces[0] == traces[1]
+    drawn = [number for line in traces[0].splitlines() for number in json.loads(line)["samples"]]
+    assert len(drawn) == 80
+    assert drawn[:40] != drawn[40:]
+
+
+@pytest.mark.parametrize("each", ["epoch", "step"])
+def test_a_run_goes_on_with_optimizer_and_scheduler_where_it_stopped(tmp_path: Path, each: str) -> None:
+    def run(folder: str, **more: Any) -> list[float]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train_with_multi_gpu(
+            model,
+            loader(shuffle=True),
+            optimizer,
+            nn.CrossEntropyLoss(),
+            num_epochs=3,
+            scheduler=StepLR(optimizer, 1, 0.7),
+            scheduler_step=each,
+            save_dir=str(tmp_path / folder),
+            settings=more,
+            **QUIET,
+        )
+        return weights(model)
+
+    whole = run("whole")
+    assert run("parts", max_steps=6) != whole
+    assert run("parts", max_steps=9) != whole
+    assert run("parts") == whole
+    assert run("parts") == whole, "of a completed run the weights are read"
+
+
+def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    train_with_multi_gpu(
+        model,
+        loader(),
+        optimizer,
+        num_epochs=3,
+        val_loader=loader(8),
+        scheduler=ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
+        save_dir=str(tmp_path),
+        **QUIET,
+    )
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
+
+
+def test_losses_of_single_samples_and_targets_of_any_shape(tmp_path: Path) -> None:
+    def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        inputs = torch.stack([inputs for inputs, _ in samples])
+        return inputs, inputs[:, :3] * 2
+
+    ends = []
+    for reduction in ("mean", "none"):
+        model = network()
+        criterion = nn.MSELoss(reduction=reduction)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = train_with_multi_gpu(
+            model,
+            loader(collate_fn=padded),
+            optimizer,
+            criterion,
+            num_epochs=2,
+            save_dir=str(tmp_path / reduction),
+            **QUIET,
+        )
+        ends.append((pytest.approx(weights(model), abs=1e-6), results["final_loss"]))
+    assert ends[0][0].expected == ends[1][0]
+    found = evaluate_with_multi_gpu(model, loader(collate_fn=padded), nn.MSELoss(), **QUIET)
+    assert found["accuracy"] is None
+    assert found["test_loss"] < ends[0][1] * 1.5
+
+
+def wrong(**more: Any) -> Callable[[Path], Any]:
+    """A request that differs from a sound one."""
+
+    def ask(folder: Path) -> Any:
+        model = network()
+        sound = {"train_loader": loader(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        return train_with_multi_gpu(model, **{**sound, "save_dir": str(folder / "run"), **QUIET, **more})
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (wrong(device_ids=[0, 1]), r"device_ids 0,1: there is no GPU 0,1 \(no GPU is visible\)"),
+        (wrong(strategy="horovod"), "strategy 'horovod'"),
+        (wrong(criterion=nn.CrossEntropyLoss(reduction="sum")), "reduction='sum'"),
+        (wrong(criterion=nn.Linear(3, 1)), "parameters of its own"),
+        (wrong(optimizer=torch.optim.SGD(network().parameters(), lr=1)), "optimizer: it does not move 0.weight"),
+        (wrong(learning_rate=1.0), "learning_rate together with an optimizer"),
+        (wrong(settings={"schedule": "cosine"}), "schedule together with an optimizer"),
+        (wrong(scheduler=StepLR(torch.optim.SGD(network().parameters(), lr=1), 1)), "scheduler: it is not that of"),
+        (
+            wrong(train_loader=DataLoader(Points(), batch_sampler=BatchSampler(SequentialSampler(Points()), 8, False))),
+            "batch_sampler",
+        ),
+        (wrong(train_loader=loader(0)), "train dataset: it is empty"),
+        (wrong(criterion=nn.BCELoss()), "the criterion takes"),
+        (wrong(world_size=2, rank=1), "nothing says where the other processes are"),
+        (wrong(backend="nccl"), "backend='nccl' needs GPUs"),
+    ],
+)
+def test_a_wrong_request_says_what_is_wrong(ask: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=said):
+        ask(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_processes_are_started_where_several_are_asked_for(tmp_path: Path) -> None:
+    ends = []
+    for more in ({}, {"strategy": "ddp", "world_size": 2}):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_with_multi_gpu(
+            model,
+            loader(),
+            optimizer,
+            nn.CrossEntropyLoss(),
+            num_epochs=2,
+            global_batch_size=16,
+            save_dir=str(tmp_path / str(len(more))),
+            **QUIET,
+            **more,
+        )
+        ends.append(weights(model))
+    assert ends[1] == pytest.approx(ends[0], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_what_can_not_be_sent_to_another_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="can't be sent to other processes"):
+        wrong(strategy="ddp", world_size=2, criterion=lambda outputs, targets: outputs.sum())(tmp_path)
