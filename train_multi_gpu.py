@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 API = {
     "gpus": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory", "cleanup_distributed"),
+    "managing": ("MultiGPUTrainingManager",),
+    "metrics": ("MetricsCollector", "PerformanceMonitor"),
+    "recovery": ("FaultToleranceManager",),
     "settings": ("MultiGPUConfig", "TrainingMode"),
+    "trainers": ("MultiGPUTrainer", "DataParallelTrainer", "DistributedDataParallelTrainer"),
     "training": ("train_with_multi_gpu", "evaluate_with_multi_gpu"),
 }
 """Names of the Python API by the file of multigpu_cli/api that holds them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.config.schema import CheckpointConfig, Config
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import LONG, Watch
 from multigpu_cli.monitor.console import Console
@@ -22,11 +22,11 @@ from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.settle import Settled, settle
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, be_fast, seed_micro_batch
 from multigpu_cli.runtime.devices import Choice
-from multigpu_cli.runtime.world import Rendezvous, joined
+from multigpu_cli.runtime.world import Rendezvous, World, joined
 
 
 def run(
@@ -73,14 +73,63 @@ def run(
             console.plan(settled.plan.rows(), "Plan")
             console.data(settled.plan.as_dict())
             return settled.plan.as_dict()
-        learner = build_learner(settled, choice, world)
-        notes = rehearse(learner)
-        console.plan(learner.plan.rows(), "Plan")
-        folder = stack.enter_context(ExitStack())
-        decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
-        parts = assemble(learner, console, stop, watch, stack)
+        parts, notes = _assembled(settled, choice, world, console, stop, watch, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
         return _trained(parts, notes, last_attempt=meeting is None or meeting.restarts_left <= 0)
+
+
+def set_up(
+    config: Config,
+    choice: Choice,
+    meeting: Rendezvous | None,
+    console: Console,
+    stack: ExitStack,
+    *,
+    last_words: Callable[[TrainingError], None],
+    brought: Brought,
+) -> Run:
+    """The same up to the first step, for somebody who calls `fit` or `step` and `after` themselves.
+
+    Args:
+        stack: whoever closes it ends the run.
+
+    Raises:
+        RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
+    """
+    began = time.perf_counter()
+    stop = stack.enter_context(StopRequest())
+    patience = choice.timeout or max(LONG, config.fault.hang_timeout)
+    world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+    watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
+    settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0, brought=brought)
+    if settled.nothing_to_do:
+        raise RequestError(f"{settled.start.folder} is complete", remedy="another --save-dir, or more --epochs")
+    if settled.config.reproducibility.exact:
+        be_deterministic()
+    else:
+        be_fast(world.device)
+    run, notes = _assembled(settled, choice, world, console, stop, watch, stack)
+    run.progress.startup_seconds += time.perf_counter() - began
+    record.open_run(run, notes)
+    return run
+
+
+def _assembled(
+    settled: Settled,
+    choice: Choice,
+    world: World,
+    console: Console,
+    stop: StopRequest,
+    watch: Watch,
+    stack: ExitStack,
+) -> tuple[Run, list[str]]:
+    """The parts, rehearsed, in a folder that is ours; and what went wrong in the rehearsal, and was mended."""
+    learner = build_learner(settled, choice, world)
+    notes = rehearse(learner)
+    console.plan(learner.plan.rows(), "Plan")
+    folder = stack.enter_context(ExitStack())
+    decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
+    return assemble(learner, console, stop, watch, stack), notes
 
 
 def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any]:
@@ -136,29 +185,40 @@ def fit(run: Run, every: "Rhythm | None" = None, *, until: int | None = None) ->
             except torch.OutOfMemoryError:
                 record.survive_out_of_memory(run)
                 break  # the same step again, in smaller micro-batches
-            progress.step += 1
-            run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
-            run.bar.update(progress.step)
-            logged = progress.step % run.config.log.interval == 0 or progress.step == total
-            if logged:
-                record.log_step(run, outcome)
-            epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
-            if epoch_ended:
-                record.judge(run)
-            finished = progress.step == total or progress.stopped_early
-            run.watch.at(progress.step, "agreeing")
-            stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
-            if (stopping or finished) and not logged:
-                record.log_step(run, outcome)
-            if stopping or late or finished or every.due(progress.step, epoch_ended=epoch_ended):
-                record.save(run)
-                every.saved()
-            if finished:
+            verdict = after(run, outcome, every)
+            if verdict == "stopped":
+                return verdict
+            if verdict:
                 break
-            if stopping:
-                run.console.note(f"stopped by {run.stop.signal or 'a signal to another rank'} at step {progress.step}")
-                return "stopped"
     return "completed"
+
+
+def after(run: Run, outcome: Outcome, every: "Rhythm") -> str:
+    """At the edge of a step: count, log, judge and save; "", or why training ends here: finished or stopped."""
+    progress, batches, total = run.progress, run.plan.batches, run.plan.schedule.total_steps
+    progress.step += 1
+    run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
+    run.bar.update(progress.step)
+    logged = progress.step % run.config.log.interval == 0 or progress.step == total
+    if logged:
+        record.log_step(run, outcome)
+    epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
+    if epoch_ended:
+        record.judge(run)
+    finished = progress.step == total or progress.stopped_early
+    run.watch.at(progress.step, "agreeing")
+    stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
+    if (stopping or finished) and not logged:
+        record.log_step(run, outcome)
+    if stopping or late or finished or every.due(progress.step, epoch_ended=epoch_ended):
+        record.save(run)
+        every.saved()
+    if finished:
+        return "finished"
+    if stopping:
+        run.console.note(f"stopped by {run.stop.signal or 'a signal to another rank'} at step {progress.step}")
+        return "stopped"
+    return ""
 
 
 def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:

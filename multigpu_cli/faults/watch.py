@@ -78,6 +78,7 @@ class Watch:
     def __init__(self, world: World, timeout: float, last_words: Callable[[TrainingError], None]) -> None:
         self._world, self._timeout, self._last_words = world, timeout, last_words
         self._ends = Ends(world)
+        self.resting = False  # between two calls of somebody else's loop, who may take any time
         self._logs: Path | None = None
         self._begins_at: int | None = None
         self._steps, self._phase, self._samples = 0, "starting", None  # type: int, str, Tensor | None
@@ -169,7 +170,8 @@ class Watch:
         seen, since, last = -1, time.monotonic(), time.monotonic()
         while not self._over.wait(pause):
             now = time.monotonic()
-            if self._moves != seen or now - last > pause + 0.5 * self._timeout:  # the whole process was asleep
+            asleep = now - last > pause + 0.5 * self._timeout  # the whole process was
+            if self._moves != seen or self.resting or asleep:
                 seen, since = self._moves, now
             last = now
             if self._done() is not None and limit != self._timeout:

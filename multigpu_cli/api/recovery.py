@@ -1,0 +1,43 @@
+"""`FaultToleranceManager`: what an error means, and what is done about it."""
+
+from typing import Any
+
+import torch
+
+from multigpu_cli.api.gpus import clear_gpu_memory
+from multigpu_cli.api.trainers import MultiGPUTrainer
+from multigpu_cli.faults.causes import remedy_for
+
+
+class FaultToleranceManager:
+    """Says what an error of a training step means.
+
+    Unlike the document that gave it its name, it does not go on as if nothing had happened: a step that failed has left
+    ranks apart or a gradient half made. Out of memory within the engine is survived there, with smaller micro-batches.
+
+    Attributes:
+        errors: what was handled, as dicts with error, kind and remedy.
+    """
+
+    def __init__(self, trainer: MultiGPUTrainer | None = None) -> None:
+        self.trainer = trainer
+        self.errors: list[dict[str, Any]] = []
+
+    def handle_error(self, error: BaseException) -> dict[str, Any]:
+        """Note the error, free cached memory after a lack of it, and raise it again with what can be done as a note.
+
+        Raises:
+            BaseException: the same error, always; the run's last checkpoint is whole, and the same script goes on
+                from there where it has a save_dir.
+        """
+        remedy = remedy_for(error) if isinstance(error, Exception) else ""
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        self.errors.append({"error": str(error), "kind": type(error).__name__, "remedy": remedy})
+        if out_of_memory:
+            clear_gpu_memory()
+        folder = self.trainer.run.folder if self.trainer and self.trainer.run else None
+        if folder:
+            error.add_note(f"the run goes on from its last checkpoint with save_dir={str(folder)!r}")
+        if remedy:
+            error.add_note(f"try: {remedy}")
+        raise error

@@ -1,0 +1,268 @@
+"""Trainers for a loop of the user's own: epochs or single steps of the engine, one after the other."""
+
+import atexit
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from multigpu_cli import engine
+from multigpu_cli.api.bringing import Inputs
+from multigpu_cli.api.place import choice_of, console, last_words, meeting_of
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
+from multigpu_cli.api.training import prepared
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import STOPPED, RequestError
+from multigpu_cli.run import ending, record
+from multigpu_cli.run.parts import Run
+from multigpu_cli.runtime.collectives import total
+from multigpu_cli.tasks.criterion import Loss
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step's work for this process: what iterating over the training loader gives.
+
+    Attributes:
+        number: counted from 0 over the whole run.
+        batches: this worker's micro-batches on its device; there may be none in an epoch's last step.
+    """
+
+    number: int
+    batches: list[Batch]
+
+
+class TrainLoader:
+    """The training data as steps; iterating gives what is left of the epoch that the run is in."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        """Optimizer steps in an epoch."""
+        return self._run.plan.batches.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Step]:
+        run, batches = self._run, self._run.plan.batches
+        epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
+        for number, work in enumerate(
+            run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes), run.progress.step
+        ):
+            yield Step(number, list(work))
+
+
+class MultiGPUTrainer:
+    """Trains a model step by step or epoch by epoch on the engine, with its checkpoints, journal and resume.
+
+    Unlike the document that gave it its name, it does not swallow exceptions, and `auto` never takes DataParallel.
+
+    Args:
+        config: the settings; it may be changed until `setup`.
+    """
+
+    mode: TrainingMode | None = None
+
+    def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        config = config or MultiGPUConfig()
+        self.config = config if self.mode is None else replace(config, training_mode=self.mode)
+        self.run: Run | None = None
+        self._stack = ExitStack()
+        self._concluded = False
+
+    def setup(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        val_dataset: Dataset[Any] | None = None,
+        criterion: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        *,
+        scheduler_step: str = "epoch",
+        test_dataset: Dataset[Any] | None = None,
+    ) -> tuple[nn.Module, TrainLoader, Any]:
+        """Freeze the settings, and build or resume the run; returns the model on its device, and the loaders.
+
+        Args:
+            criterion: as for `train_with_multi_gpu`; None is cross-entropy, or mean squared error for real targets.
+
+        Raises:
+            RequestError: something does not fit; nothing was written.
+        """
+        inputs = Inputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
+        frozen, brought = prepared(self.config, inputs)
+        meeting = meeting_of(self.config)
+        choice = choice_of(self.config, frozen, meeting)
+        if choice.launch:
+            raise RequestError(
+                f"{choice.because}: a loop of your own runs in each process, so it has to be started in each",
+                remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
+            )
+        with ExitStack() as opening:
+            self.run = self._opened(frozen, choice, meeting, brought, opening)
+            self._stack = opening.pop_all()
+        self._every = engine.Rhythm(self.run.config.checkpoint)
+        self.run.watch.resting = True
+        atexit.register(self.close)
+        return self.run.kept.model, TrainLoader(self.run), self.run.val
+
+    def _opened(self, frozen: Any, choice: Any, meeting: Any, brought: Any, stack: ExitStack) -> Run:
+        speaker = console(self.config.screen, meeting)
+        try:
+            return engine.set_up(frozen, choice, meeting, speaker, stack, last_words=last_words, brought=brought)
+        except RequestError as error:
+            raise in_python(error) from error
+
+    def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
+        """Train to the end of an epoch; at once done where a resumed run is past it.
+
+        Args:
+            train_loader: that of `setup`.
+            epoch: counted from 0; the one that the run is in, or an earlier one.
+
+        Returns:
+            loss (mean over the epoch's samples), epoch, step, learning_rate, and val_loss, val_accuracy where there is
+            validation data.
+
+        Raises:
+            RequestError: an epoch that is not next, or more of them than num_epochs.
+            TrainingError: training failed; the run folder says how far it came.
+            SystemExit: a signal stopped it, with a checkpoint saved (code 75).
+        """
+        run = self._running()
+        per_epoch = run.plan.batches.steps_per_epoch
+        now = run.progress.step // per_epoch
+        wanted = now if epoch is None else epoch
+        if wanted > now:
+            raise RequestError(f"epoch {wanted}: the next one is {now}", remedy="epochs one after the other, from 0")
+        if wanted == now and run.progress.step >= run.plan.schedule.total_steps:
+            raise RequestError(f"num_epochs={self.config.num_epochs} are over", remedy="a greater num_epochs")
+        if wanted == now:
+            with self._working(run):
+                status = engine.fit(run, self._every, until=(now + 1) * per_epoch)
+                if status == "stopped":
+                    sys.exit(STOPPED)
+        last = run.progress.last
+        validated = {name: value for name, value in last.items() if name.startswith("val_")}
+        rate = float(run.kept.optimizer.param_groups[0]["lr"])
+        facts = {"epoch": wanted, "step": run.progress.step, "learning_rate": rate}
+        return {"loss": last.get("epoch_loss", float("nan")), **facts, **validated}
+
+    def train_step(self, batch: Step) -> dict[str, Any]:
+        """One optimizer step, with all that belongs to its edge: journal, evaluation, checkpoint.
+
+        Args:
+            batch: the next one of the training loader.
+
+        Returns:
+            loss: () float64 on the device, the mean over the global batch; grad_norm: (); skipped: (), 1 where the
+            gradient was not finite; step: how many are done.
+
+        Raises:
+            RequestError: no batch of the loader, or not the next one.
+            TrainingError: as for `train_epoch`.
+        """
+        run = self._running()
+        if not isinstance(batch, Step) or batch.number != run.progress.step:
+            raise RequestError(
+                "train_step: not the next batch of the train_loader that setup_training returned",
+                remedy="for batch in train_loader: trainer.train_step(batch)",
+            )
+        with self._working(run):
+            outcome = engine.step(run, batch.number, iter(batch.batches))
+            loss = total(run.world, outcome.slots(run.world.device).sum()) / run.units.last
+            if engine.after(run, outcome, self._every) == "stopped":
+                sys.exit(STOPPED)
+        return {"loss": loss, "grad_norm": outcome.norm, "skipped": outcome.skipped, "step": run.progress.step}
+
+    def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
+        """Loss, and accuracy where there are classes, over the validation data, each sample once on any number of GPUs.
+
+        What the end of an epoch has measured is not measured again.
+
+        Raises:
+            RequestError: there is no validation data.
+        """
+        run = self._running()
+        if run.val is None:
+            raise RequestError("validate_epoch: there is no validation data", remedy="setup_training(…, val_dataset=…)")
+        at_the_edge = run.progress.step and run.progress.step % run.plan.batches.steps_per_epoch == 0
+        if not (at_the_edge and "val_loss" in run.progress.last):
+            with self._working(run):
+                return dict(record.evaluate(run, "val", run.val).metrics)
+        last = run.progress.last
+        return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}
+
+    def finish(self) -> dict[str, Any]:
+        """Conclude the run: best.pt, last.pt, the test data once, summary.json; returns the summary."""
+        run = self._running()
+        with self._working(run):
+            end = ending.conclude(run)
+            found = ending.summary(run, "completed", end)
+            ending.close_run(run, found)
+        self._concluded = True
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """End what `setup` began, if nobody has; a run that was not finished counts as stopped, and can go on."""
+        run, self.run = self.run, None
+        if run is None:
+            return
+        atexit.unregister(self.close)
+        with self._stack:
+            if not self._concluded:
+                run.writer.settle()
+                ending.close_run(run, ending.summary(run, "stopped", {}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None and self.run is not None:
+            self.finish()
+        self.close()
+
+    def _running(self) -> Run:
+        if self.run is None:
+            raise RequestError("the trainer has no run", remedy="setup_training(model, dataset) first")
+        return self.run
+
+    @contextmanager
+    def _working(self, run: Run) -> Iterator[None]:
+        """Somebody else's loop has called: until we return, a standstill is a hang, and an error ends the run."""
+        run.watch.resting = False
+        try:
+            yield
+        except Exception as error:
+            ending.name_unused(run, error)
+            reason = run.watch.explained(error)
+            ending.fail(run, reason)
+            self._concluded = True
+            raise reason from (None if reason is error else error)
+        finally:
+            run.watch.resting = True
+
+
+class DataParallelTrainer(MultiGPUTrainer):
+    """One process drives several GPUs (nn.DataParallel). PyTorch itself advises DDP; with one device it is that one."""
+
+    mode = TrainingMode.DATA_PARALLEL
+
+
+class DistributedDataParallelTrainer(MultiGPUTrainer):
+    """One process per GPU, as torchrun starts them."""
+
+    mode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
+
+
+TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
+    TrainingMode.DATA_PARALLEL: DataParallelTrainer,
+    TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
+}

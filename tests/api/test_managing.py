@@ -1,0 +1,107 @@
+"""The loop of the founding documents, epoch by epoch and step by step, on the engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.world import World
+from tests.api.brought import Points, network, weights
+from tests.gloo import each_rank
+from train_multi_gpu import MultiGPUConfig, MultiGPUTrainingManager, PerformanceMonitor, TrainingMode
+
+EPOCHS = 3
+
+
+def config(folder: Path, **more: Any) -> MultiGPUConfig:
+    fields = {"batch_size": 4, "global_batch_size": 16, "num_epochs": EPOCHS, "save_dir": str(folder)} | more
+    return MultiGPUConfig(screen="silent", **fields)
+
+
+def by_epochs(folder: Path, epochs: int = EPOCHS, *, rank: int = 0, finish: bool = True, **more: Any) -> Any:
+    """The basic example; what it printed, and the weights."""
+    manager = MultiGPUTrainingManager(config(folder, **more))
+    model, train_loader, val_loader = manager.setup_training(network(rank), Points(40), val_dataset=Points(10))
+    told = []
+    for epoch in range(epochs):
+        train_metrics = manager.train_epoch(train_loader, epoch)
+        val_metrics = manager.validate_epoch(val_loader)
+        told.append(f"Epoch {epoch}: Train Loss = {train_metrics['loss']:.4f}, {val_metrics['accuracy']:.3f}")
+    end = weights(model)
+    if finish:
+        assert manager.finish()["status"] == "completed"
+    else:
+        manager.trainer.close()
+    return told, end
+
+
+def test_epochs_are_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path: Path) -> None:
+    def on_two(world: World) -> Any:
+        return by_epochs(tmp_path / "two", rank=world.rank, training_mode="ddp", exact=True)
+
+    alone = by_epochs(tmp_path / "one", exact=True)
+    assert each_rank(2, on_two) == [alone, alone]
+    by_epochs(tmp_path / "parts", 2, finish=False, exact=True)
+    told, end = by_epochs(tmp_path / "parts", exact=True)
+    assert end == alone[1]
+    assert told[2] == alone[0][2]
+
+
+def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
+    monitor = PerformanceMonitor()
+    monitor.start_monitoring()
+    with MultiGPUTrainingManager(config(tmp_path / "steps")) as manager:
+        model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
+        for _ in range(EPOCHS):
+            for batch in train_loader:
+                outputs = manager.trainer.train_step(batch)
+                monitor.record_metrics(outputs["loss"], 16, 1)
+        end = weights(model)
+        with pytest.raises(RequestError, match="not the next batch"):
+            manager.trainer.train_step(batch)
+    assert end == by_epochs(tmp_path / "epochs")[1]
+    summary = monitor.get_summary()
+    assert summary["steps"] == EPOCHS * len(train_loader) == 9
+    assert summary["avg_throughput"] == pytest.approx(9 * 16 / summary["total_time"])
+    assert monitor.plot_metrics(tmp_path / "training_metrics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loop_without_an_end_goes_on_for_as_long_as_it_is_called(tmp_path: Path) -> None:
+    told, _ = by_epochs(tmp_path, 12, num_epochs=None)
+    assert len(told) == 12
+
+
+def test_the_error_of_a_step_is_noted_and_raised(tmp_path: Path) -> None:
+    manager = MultiGPUTrainingManager(config(tmp_path))
+    manager.setup_training(network(), Points(40))
+    try:
+        manager.trainer.train_step((torch.zeros(4, 8), torch.zeros(4)))  # type: ignore[arg-type]
+    except RequestError as error:
+        with pytest.raises(RequestError, match="not the next batch") as raised:
+            manager.fault_tolerance.handle_error(error)
+        assert str(tmp_path) in raised.value.__notes__[0]
+    manager.trainer.close()
+    assert manager.fault_tolerance.errors[0]["kind"] == "RequestError"
+
+
+def test_the_examples_of_the_founding_documents_say_what_is_missing_here() -> None:
+    """Four GPUs, or NCCL, on a machine without: one clear message; the long form's fields all reach the settings."""
+    basic = MultiGPUConfig(
+        training_mode=TrainingMode.DATA_PARALLEL, device_ids=[0, 1, 2, 3], use_mixed_precision=True, batch_size=32
+    )
+    several = MultiGPUConfig(
+        training_mode=TrainingMode.DISTRIBUTED_DATA_PARALLEL, world_size=8, rank=0, local_rank=0, backend="nccl"
+    )
+    for each, said in ((basic, "device_ids 0,1,2,3: there is no GPU"), (several, "nothing says where the other")):
+        with pytest.raises(RequestError, match=said):
+            MultiGPUTrainingManager(each).setup_training(network(), Points())
+
+
+def test_a_comparison_lists_what_was_measured() -> None:
+    one = {"strategy": "single", "devices": 1, "samples_per_second": 100.0, "train_seconds": 9.0}
+    table = MultiGPUTrainingManager().generate_comparison_report(
+        {"one": one, "two": one | {"devices": 2, "strategy": "ddp", "samples_per_second": 180.0}}
+    )
+    assert table.splitlines()[3] == "| two | ddp | 2 | 180 | 9 | – | 0 | 1.8 |"

@@ -1,0 +1,89 @@
+"""MultiGPUConfig: each field has its effect, or is refused with a reason."""
+
+from typing import Any
+
+import pytest
+
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
+from multigpu_cli.errors import RequestError
+
+LONG = {
+    "training_mode": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
+    "use_mixed_precision": True,
+    "gradient_accumulation_steps": 4,
+    "max_grad_norm": 0.5,
+    "find_unused_parameters": True,
+    "broadcast_buffers": True,
+    "pin_memory": False,
+    "num_workers": 4,
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "sync_bn": True,
+    "use_fp16_allreduce": True,
+    "fp16_compression": True,
+    "enable_fault_tolerance": True,
+    "checkpoint_frequency": 1000,
+    "recovery_timeout": 300,
+    "use_gradient_as_bucket_view": False,
+    "reduce_bucket_size": 16 * 1024 * 1024,
+    "bucket_cap_mb": 16,
+    "use_gradient_checkpointing": True,
+}
+
+
+def test_the_long_form_reaches_the_settings() -> None:
+    asked = MultiGPUConfig(**LONG)
+    config = asked.frozen()
+    found = {
+        "multi_gpu": "ddp",
+        "amp": "auto",
+        "grad_accum_steps": 4,
+        "max_grad_norm": 0.5,
+        "find_unused_parameters": True,
+        "num_workers": 4,
+        "sync_bn": True,
+        "grad_compression": "fp16",
+        "checkpoint_every": "1000",
+        "hang_timeout": 300.0,
+        "bucket_cap_mb": 16,
+        "grad_checkpointing": True,
+    }
+    assert {key: config.get(key) for key in found} == found
+    assert asked.ddp == {"gradient_as_bucket_view": False}
+    assert (asked.fetching.pin_memory, asked.fetching.prefetch) == (False, 3)
+    assert found.keys() - {"amp"} <= config.explicit
+
+
+def test_it_may_be_changed_until_it_is_frozen() -> None:
+    config = MultiGPUConfig(enable_fault_tolerance=False)
+    config.batch_size, config.use_mixed_precision, config.max_grad_norm = 16, False, None
+    frozen = config.frozen()
+    assert (frozen.batch.size, frozen.precision.amp, frozen.optimizer.max_grad_norm) == (16, "off", "off")
+    assert (frozen.fault.nonfinite, frozen.fault.on_oom) == ("stop", "stop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"broadcast_buffers": False}, "broadcast_buffers=False"),
+        ({"static_graph": True}, "static_graph=True"),
+        ({"persistent_workers": False, "num_workers": 2}, "persistent_workers=False"),
+        ({"bucket_cap_mb": 25, "reduce_bucket_size": 26}, "one size"),
+        ({"backend": "mpi"}, "backend 'mpi'"),
+        ({"batch_size": 0}, "batch_size must be a whole number"),
+        ({"gradient_accumulation_steps": "x"}, "gradient_accumulation_steps must be"),
+        ({"settings": {"emma": 1}}, "did you mean 'ema'"),
+        ({"settings": {"epochs": 1}}, "num_epochs"),
+        ({"exact": True, "sync_bn": True}, "exact together with sync_bn"),
+        ({"training_mode": "dp", "sync_bn": True}, "sync_bn together with training_mode dp"),
+    ],
+)
+def test_what_it_can_not_do_it_refuses(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        MultiGPUConfig(**fields).frozen()
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("DataParallel", "dp"), ("DDP", "ddp"), ("single_gpu", "none")])
+def test_strategies_have_many_names(name: str, mode: str) -> None:
+    assert TrainingMode.named(name).value == mode
