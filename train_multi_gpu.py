@@ -23,21 +23,53 @@ from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous
 
 if TYPE_CHECKING:
-    from multigpu_cli.api.gpus import cleanup_distributed as cleanup_distributed
+    from multigpu_cli.api.functions import cleanup_distributed as cleanup_distributed
+    from multigpu_cli.api.functions import get_multi_gpu_metrics as get_multi_gpu_metrics
+    from multigpu_cli.api.functions import get_multi_gpu_status as get_multi_gpu_status
+    from multigpu_cli.api.functions import log_training_metrics as log_training_metrics
+    from multigpu_cli.api.functions import setup_data_parallel as setup_data_parallel
+    from multigpu_cli.api.functions import setup_distributed_data_parallel as setup_distributed_data_parallel
+    from multigpu_cli.api.functions import setup_multi_gpu_training as setup_multi_gpu_training
     from multigpu_cli.api.gpus import clear_gpu_memory as clear_gpu_memory
     from multigpu_cli.api.gpus import get_gpu_info as get_gpu_info
     from multigpu_cli.api.gpus import print_gpu_info as print_gpu_info
+    from multigpu_cli.api.managing import MultiGPUTrainingManager as MultiGPUTrainingManager
+    from multigpu_cli.api.metrics import MetricsCollector as MetricsCollector
+    from multigpu_cli.api.metrics import PerformanceMonitor as PerformanceMonitor
+    from multigpu_cli.api.recovery import FaultToleranceManager as FaultToleranceManager
     from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
     from multigpu_cli.api.settings import TrainingMode as TrainingMode
+    from multigpu_cli.api.speedups import estimate_training_speedup as estimate_training_speedup
+    from multigpu_cli.api.speedups import launch_distributed_training as launch_distributed_training
+    from multigpu_cli.api.speedups import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
+    from multigpu_cli.api.speedups import print_training_speedup_estimates as print_training_speedup_estimates
+    from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer
+    from multigpu_cli.api.trainers import DistributedDataParallelTrainer as DistributedDataParallelTrainer
+    from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
     from multigpu_cli.api.training import evaluate_with_multi_gpu as evaluate_with_multi_gpu
     from multigpu_cli.api.training import train_with_multi_gpu as train_with_multi_gpu
 
 API = {
-    "gpus": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory", "cleanup_distributed"),
+    "functions": (
+        "setup_multi_gpu_training",
+        "setup_data_parallel",
+        "setup_distributed_data_parallel",
+        "get_multi_gpu_status",
+        "get_multi_gpu_metrics",
+        "log_training_metrics",
+        "cleanup_distributed",
+    ),
+    "gpus": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory"),
     "managing": ("MultiGPUTrainingManager",),
     "metrics": ("MetricsCollector", "PerformanceMonitor"),
     "recovery": ("FaultToleranceManager",),
     "settings": ("MultiGPUConfig", "TrainingMode"),
+    "speedups": (
+        "optimize_batch_size_for_multi_gpu",
+        "launch_distributed_training",
+        "estimate_training_speedup",
+        "print_training_speedup_estimates",
+    ),
     "trainers": ("MultiGPUTrainer", "DataParallelTrainer", "DistributedDataParallelTrainer"),
     "training": ("train_with_multi_gpu", "evaluate_with_multi_gpu"),
 }

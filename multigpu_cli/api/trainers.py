@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from multigpu_cli import engine
 from multigpu_cli.api.bringing import Inputs
+from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.place import choice_of, console, last_words, meeting_of
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
 from multigpu_cli.api.training import prepared
@@ -57,8 +58,10 @@ class TrainLoader:
             yield Step(number, list(work))
 
 
-class MultiGPUTrainer:
+class MultiGPUTrainer(Functions):
     """Trains a model step by step or epoch by epoch on the engine, with its checkpoints, journal and resume.
+
+    Without `setup`, it offers the functions of the API as methods.
 
     Unlike the document that gave it its name, it does not swallow exceptions, and `auto` never takes DataParallel.
 
@@ -69,6 +72,7 @@ class MultiGPUTrainer:
     mode: TrainingMode | None = None
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        super().__init__()
         config = config or MultiGPUConfig()
         self.config = config if self.mode is None else replace(config, training_mode=self.mode)
         self.run: Run | None = None

@@ -1,0 +1,136 @@
+"""The functions of the API as methods of one object that remembers: strategy, and the metrics that were logged."""
+
+from collections import defaultdict
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from multigpu_cli.api import gpus, speedups, training, wrapping
+from multigpu_cli.api.settings import TrainingMode
+from multigpu_cli.runtime.world import Rendezvous
+
+
+class Functions:
+    """What MultiGPUTrainer() offers beside a run of its own.
+
+    Attributes:
+        current_strategy: DataParallel or DistributedDataParallel, once a setup has wrapped a model; else None.
+        training_metrics: what was logged, by "epoch_N".
+    """
+
+    get_gpu_info = staticmethod(gpus.get_gpu_info)
+    print_gpu_info = staticmethod(gpus.print_gpu_info)
+    clear_gpu_memory = staticmethod(gpus.clear_gpu_memory)
+    train_with_multi_gpu = staticmethod(training.train_with_multi_gpu)
+    evaluate_with_multi_gpu = staticmethod(training.evaluate_with_multi_gpu)
+    optimize_batch_size_for_multi_gpu = staticmethod(speedups.optimize_batch_size_for_multi_gpu)
+    launch_distributed_training = staticmethod(speedups.launch_distributed_training)
+    estimate_training_speedup = staticmethod(speedups.estimate_training_speedup)
+
+    def __init__(self) -> None:
+        self.current_strategy: str | None = None
+        self.training_metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def setup_data_parallel(self, model: nn.Module, device_ids: list[int] | None = None) -> tuple[nn.Module, bool]:
+        """As wrapping.setup_data_parallel."""
+        return self._noted(*wrapping.setup_data_parallel(model, device_ids))
+
+    def setup_distributed_data_parallel(self, model: nn.Module, *args: Any, **named: Any) -> tuple[nn.Module, bool]:
+        """As wrapping.setup_distributed_data_parallel."""
+        return self._noted(*wrapping.setup_distributed_data_parallel(model, *args, **named))
+
+    def setup_multi_gpu_training(
+        self, model: nn.Module, strategy: str | TrainingMode = "auto", *args: Any, **named: Any
+    ) -> tuple[nn.Module, bool, dict[str, Any]]:
+        """As wrapping.setup_multi_gpu_training."""
+        model, ok, found = wrapping.setup_multi_gpu_training(model, strategy, *args, **named)
+        return (*self._noted(model, ok), found)
+
+    def cleanup_distributed(self) -> None:
+        """End this process's group, and forget the strategy."""
+        gpus.cleanup_distributed()
+        self.current_strategy = None
+
+    def log_training_metrics(
+        self,
+        epoch: int,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        gpu_utilization: dict[str, Any] | None = None,
+    ) -> None:
+        """Remember the numbers of a step of a loop of your own; runs of the engine have their journal.
+
+        Args:
+            gpu_utilization: per cent, by GPU; None asks NVML.
+        """
+        entry = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
+        used = gpus.gpu_utilisation() if gpu_utilization is None else gpu_utilization
+        self.training_metrics[f"epoch_{epoch}"].append(
+            entry | {"gpu_utilization": used, "strategy": self.current_strategy}
+        )
+
+    def get_multi_gpu_metrics(self) -> dict[str, Any]:
+        """strategy, gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
+        found = {epoch: list(entries) for epoch, entries in self.training_metrics.items()}
+        return {"strategy": self.current_strategy, "gpu_info": gpus.get_gpu_info(), "training_metrics": found}
+
+    def get_multi_gpu_status(self) -> dict[str, Any]:
+        """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
+        found, meeting = self.get_multi_gpu_metrics(), Rendezvous.here()
+        return {
+            "multi_gpu_available": found["gpu_info"]["gpu_count"] >= 2,
+            "gpu_info": found["gpu_info"],
+            "current_strategy": found["strategy"],
+            "world_size": meeting.size if meeting else 1,
+            "training_metrics": found["training_metrics"],
+            "gpu_utilization": gpus.gpu_utilisation(),
+            "status": "success",
+        }
+
+    def _noted(self, model: nn.Module, ok: bool) -> tuple[nn.Module, bool]:
+        if ok:
+            self.current_strategy = type(model).__name__
+        return model, ok
+
+
+@cache
+def shared() -> Functions:
+    """The one that the functions below speak of."""
+    return Functions()
+
+
+def setup_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
+    """As wrapping.setup_data_parallel; the status knows of it."""
+    return shared().setup_data_parallel(*args, **named)
+
+
+def setup_distributed_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
+    """As wrapping.setup_distributed_data_parallel; the status knows of it."""
+    return shared().setup_distributed_data_parallel(*args, **named)
+
+
+def setup_multi_gpu_training(*args: Any, **named: Any) -> tuple[nn.Module, bool, dict[str, Any]]:
+    """As wrapping.setup_multi_gpu_training; the status knows of it."""
+    return shared().setup_multi_gpu_training(*args, **named)
+
+
+def log_training_metrics(*args: Any, **named: Any) -> None:
+    """As Functions.log_training_metrics."""
+    shared().log_training_metrics(*args, **named)
+
+
+def get_multi_gpu_metrics() -> dict[str, Any]:
+    """As Functions.get_multi_gpu_metrics."""
+    return shared().get_multi_gpu_metrics()
+
+
+def get_multi_gpu_status() -> dict[str, Any]:
+    """As Functions.get_multi_gpu_status."""
+    return shared().get_multi_gpu_status()
+
+
+def cleanup_distributed() -> None:
+    """End this process's group, if there is one. Runs of the engine end their own."""
+    shared().cleanup_distributed()

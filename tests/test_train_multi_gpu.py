@@ -1,0 +1,95 @@
+"""The names that the founding documents use, imported from where they say, and as they use them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import train_multi_gpu
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.world import World
+from tests.api.brought import loader, network
+from tests.gloo import each_rank
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = """MultiGPUConfig, TrainingMode, MultiGPUTrainer, DataParallelTrainer, DistributedDataParallelTrainer,
+    MultiGPUTrainingManager, MetricsCollector, PerformanceMonitor, FaultToleranceManager, get_gpu_info, print_gpu_info,
+    setup_multi_gpu_training, setup_data_parallel, setup_distributed_data_parallel, train_with_multi_gpu,
+    evaluate_with_multi_gpu, get_multi_gpu_status, log_training_metrics, get_multi_gpu_metrics, cleanup_distributed,
+    clear_gpu_memory, optimize_batch_size_for_multi_gpu, launch_distributed_training, estimate_training_speedup,
+    print_training_speedup_estimates, train"""
+
+
+def test_every_name_is_there_and_says_what_it_does() -> None:
+    for name in NAMES.replace("\n", " ").split(","):
+        assert getattr(train_multi_gpu, name.strip()).__doc__, name
+        assert name.strip() in dir(train_multi_gpu)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        train_multi_gpu.__getattr__("trian")
+
+
+def test_importing_it_loads_nothing_of_the_api() -> None:
+    code = "import train_multi_gpu, sys; print([name for name in sys.modules if name.startswith('multigpu_cli.api')])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs gets")
+def test_usage_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = train_multi_gpu.MultiGPUTrainer()
+    model, success, gpu_info = trainer.setup_multi_gpu_training(network(), strategy="auto")
+    assert (success, gpu_info["gpu_count"], trainer.current_strategy) == (False, 0, None)
+    assert train_multi_gpu.setup_data_parallel(model) == (model, False)
+    with pytest.raises(RequestError, match=r"device_ids \[0, 1\]: there is no GPU 0, 1"):
+        trainer.setup_data_parallel(model, device_ids=[0, 1])
+    trainer.log_training_metrics(
+        epoch=0, step=100, loss=0.5, learning_rate=0.001, gpu_utilization={"gpu_0": 0.8, "gpu_1": 0.7}
+    )
+    assert trainer.get_multi_gpu_metrics()["training_metrics"]["epoch_0"][0]["loss"] == 0.5
+    status = train_multi_gpu.get_multi_gpu_status()
+    assert (status["multi_gpu_available"], status["gpu_info"]["gpu_count"]) == (False, 0)
+    train_multi_gpu.print_gpu_info()
+    assert "no GPU is visible" in capsys.readouterr().out
+    train_multi_gpu.clear_gpu_memory()
+    train_multi_gpu.cleanup_distributed()
+
+
+def test_a_wrapped_model_trains_in_the_group_that_is_there(tmp_path: Path) -> None:
+    def work(world: World) -> list[bool]:
+        model, success = train_multi_gpu.setup_distributed_data_parallel(network(world.rank))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = train_multi_gpu.train_with_multi_gpu(
+            model,
+            loader(),
+            optimizer,
+            nn.CrossEntropyLoss(),
+            num_epochs=1,
+            strategy="DistributedDataParallel",
+            save_dir=str(tmp_path),
+            screen="silent",
+        )
+        return [success, isinstance(model, DistributedDataParallel), results["success"]]
+
+    assert each_rank(2, work) == [[True, True, True]] * 2
+
+
+def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = train_multi_gpu.optimize_batch_size_for_multi_gpu(32, 4, "DataParallel")
+    assert (found["effective_batch_size"], found["batch_per_gpu"], found["scaling_factor"]) == (128, 32, 4)
+    measured = {"parameters": 10_000_000, "forward_seconds": 0.01, "backward_seconds": 0.02, "batch_size": 32}
+    rows = train_multi_gpu.estimate_training_speedup(4, **measured)
+    assert [row["workers"] for row in rows] == [1, 4]
+    assert 3 < rows[1]["speedup"] <= 4
+    slow = train_multi_gpu.estimate_training_speedup(4, wire="ethernet-25", **measured)
+    assert slow[1]["speedup"] < rows[1]["speedup"]
+    train_multi_gpu.print_training_speedup_estimates((1, 2), **measured)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_function_is_launched_on_several_processes() -> None:
+    assert train_multi_gpu.launch_distributed_training(divmod, 2, 7, 3) == [(2, 1), (2, 1)]
