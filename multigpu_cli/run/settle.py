@@ -1,7 +1,6 @@
 """From what was asked for to what will happen: folder, data and plan, all checked before anything is written."""
 
 import inspect
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.brought import Brought
+from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, greatest, together
 from multigpu_cli.runtime.determinism import share_threads
@@ -67,7 +67,7 @@ class Settled:
         }
         if self.config.communication.bucket_cap_mb != "auto":
             pins["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
-        return pins | ({"machine": _exact_pins(self.plan)} if self.config.reproducibility.exact else {})
+        return pins | ({"machine": exact_pins(self.plan)} if self.config.reproducibility.exact else {})
 
     def as_yaml(self) -> str:
         """config.yaml: the user's settings."""
@@ -128,26 +128,21 @@ def settle(
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
     _same_everywhere(world, source.samples)
     plan = _plan(words, config, choice, world, start, source, brought)
-    _raise_all(_beyond_the_data(config, plan, source, start))
+    raise_all(beyond_the_data(config, plan, source, start))
     model, task = config.model.name or source.model, config.task.name or source.task
     return Settled(words, config, start, source, plan, model, task, brought)
 
 
 def _opened(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
     """The dataset; what is wrong with it is told together with what is wrong with the device."""
-    wrong = list(_beyond_the_device(config, choice, world))
+    wrong = list(beyond_the_device(config, choice, world))
     try:
         source = source or open_source(config.data, config.reproducibility.seed)
     except RequestError as error:
         wrong.append(error)
         raise all_wrong(wrong) from error
-    _raise_all(wrong)
+    raise_all(wrong)
     return source
-
-
-def _raise_all(wrong: Iterable[RequestError]) -> None:
-    if told := list(wrong):
-        raise all_wrong(told)
 
 
 def _same_everywhere(world: World, samples: int) -> None:
@@ -230,12 +225,6 @@ def _plan(
     )
 
 
-def _exact_pins(plan: Plan) -> dict[str, Any]:
-    """What changes bits although it changes nothing else; no run with --exact goes on where one of them differs."""
-    capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
-    return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
-
-
 def _without_effect(words: Config, choice: Choice, *, live: bool) -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
@@ -264,42 +253,3 @@ def _device_name(world: World) -> str:
     if world.device.type != "cuda":
         return world.device.type
     return torch.cuda.get_device_name(world.device)
-
-
-def _beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[RequestError]:
-    """What was asked for and this device, or this strategy, has not."""
-    on_cpu = world.device.type == "cpu"
-    try:
-        choose_format(config.precision.amp, world.device)
-    except RequestError as error:
-        yield error
-    if config.model.sync_bn and (on_cpu or choice.strategy != "ddp"):
-        yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
-    if config.communication.grad_compression == "bf16" and choice.strategy == "ddp" and on_cpu:
-        yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
-
-
-def _beyond_the_data(config: Config, plan: Plan, source: Source, start: Start) -> Iterator[RequestError]:
-    """What was asked for and does not go with the data, or with what the run folder holds."""
-    if config.model.sync_bn and not plan.batches.even:
-        yield RequestError(
-            "--sync-bn needs the same number of micro-batches on every worker in every step, also an epoch's last",
-            remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
-        )
-    if config.length.patience and source.val is None:
-        yield RequestError(
-            f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
-            remedy="leave --early-stopping-patience out, or set samples aside (val)",
-        )
-    pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
-    for name, now in _exact_pins(plan).items() if pinned else ():
-        if pinned[name] != now:
-            yield RequestError(
-                f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: other bits",
-                remedy="go on where it was started, or start afresh with another --save-dir",
-            )
-    if start.manifest and (before := start.manifest["samples"]) != plan.batches.samples:
-        yield RequestError(
-            f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
-            remedy="the same data, or another --save-dir to start afresh",
-        )

@@ -8,7 +8,8 @@ import torch
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.settle import Settled, _beyond_the_data, settle
+from multigpu_cli.run.settle import Settled, settle
+from multigpu_cli.run.unfit import beyond_the_data
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 
@@ -133,7 +134,7 @@ def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: i
 
 def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
     uneven, wish = settled(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
-    (told,) = _beyond_the_data(wish, uneven.plan, uneven.source, uneven.start)
+    (told,) = beyond_the_data(wish, uneven.plan, uneven.source, uneven.start)
     assert "--sync-bn needs the same number of micro-batches" in told.problem
 
 
