@@ -96,7 +96,7 @@ def run_in_processes(config: Config, choice: Choice, brought: Brought, screen: s
     config = replace(config, checkpoint=checkpoint, explicit=config.explicit | {"save_dir"})
     try:
         ForkingPickler.dumps(brought)
-    except Exception as error:
+    except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
         raise RequestError(
             f"{choice.because}: model, data, loss or optimizer can't be sent to other processes ({error})",
             remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "

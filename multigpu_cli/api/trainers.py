@@ -244,7 +244,7 @@ class MultiGPUTrainer(Functions):
         run.watch.resting = False
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # recorded as the end of the run, and raised
             ending.name_unused(run, error)
             reason = run.watch.explained(error)
             ending.fail(run, reason)
