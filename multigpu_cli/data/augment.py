@@ -28,8 +28,8 @@ def _mixed(x: Tensor) -> Tensor:
 
 @lru_cache
 def _lanes(streams: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """(1, columns) the mixed numbers of the streams' columns, which every batch asks for again."""
-    return _mixed(torch.cat([torch.arange(count, device=device) + (stream << 20) for stream, count in streams]))[None]
+    """(columns,) int64 below 2³²: the streams' columns, which every batch asks for again."""
+    return torch.cat([torch.arange(count, device=device) + (stream << 20) for stream, count in streams])
 
 
 class Draws:
@@ -42,7 +42,7 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
-        self._base = _mixed(indices ^ key(seed, epoch))
+        self._key, self._counters = key(seed, epoch), indices[:, None] << 32
 
     def uniform(self, stream: int, count: int = 1) -> Tensor:
         """(n, count) float32 in [0, 1); each use in one augmentation takes a stream number of its own."""
@@ -50,5 +50,5 @@ class Draws:
 
     def together(self, *streams: tuple[int, int]) -> Tensor:
         """(n, columns) the numbers of several (stream, count) side by side, in one go."""
-        bits = _mixed(self._base[:, None] ^ _lanes(streams, self._base.device))
-        return (bits >> 40).bitwise_and_(0xFFFFFF).float().div_(1 << 24)
+        bits = _mixed((self._counters + _lanes(streams, self._counters.device)).bitwise_xor_(self._key))
+        return bits.bitwise_and_(0xFFFFFF).float().div_(1 << 24)

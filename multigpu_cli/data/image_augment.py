@@ -1,5 +1,7 @@
 """Augmentation of whole batches of images, keyed per sample (see augment.py), on whatever device they live."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -31,13 +33,22 @@ def _moved(images: Tensor, drawn: Tensor, reach: int) -> Tensor:
     n, channels, height, width = images.shape
     padded = torch.nn.functional.pad(images, (reach,) * 4)
     runs = padded.flatten().unfold(0, width, 1)  # every run of W pixels, a view; a row of the result is one of them
-    down, right = (drawn * (2 * reach + 1)).long().view(n, 2, 1, 1).unbind(1)
-    row = torch.arange(n * channels, device=images.device).view(n, channels, 1) * (height + 2 * reach) + down
-    start = (row + torch.arange(height, device=images.device)) * (width + 2 * reach) + right
+    down, right = (drawn * (2 * reach + 1)).long().unbind(1)
+    corner = down.mul_(padded.shape[-1]).add_(right)
+    start = _rows(n * channels, height, *padded.shape[-2:], images.device).view(n, -1) + corner[:, None]
     return runs.index_select(0, start.flatten()).view(images.shape)
 
 
+@lru_cache(maxsize=8)
+def _rows(planes: int, height: int, tall: int, wide: int, device: torch.device) -> Tensor:
+    """(planes, height) int64: where the first rows of each padded plane begin, which every batch asks for again."""
+    first = torch.arange(planes, device=device)[:, None] * tall
+    return (first + torch.arange(height, device=device)) * wide
+
+
 def _turned(images: Tensor, drawn: Tensor) -> Tensor:
-    mirror = (drawn[:, 0] < 0.5) * len(images)
-    chosen = mirror + torch.arange(len(images), device=images.device)
-    return torch.cat([images, images.flip(-1)]).index_select(0, chosen)  # copies whole images, four times where's speed
+    mirror = (drawn[:, 0] < 0.5).view(-1, 1, 1, 1)
+    if images.shape[-1] * images.element_size() % 8:
+        return torch.where(mirror, images.flip(-1), images)
+    eights = torch.where(mirror, images.flip(-1).view(torch.int64), images.contiguous().view(torch.int64))
+    return eights.view(images.dtype)  # eight bytes at a time: four times the speed

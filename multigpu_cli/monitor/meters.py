@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class Quantiles:
@@ -62,14 +62,9 @@ class Meters:
         self.steps += 1
         self.samples += samples
 
-    @contextmanager
-    def waiting(self, reason: str) -> Iterator[None]:
+    def waiting(self, reason: str) -> AbstractContextManager[None]:
         """Time inside counts as training and as a share of its own: 'data_wait' gives `data_wait_share`."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self.waited(reason, self._clock() - began)
+        return _Waiting(self, reason, self._clock)
 
     def waited(self, reason: str, seconds: float) -> None:
         """Count seconds that something else has measured, such as 'comm' by the strategy."""
@@ -121,6 +116,19 @@ class Meters:
         self.seconds += elapsed
         self._window.seconds += elapsed
         return elapsed
+
+
+class _Waiting:
+    """No generator: in a short step its cost would show."""
+
+    def __init__(self, meters: Meters, reason: str, clock: Callable[[], float]) -> None:
+        self._meters, self._reason, self._clock = meters, reason, clock
+
+    def __enter__(self) -> None:
+        self._began = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._meters.waited(self._reason, self._clock() - self._began)
 
 
 class _Window:

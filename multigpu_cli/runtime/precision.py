@@ -62,8 +62,8 @@ class Precision:
     ) -> tuple[Tensor, Tensor]:
         """Unscale, measure and clip the reduced gradient, and step; (), (): gradient norm, and 1 where it was skipped.
 
-        No host sync: fused optimizers skip on the device when `found_inf` is 1. The norm is of the reduced gradient, so
-        it is the same number, and the same decision, on every rank.
+        No host sync: on a GPU fused optimizers skip on the device when `found_inf` is 1; on a CPU there is nothing to
+        wait for. The norm is of the reduced gradient, so it is the same number, and the same decision, on every rank.
         """
         if self._scaler.is_enabled():
             self._scaler.unscale_(optimizer)
@@ -72,10 +72,10 @@ class Precision:
         if self._scaler.is_enabled():
             self._scaler.step(optimizer)
             self._scaler.update()
-        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        elif self.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
             optimizer.step()
-        elif not skipped:  # somebody's own optimizer can't decide on the device: the host waits for the norm
+        elif not skipped:  # on a GPU the host waits here: somebody's own optimizer can't decide on the device
             optimizer.step()
         for parameter in parameters:  # as optimizer.zero_grad() does, without its hooks: 30 µs of a small step
             parameter.grad = None
@@ -103,5 +103,7 @@ def _clipped(parameters: list[Tensor], max_norm: float | None) -> Tensor:
         return norm
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     if max_norm is not None:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if norm.device.type != "cpu" or float(factor) < 1:  # on a CPU the host knows at once; most need no clipping
+            torch._foreach_mul_(gradients, factor)
     return norm
