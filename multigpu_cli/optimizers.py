@@ -14,10 +14,12 @@ from multigpu_cli.runtime import plugins
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW without what its `step` asks anew each time: the same kernel, a small model's step sooner.
 
-    The state is torch's own, so checkpoints go both ways; `found_inf` skips a step on the device as it does there.
+    The state is torch's own, so checkpoints go both ways; `found_inf` skips a step on the device, and `grad_scale`
+    divides the gradients, as they do there.
     """
 
     found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,6 +49,7 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
             )
 

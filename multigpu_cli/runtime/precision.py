@@ -65,14 +65,25 @@ class Precision:
         No host sync: on a GPU fused optimizers skip on the device when `found_inf` is 1; on a CPU there is nothing to
         wait for. The norm is of the reduced gradient, so it is the same number, and the same decision, on every rank.
         """
-        if self._scaler.is_enabled():
+        scaled, on_host = self._scaler.is_enabled(), self.device.type == "cpu"
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
+        if scaled:
             self._scaler.unscale_(optimizer)
-        norm = _clipped(parameters, max_norm)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = _norm(gradients)
         skipped = (norm - norm != 0).float()  # only NaN and infinity are no zero away from themselves
-        if self._scaler.is_enabled():
+        divisor = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
+        if divisor is not None and on_host and float(divisor) == 1.0:
+            divisor = None
+        in_kernel = fused and norm.dtype == torch.float32  # as it reads each gradient, which saves a pass over all
+        if in_kernel:
+            optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        elif divisor is not None:
+            torch._foreach_div_(gradients, divisor)
+        if scaled:
             self._scaler.step(optimizer)
             self._scaler.update()
-        elif self.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        elif fused and not on_host:
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
             optimizer.step()
         elif not skipped:  # on a GPU the host waits here: somebody's own optimizer can't decide on the device
@@ -89,21 +100,14 @@ class Precision:
             self._scaler.load_state_dict(state)
 
 
-def _clipped(parameters: list[Tensor], max_norm: float | None) -> Tensor:
-    """() the common norm of the gradients before they are brought down to `max_norm`, in place.
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """() the common norm of the gradients.
 
     torch's own way sorts them by kind first, which for a small model costs more than the arithmetic.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Tensor
     if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
         norm = torch.nn.utils.get_total_norm(gradients)
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if max_norm is not None:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if norm.device.type != "cpu" or float(factor) < 1:  # on a CPU the host knows at once; most need no clipping
-            torch._foreach_mul_(gradients, factor)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm
