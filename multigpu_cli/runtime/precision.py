@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from multigpu_cli.errors import RequestError
 
@@ -49,13 +50,14 @@ class Precision:
 
     def backward(self, loss: Tensor, factor: float = 1.0) -> None:
         """Backward of the loss (): its gradient times the factor, scaled for fp16."""
-        if self._scaler.is_enabled():
+        if self._scaler.is_enabled() or type(loss) is not Tensor or loss.ndim:
             self._scaler.scale(loss * factor).backward()
             return
         key = (factor, loss.dtype)
         if key != self._key:  # the factor is handed in as the loss's own gradient: no product to keep and to undo
             self._key, self._factor = key, torch.tensor(factor, dtype=loss.dtype, device=self.device)
-        loss.backward(self._factor)
+        # What `loss.backward` comes down to; to compare two shapes on the way there it would import sympy.
+        _engine_run_backward((loss,), (self._factor,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def commit(
         self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
