@@ -16,8 +16,8 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 	$(BIN)/python main_multi_gpu.py --multi-gpu ddp --resume never \
 		--nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
-test: lint ## what CI runs: lint, types, unit tests, several processes, recipes, README
-	$(BIN)/pytest
+test: lint ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores
 	$(BIN)/pytest -m '$(EVERY_MARK)'
