@@ -86,10 +86,14 @@ def _given_to_optimizer(run: Run, number: int) -> tuple[dict[str, Tensor], float
     named = {name: p for name, p in run.kept.model.named_parameters() if p.requires_grad}
     seen: dict[str, Tensor] = {}
 
-    def note(*_: Any) -> None:
-        seen.update({name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None})
+    optimizer = run.kept.optimizer
 
-    hook = run.kept.optimizer.register_step_pre_hook(note)
+    def note(*_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
+        divisor = 1.0 if scale is None else scale.cpu()
+        seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
+
+    hook = optimizer.register_step_pre_hook(note)
     batches = run.plan.batches
     epoch = run.train.epoch(batches, 0, number, run.world.rank, run.strategy.lanes)
     outcome = step(run, number, next(epoch))

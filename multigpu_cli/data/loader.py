@@ -1,31 +1,22 @@
 """Batches as a pure function of (seed, epoch, step, micro-batch): there is no loader state to save."""
 
-import os
-import random
-import signal
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import tee
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import Draws
 from multigpu_cli.data.base import Fetching, Source
-from multigpu_cli.data.sample import Collate, sample_of
+from multigpu_cli.data.items import HELD_OUT, Fetched, Items
 from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.planning.keys import key
-from multigpu_cli.runtime.parent import die_with_parent
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
-_HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
 
 
 @dataclass(frozen=True)
@@ -72,10 +63,9 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch: _Memory | _Items = _Memory(split, device, config.on_device, source.fetching)
+            self._fetch: _Memory | Items = _Memory(split, device, config.on_device, source.fetching)
         else:
-            processes = _loader_processes(config.num_workers, workers_here)
-            self._fetch = _Items(split, device, seed, processes, source.fetching)
+            self._fetch = Items(split, device, seed, config.num_workers, workers_here, source.fetching)
         self.where = self._fetch.where
 
     def close(self) -> None:
@@ -106,7 +96,7 @@ class Loader:
         count = -(-self.size // batch_size)
         mine = range(count * rank // workers, count * (rank + 1) // workers)
         chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
-        for index, fetched in zip(mine, self._fetch.stream(chunks, _HELD_OUT), strict=True):
+        for index, fetched in zip(mine, self._fetch.stream(chunks, HELD_OUT), strict=True):
             yield self._finished(fetched, index, 0, train=False)
 
     def samples(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
@@ -118,16 +108,13 @@ class Loader:
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
             yield self._finished(fetched, index, epoch, train=True)
 
-    def _finished(self, fetched: "_Fetched", index: int, epoch: int, *, train: bool) -> Batch:
+    def _finished(self, fetched: "Fetched", index: int, epoch: int, *, train: bool) -> Batch:
         inputs, targets, indices = fetched
         if isinstance(inputs, Tensor):
             if train and self.source.augment is not None:
                 inputs = self.source.augment(inputs, Draws(self.seed, epoch, indices.to(self.device)))
             inputs = self.source.prepare(inputs)
         return Batch(inputs, targets, indices, index)
-
-
-_Fetched = tuple[Any, Any, Tensor]
 
 
 class _Memory:
@@ -149,7 +136,7 @@ class _Memory:
     def close(self) -> None:
         """Nothing is open."""
 
-    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[_Fetched]:
+    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
         home = self.inputs.device
         for indices in chunks:
             at = indices.to(home)
@@ -159,92 +146,3 @@ class _Memory:
                     (t.pin_memory() if self._pin else t).to(self.device, non_blocking=True) for t in (inputs, targets)
                 )
             yield inputs, targets, indices
-
-
-class _Items:
-    """A map-style dataset, fetched sample by sample; the order of samples is settled before the loader sees it."""
-
-    def __init__(
-        self, split: Dataset[Any], device: torch.device, seed: int, processes: int, fetching: Fetching
-    ) -> None:
-        self.device = device
-        self._chunks = _Chunks()
-        self._loader: DataLoader[Any] = DataLoader(
-            _Keyed(split, seed),
-            collate_fn=Collate(split),
-            batch_sampler=self._chunks,
-            num_workers=processes,
-            pin_memory=fetching.pin_memory and device.type == "cuda",
-            prefetch_factor=fetching.prefetch if processes else None,
-            persistent_workers=processes > 0,
-            worker_init_fn=_belong_to_trainer,
-        )
-        self.where = f"fetched by {processes} loader process(es)" if processes else "fetched in this process"
-        if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
-            deque(self._loader, maxlen=0)
-
-    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[_Fetched]:
-        asked, chunks = tee(chunks)
-        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in asked)
-        try:
-            for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
-                yield self._moved(inputs), self._moved(targets), indices
-        except RequestError as error:
-            _, came_from_there, said = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
-            if came_from_there:  # with the traceback of the loader process in its text
-                raise RequestError(said.strip()) from error
-            raise
-
-    def close(self) -> None:
-        """Not left to the garbage collector: the process may end past it, and its children must not outlive it."""
-        if (iterator := self._loader._iterator) is not None and self._loader.num_workers:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-            self._loader._iterator = None
-
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(self.device, non_blocking=True)
-        if isinstance(value, dict):
-            return {name: self._moved(entry) for name, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._moved(entry) for entry in value)
-        return value
-
-
-class _Chunks:
-    """A batch sampler whose batches are laid down before each pass."""
-
-    def __init__(self) -> None:
-        self.now: Iterable[list[tuple[int, int]]] = []
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.now)
-
-
-class _Keyed(Dataset[Any]):
-    """The user's dataset, with all generators seeded from (seed, epoch, sample) before each item."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
-        epoch, index = where
-        number = key(self.seed, epoch, index)
-        random.seed(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(number)
-        return index, sample_of(self.dataset, index)
-
-
-def _belong_to_trainer(_: int) -> None:
-    """A signal to the whole process group is for the trainer, which still needs its loaders; they end with it."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _loader_processes(wanted: int | str, workers_here: int) -> int:
-    if wanted != "auto":
-        return int(wanted)
-    spare = (os.cpu_count() or 1) // workers_here - 1
-    return max(0, min(4, spare))

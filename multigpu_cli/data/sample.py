@@ -1,7 +1,8 @@
 """What a user's dataset hands out, in whatever form it is common, as (inputs, targets)."""
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,35 @@ def sample_of(dataset: Dataset[Any], index: int) -> Any:
     Raises:
         RequestError: the dataset's own code failed; says at which sample, and where.
     """
-    try:
+    with _own_code(dataset, f"sample {index}", f"[{index}]"):
         return dataset[index]
+
+
+def samples_of(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
+    """The same of a dataset that hands out several at once."""
+    with _own_code(dataset, f"samples {', '.join(map(str, indices[:8]))}", f".__getitems__({indices[:8]})"):
+        items: Sequence[Any] = dataset.__getitems__(indices)  # type: ignore[attr-defined]
+    if len(items) != len(indices):
+        raise RequestError(
+            f"--data: {type(inner(dataset)).__name__}.__getitems__ gave {len(items)} samples where {len(indices)} were "
+            "asked for",
+            remedy="one for each index, in their order",
+        )
+    return items
+
+
+@contextmanager
+def _own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
+    try:
+        yield
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
         line = traceback.extract_tb(error.__traceback__)[-1]
         said = (str(error).splitlines() or [""])[0]
         raise RequestError(
-            f"--data: sample {index} raised {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
-            remedy=f"see what {type(inner(dataset)).__name__}[{index}] gives in Python",
+            f"--data: {what} raised {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
+            remedy=f"see what {type(inner(dataset)).__name__}{call} gives in Python",
         ) from error
 
 

@@ -82,3 +82,12 @@ def of_the_device(run: Run, samples_per_second: float) -> dict[str, Any]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def of_the_compiler(run: Run) -> dict[str, Any]:
+    """What --compile took in the rehearsal, and what it had to leave out; the user hears of it too."""
+    found = run.compiled.report() if run.compiled else {}
+    if found:
+        breaks = "; ".join(found["graph_breaks"]) or "none"
+        run.console.note(f"compiled in {found['seconds']:.1f} s; graph breaks: {breaks}")
+    return {"compile": found} if found else {}

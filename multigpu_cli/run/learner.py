@@ -2,7 +2,7 @@
 
 import shutil
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from multigpu_cli.run.brought import make_alike
 from multigpu_cli.run.settle import Settled
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
+from multigpu_cli.runtime.compiled import Compiled
 from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import Precision
@@ -58,6 +59,7 @@ class Learner:
     train: Loader
     val: Loader | None
     test: Loader | None
+    compiled: Compiled | None = field(default=None, kw_only=True)
 
     @cached_property
     def trained(self) -> list[Tensor]:
@@ -108,7 +110,10 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     strategy = _strategy(model, choice, world, settled)
     some = min(settled.plan.batches.micro_batch, train.size)
     strategy.warm_up(lambda: task.loss_sum(strategy.callable, first_batch(train, some)))
-    return Learner(settled, choice, world, task, kept, precision, strategy, train, val, test)
+    learner = Learner(settled, choice, world, task, kept, precision, strategy, train, val, test)
+    if isinstance(model, Compiled):
+        learner.compiled, model.size = model, lambda: learner.plan.batches.micro_batch
+    return learner
 
 
 def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, Kept, Precision]:
@@ -250,4 +255,4 @@ def _compiled(model: nn.Module, wanted: str, device: torch.device) -> nn.Module:
         return model
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
         raise RequestError(f"--compile {wanted} on CPU needs a C++ compiler, and there is none", remedy="--compile off")
-    return torch.compile(model, mode=None if wanted == "default" else wanted)  # type: ignore[return-value]
+    return Compiled(model, None if wanted == "default" else wanted)

@@ -39,6 +39,7 @@ def open_run(run: Run, faults: list[str]) -> None:
         data=run.train.where,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         resumed_from=start.checkpoint,
+        **figures.of_the_compiler(run),
     )
     for note in start.notes:
         note_fault(run, "out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)

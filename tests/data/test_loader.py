@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -279,12 +280,78 @@ def test_closing_ends_the_loader_processes() -> None:
     served.close()
 
 
-@pytest.mark.parametrize(("cores", "workers", "expected"), [(8, 1, 4), (8, 2, 3), (4, 4, 0), (1, 1, 0), (2, 8, 0)])
+class Slow(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+
+class Quick(Dataset[Any]):
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> Any:
+        return index, index
+
+
+class Whole(Quick):
+    """Hands out whole batches, each with a random number."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        drawn = torch.rand(())
+        return [(torch.tensor([index, drawn]), index) for index in indices]
+
+
+@pytest.mark.parametrize(("cores", "workers", "expected"), [(4, 1, 3), (8, 3, 1), (4, 4, 0), (1, 1, 0), (2, 8, 0)])
 def test_auto_leaves_a_core_for_each_trainer(
     cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    split = Noisy()
+    split = Slow()
     served = Loader(split, source(split), DataConfig(), device=CPU, seed=1, workers_here=workers)
-    assert served.where == (f"fetched by {expected} loader process(es)" if expected else "fetched in this process")
+    assert served.where.startswith(f"fetched by {expected} loader process" if expected else "fetched in this process")
+    assert ("µs a sample, measured" in served.where) == (expected > 0)
     served.close()
+
+
+def test_auto_fetches_what_comes_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert Loader(Quick(), source(Quick()), DataConfig(), device=CPU, seed=1).where.startswith(
+        "fetched in this process: "
+    )
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_dataset_may_hand_out_whole_batches(processes: int, closing: list[Loader]) -> None:
+    """Its random numbers belong to the batch, whoever fetches it, and whenever."""
+    served = loader(Whole(), processes)
+    closing.append(served)
+    batches = [batch for work in epoch(served) for batch in work]
+    for batch in batches:
+        assert batch.inputs[:, 0].tolist() == batch.targets.tolist() == batch.indices.tolist()
+        assert len(set(batch.inputs[:, 1].tolist())) == 1
+    assert len({float(batch.inputs[0, 1]) for batch in batches}) == len(batches)
+    again = [batch for work in loader(Whole()).epoch(PLAN, 0, 1, 0, 1) for batch in work]
+    assert [batch.inputs.tolist() for batch in again] == [batch.inputs.tolist() for batch in batches][-len(again) :]
+
+
+def test_too_few_samples_of_a_whole_batch_are_refused() -> None:
+    class Short(Whole):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return super().__getitems__(indices)[1:]
+
+    with pytest.raises(RequestError, match=r"Short.__getitems__ gave \d samples where \d were asked for"):
+        epoch(loader(Short()))
+
+
+def test_what_fails_while_it_is_measured_is_told_without_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Quick):
+        def __getitem__(self, index: int) -> Any:
+            return int("x")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    before = len(multiprocessing.active_children())
+    with pytest.raises(RequestError, match="sample 0 raised ValueError") as caught:
+        loader(Failing(), "auto")
+    assert len(str(caught.value).splitlines()) < 4
+    assert len(multiprocessing.active_children()) == before

@@ -1,0 +1,188 @@
+"""Samples fetched one by one, or as a dataset hands them out, by loader processes or here."""
+
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import tee
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from multigpu_cli.data.base import Fetching
+from multigpu_cli.data.sample import Collate, inner, sample_of, samples_of
+from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.planning.keys import key
+from multigpu_cli.runtime.parent import die_with_parent
+
+HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
+_MOST_PROCESSES = 8  # for each worker
+_HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
+_LONGEST_LOOK = 0.5  # seconds
+
+Fetched = tuple[Any, Any, Tensor]  # inputs, targets, and which samples they are
+
+
+class Items:
+    """A map-style dataset, fetched sample by sample; the order of samples is settled before the loader sees it."""
+
+    def __init__(
+        self,
+        split: Dataset[Any],
+        device: torch.device,
+        seed: int,
+        wanted: int | str,
+        workers_here: int,
+        fetching: Fetching,
+    ) -> None:
+        processes, because = _loader_processes(_Keyed(split, seed), wanted, workers_here)
+        self.device = device
+        self._chunks = _Chunks()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Keyed(split, seed),
+            collate_fn=Collate(split),
+            batch_sampler=self._chunks,
+            num_workers=processes,
+            pin_memory=fetching.pin_memory and device.type == "cuda",
+            prefetch_factor=fetching.prefetch if processes else None,
+            persistent_workers=processes > 0,
+            worker_init_fn=_belong_to_trainer,
+        )
+        self.where = f"fetched by {counted(processes, 'loader process')}" if processes else "fetched in this process"
+        self.where += because
+        if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
+            deque(self._loader, maxlen=0)
+
+    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
+        asked, chunks = tee(chunks)
+        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in asked)
+        with _without_traceback():
+            for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
+                yield self._moved(inputs), self._moved(targets), indices
+
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        _end_processes(self._loader)
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.device, non_blocking=True)
+        if isinstance(value, dict):
+            return {name: self._moved(entry) for name, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._moved(entry) for entry in value)
+        return value
+
+
+class _Chunks:
+    """A batch sampler whose batches are laid down before each pass."""
+
+    def __init__(self) -> None:
+        self.now: Iterable[list[tuple[int, int]]] = []
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.now)
+
+
+class _Keyed(Dataset[Any]):
+    """The user's dataset, with all generators seeded from (seed, epoch, sample) before each item.
+
+    A dataset that fetches whole batches (`__getitems__`) is seeded once for each, by its first sample: which samples
+    are a batch depends on the seed and the step alone.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._whole = callable(getattr(inner(dataset), "__getitems__", None))
+
+    def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
+        self._seed(*where)
+        return where[1], sample_of(self.dataset, where[1])
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
+        if not self._whole:
+            return [self[where] for where in places]
+        self._seed(*places[0])
+        indices = [index for _, index in places]
+        return list(zip(indices, samples_of(self.dataset, indices), strict=True))
+
+    def _seed(self, epoch: int, index: int) -> None:
+        number = key(self.seed, epoch, index)
+        random.seed(number)
+        numpy.random.seed(number & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(number)
+
+
+def _belong_to_trainer(_: int) -> None:
+    """A signal to the whole process group is for the trainer, which still needs its loaders; they end with it."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _loader_processes(dataset: _Keyed, wanted: int | str, workers_here: int) -> tuple[int, str]:
+    """How many, and for `auto` why: one a spare core, unless samples come faster than a process hands them over."""
+    if wanted != "auto":
+        return int(wanted), ""
+    spare = min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
+    if spare < 1:
+        return 0, ": no core to spare"
+    seconds = _seconds_a_sample(dataset)
+    return (spare if seconds > _HANDED_OVER else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
+
+
+def _seconds_a_sample(dataset: _Keyed) -> float:
+    """Measured in a process of its own: a file that is opened here, before the fork, would be shared."""
+    timing: DataLoader[float] = DataLoader(
+        _Timed(dataset), batch_size=None, num_workers=1, persistent_workers=True, worker_init_fn=_belong_to_trainer
+    )
+    try:
+        with _without_traceback():
+            return float(next(iter(timing)))
+    finally:
+        _end_processes(timing)
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """What a loader process says of the user's dataset, without the way there, which torch puts before it."""
+    try:
+        yield
+    except RequestError as error:
+        _, came_from_there, said = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
+        if came_from_there:
+            raise RequestError(said.strip()) from error
+        raise
+
+
+def _end_processes(loader: DataLoader[Any]) -> None:
+    """Not left to the garbage collector: the process may end past it, and its children must not outlive it."""
+    if (iterator := loader._iterator) is not None and loader.num_workers:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
+        loader._iterator = None
+
+
+class _Timed(Dataset[float]):
+    """One item: the seconds that a sample takes, the least of a few, since the first may open files."""
+
+    def __init__(self, dataset: _Keyed) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> float:
+        taken: list[float] = []
+        for index in range(min(8, len(self._dataset.dataset))):  # type: ignore[arg-type]
+            began = time.perf_counter()
+            self._dataset[HELD_OUT, index]
+            taken.append(time.perf_counter() - began)
+            if sum(taken) > _LONGEST_LOOK:
+                break
+        return min(taken, default=0.0)

@@ -1,0 +1,76 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.runtime.compiled import Compiled
+
+
+class Broken(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        doubled = inputs * 2
+        torch._dynamo.graph_break()
+        return doubled + 1
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_full_micro_batches_are_compiled_once_and_short_ones_never() -> None:
+    network = nn.Linear(3, 2)
+    compiled = Compiled(network, None, backend="eager")
+    compiled.size = lambda: 4
+    for length in (4, 4, 3, 4, 1, 4):
+        inputs = torch.randn(length, 3)
+        torch.testing.assert_close(compiled(inputs), network(inputs))
+    assert graphs() == 1
+    assert compiled.seconds is not None
+
+
+def test_another_full_size_is_compiled_for_itself() -> None:
+    """As after running out of memory: micro-batches of half the size."""
+    compiled = Compiled(nn.Linear(3, 2), None, backend="eager")
+    size = 4
+    compiled.size = lambda: size
+    compiled(torch.randn(4, 3))
+    size = 2
+    compiled(torch.randn(2, 3))
+    compiled(torch.randn(2, 3))
+    assert graphs() == 2
+
+
+def test_samples_may_come_by_name_or_in_a_mapping() -> None:
+    class Mapped(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["a"] + batch["b"]
+
+    by_name, mapped = Compiled(nn.Linear(3, 2), None, backend="eager"), Compiled(Mapped(), None, backend="eager")
+    by_name.size = mapped.size = lambda: 4
+    by_name(input=torch.randn(4, 3))
+    mapped({"a": torch.ones(4), "b": torch.ones(4)})
+    assert graphs() == 2
+
+
+def test_its_parameters_are_the_networks() -> None:
+    network = nn.Linear(3, 2)
+    assert [name for name, _ in Compiled(network, None, backend="eager").named_parameters()] == [
+        "model.weight",
+        "model.bias",
+    ]
+
+
+def test_the_report_names_graph_breaks_in_one_line_each() -> None:
+    compiled = Compiled(Broken(), None, backend="eager")
+    compiled.size = lambda: 4
+    assert compiled(torch.ones(4)).tolist() == [3.0] * 4
+    report = compiled.report()
+    assert report["seconds"] > 0
+    assert len(report["graph_breaks"]) == 1
+    assert "\n" not in report["graph_breaks"][0]
+    assert "graph_break" in report["graph_breaks"][0]
