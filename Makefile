@@ -17,7 +17,7 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 		--nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 test: lint ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores
 	$(BIN)/pytest -m '$(EVERY_MARK)'
