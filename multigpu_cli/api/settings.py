@@ -63,8 +63,7 @@ class MultiGPUConfig:
         learning_rate: as given; None scales 1e-3 (AdamW) to the global batch. With an optimizer of your own: its own.
         use_mixed_precision: bf16, or fp16 with loss scaling on GPUs without it; full precision on CPU.
         max_grad_norm: the global batch's gradient is clipped to this norm; None does not clip.
-        find_unused_parameters, use_gradient_as_bucket_view: as in DistributedDataParallel.
-        static_graph: False only; torch's own switch fails where gradients are accumulated.
+        find_unused_parameters, use_gradient_as_bucket_view, static_graph: as in DistributedDataParallel.
         bucket_cap_mb, reduce_bucket_size: one size, in MiB and in bytes.
         broadcast_buffers: True only; buffers are kept alike on all ranks in every step.
         use_fp16_allreduce, fp16_compression: gradients travel in half precision; either word will do.
@@ -156,7 +155,8 @@ class MultiGPUConfig:
     @property
     def ddp(self) -> dict[str, Any]:
         """What goes to DistributedDataParallel beside the settings of the command line."""
-        return {} if self.use_gradient_as_bucket_view else {"gradient_as_bucket_view": False}
+        views = {} if self.use_gradient_as_bucket_view else {"gradient_as_bucket_view": False}
+        return views | ({"static_graph": True} if self.static_graph else {})
 
     def _by_key(self) -> dict[str, Any]:
         tolerant = self.enable_fault_tolerance
@@ -198,12 +198,6 @@ class MultiGPUConfig:
             yield RequestError(
                 "broadcast_buffers=False: buffers are kept alike on all ranks in every step, or results would depend "
                 "on the number of ranks",
-                remedy="leave it out",
-            )
-        if self.static_graph:
-            yield RequestError(
-                "static_graph=True: torch's switch fails (internal assert) where gradients are accumulated without "
-                "reducing them; what it saves, the search for unused parameters, is not done here anyway",
                 remedy="leave it out",
             )
         if not self.persistent_workers and self.num_workers not in (0, "auto"):

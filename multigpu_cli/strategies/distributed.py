@@ -65,6 +65,7 @@ class Distributed(Strategy):
             **{"gradient_as_bucket_view": True} | dict(more or {}),
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
         )
+        self._lays_out_first = world.size > 2 or bool((more or {}).get("static_graph"))
         self._low_rank = LowRank(self._ddp) if config.grad_compression == "powersgd" else None
         if hook := _HOOKS.get(config.grad_compression):
             self._ddp.register_comm_hook(None, hook)
@@ -76,9 +77,10 @@ class Distributed(Strategy):
 
         After its first backward pass DDP deals the gradients to buckets anew. With more than two workers a reduction
         adds in an order that depends on a gradient's place in its bucket, so a run that starts again would otherwise
-        take its first step with other bits than the one that was not interrupted.
+        take its first step with other bits than the one that was not interrupted. With static_graph it learns the graph
+        in that pass, and fails (an internal assert) where the first one is accumulated without a reduction.
         """
-        if self._workers <= 2:
+        if not self._lays_out_first:
             return
         kept = [buffer.clone() for buffer in self._replica.buffers()]
         (loss() * 0).backward()

@@ -49,6 +49,20 @@ def test_epochs_are_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path: P
     assert told[2] == alone[0][2]
 
 
+def test_the_long_form_trains_as_one_process_does(tmp_path: Path) -> None:
+    """static_graph with accumulation, a worker that is idle in an epoch's last step, buckets, half precision."""
+    long = {"static_graph": True, "bucket_cap_mb": 25, "reduce_bucket_size": 25 * 1024 * 1024, "recovery_timeout": 300}
+    half = {"use_fp16_allreduce": True, "fp16_compression": True, "checkpoint_frequency": 1000}
+    cut = {"global_batch_size": 12, "training_mode": "ddp", "find_unused_parameters": False, "persistent_workers": True}
+
+    def on_two(more: dict[str, Any]) -> Any:
+        return each_rank(2, lambda world: by_epochs(tmp_path / f"{len(more)}", rank=world.rank, **cut, **more)[1])
+
+    alone = by_epochs(tmp_path / "one", global_batch_size=12)[1]
+    assert on_two(long) == [pytest.approx(alone, abs=1e-6)] * 2
+    assert on_two(long | half) == [pytest.approx(alone, abs=1e-3)] * 2
+
+
 def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     monitor = PerformanceMonitor()
     monitor.start_monitoring()

@@ -28,6 +28,7 @@ LONG = {
     "reduce_bucket_size": 16 * 1024 * 1024,
     "bucket_cap_mb": 16,
     "use_gradient_checkpointing": True,
+    "static_graph": True,
 }
 
 
@@ -49,7 +50,7 @@ def test_the_long_form_reaches_the_settings() -> None:
         "grad_checkpointing": True,
     }
     assert {key: config.get(key) for key in found} == found
-    assert asked.ddp == {"gradient_as_bucket_view": False}
+    assert asked.ddp == {"gradient_as_bucket_view": False, "static_graph": True}
     assert (asked.fetching.pin_memory, asked.fetching.prefetch) == (False, 3)
     assert found.keys() - {"amp"} <= config.explicit
 
@@ -66,7 +67,6 @@ def test_it_may_be_changed_until_it_is_frozen() -> None:
     ("fields", "said"),
     [
         ({"broadcast_buffers": False}, "broadcast_buffers=False"),
-        ({"static_graph": True}, "static_graph=True"),
         ({"persistent_workers": False, "num_workers": 2}, "persistent_workers=False"),
         ({"bucket_cap_mb": 25, "reduce_bucket_size": 26}, "one size"),
         ({"backend": "mpi"}, "backend 'mpi'"),
