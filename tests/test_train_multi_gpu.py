@@ -86,7 +86,9 @@ def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     assert 3 < rows[1]["speedup"] <= 4
     slow = train_multi_gpu.estimate_training_speedup(4, wire="ethernet-25", **measured)
     assert slow[1]["speedup"] < rows[1]["speedup"]
-    train_multi_gpu.print_training_speedup_estimates((1, 2), **measured)
+    with pytest.raises(RequestError, match="num_gpus=0, batch_size=32: at least 1"):
+        train_multi_gpu.estimate_training_speedup(0, **measured)
+    train_multi_gpu.MultiGPUTrainer().print_training_speedup_estimates((1, 2), **measured)
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 

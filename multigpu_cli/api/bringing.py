@@ -1,34 +1,22 @@
 """The user's model, data, loss and optimizer as what the engine takes, and the settings that go with them."""
 
-import random
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import Dataset
 
+from multigpu_cli.api.loaders import SPLITS, Collated, numbered
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.description import described
 from multigpu_cli.data.sample import Collate, sample_of
 from multigpu_cli.data.sampler import Order
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.keys import key
 from multigpu_cli.run.brought import Brought
 from multigpu_cli.tasks.criterion import Loss
 
@@ -47,34 +35,45 @@ class Inputs:
     scheduler_step: str = "epoch"
     order: Order | None = None
 
-    def brought(self, config: MultiGPUConfig) -> Brought:
-        """Live objects for the engine.
+    def checked(self, seed: int) -> "Inputs":
+        """The same, with numbers for the samples of streams.
 
         Raises:
             RequestError: something is not what it should be; says which.
         """
         _check(self)
-        for name in ("train", "val", "test"):
-            _check_dataset(name, getattr(self, name))
-        inputs, targets = Collate(self.train)([(0, sample_of(self.train, 0))])
+        splits = {name: numbered(getattr(self, name), seed, name) for name in SPLITS}
+        for name, dataset in splits.items():
+            _check_dataset(name, dataset)
+        return replace(self, **splits)
+
+    def brought(self, config: MultiGPUConfig) -> Brought:
+        """Live objects for the engine.
+
+        Raises:
+            RequestError: samples that nobody can learn from; says which.
+        """
+        inputs, targets = self._first()
+        criterion = self.criterion or (None if "task" in config.settings else _usual_loss(targets))
+        told = described(self.train, self.val, self.test) if criterion is None else None
         source = Source(
             train=self.train,
             val=self.val,
             test=self.test,
             input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
-            num_classes=0,
+            num_classes=told.num_classes if told else 0,
             outputs=prod(getattr(targets, "shape", (1,))[1:]),
             prepare=_as_it_is,
             order=self.order,
             fetching=config.fetching,
+            task=getattr(criterion, "__name__", type(criterion).__name__),
         )
-        criterion = self.criterion or (None if "task" in config.settings else _usual_loss(targets))
         return Brought(
             source, unwrapped(self.model), criterion, self.optimizer, self.scheduler, self.scheduler_step, config.ddp
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        """The settings with what these objects say: names for the run folder, and the optimizer's rate.
+        """The settings with what these objects say: the optimizer's rate, and a language model's task.
 
         Raises:
             RequestError: a rate is given twice.
@@ -90,7 +89,13 @@ class Inputs:
             group = self.optimizer.param_groups[0]
             more |= {"schedule": "constant", "warmup_epochs": 0.0}
             config = replace(config, learning_rate=float(group.get("initial_lr", group["lr"])))
+        if self.criterion is None and "task" not in more and _are_tokens(*self._first()):
+            more["task"] = "language-model"
         return replace(config, settings=more)
+
+    def _first(self) -> tuple[Any, Any]:
+        """A batch of one sample."""
+        return Collate(self.train)([(0, sample_of(self.train, 0))])
 
     def names(self) -> dict[str, str]:
         """What model and data are called in the run folder: their classes."""
@@ -100,121 +105,18 @@ class Inputs:
         return {"model": _class_of(unwrapped(self.model)), "data": _class_of(dataset)}
 
 
-class Collated(Dataset[Any]):
-    """A dataset with the collate_fn of somebody's loader."""
-
-    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-
-class InOrder:
-    """Samples one after the other, in every epoch (shuffle=False)."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __call__(self, epoch: int) -> Tensor:
-        return torch.arange(self.count)
-
-
-class Drawn:
-    """The order of somebody's sampler: drawn once for each epoch, on rank 0, which tells the others.
-
-    All generators are seeded from (seed, epoch) before, and `set_epoch` is called where there is one, so that an epoch
-    that is begun again after a resume has the same order.
-    """
-
-    def __init__(self, sampler: Sampler[int], seed: int) -> None:
-        self.sampler, self.seed = sampler, seed
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-    def __call__(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._shared(epoch)
-        return self._order
-
-    def _shared(self, epoch: int) -> Tensor:
-        if not dist.is_initialized():
-            return self._drawn(epoch)
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        order = self._drawn(epoch) if dist.get_rank() == 0 else torch.empty(len(self), dtype=torch.int64)
-        order = order.to(device)
-        dist.broadcast(order, src=0)
-        return order.cpu()
-
-    def _drawn(self, epoch: int) -> Tensor:
-        number = key(self.seed, epoch)
-        random.seed(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(number)
-        if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
-            generator.manual_seed(number)
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        order = torch.tensor(list(self.sampler), dtype=torch.int64)
-        if len(order) != len(self):
-            raise RequestError(f"sampler: it says it has {len(self)} samples and drew {len(order)}")
-        return order
-
-
-def from_loader(loader: DataLoader[Any], config: MultiGPUConfig) -> tuple[Dataset[Any], Order | None, MultiGPUConfig]:
-    """What a loader says: dataset, order of samples (None: shuffled by seed), and settings: batch size, workers.
-
-    Raises:
-        RequestError: batches that somebody else makes up, or a stream.
-    """
-    dataset = with_collate(loader)
-    if loader.batch_size is None:
-        raise RequestError(
-            "train_loader: a batch_sampler, or none at all, makes up the batches itself; here they are the same on any "
-            "number of GPUs only if they are made from single samples",
-            remedy="DataLoader(dataset, batch_size=…, sampler=…)",
-        )
-    settings = replace(
-        config,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        num_workers=loader.num_workers,
-        pin_memory=config.pin_memory or loader.pin_memory,
-        prefetch_factor=loader.prefetch_factor,
-    )
-    return dataset, _order(loader.sampler, len(dataset), config.seed), settings  # type: ignore[arg-type]
-
-
-def with_collate(loader: DataLoader[Any]) -> Dataset[Any]:
-    """The loader's dataset, with its collate_fn where that is not torch's own."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise RequestError("loader: a stream has no numbered samples", remedy="a map-style dataset")
-    own = loader.collate_fn is not default_collate
-    return Collated(loader.dataset, loader.collate_fn) if own else loader.dataset
-
-
-def _order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> Order | None:
-    if isinstance(sampler, DistributedSampler):  # sharing out is done here
-        return None if sampler.shuffle else InOrder(count)
-    if isinstance(sampler, SequentialSampler):
-        return InOrder(count)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
-        return None
-    return Drawn(sampler, seed)  # type: ignore[arg-type]
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network inside of DataParallel or DistributedDataParallel."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     return model.module if isinstance(model, wrappers) else model
+
+
+def _are_tokens(inputs: Any, targets: Any) -> bool:
+    """Whether the targets are the tokens that follow the inputs': (n, t) whole numbers both."""
+    tokens = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor):
+        return False
+    return tokens.shape == targets.shape and targets.ndim == 2 and tokens.dtype == targets.dtype == torch.int64
 
 
 def _usual_loss(targets: Any) -> Loss:

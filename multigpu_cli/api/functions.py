@@ -27,6 +27,7 @@ class Functions:
     optimize_batch_size_for_multi_gpu = staticmethod(speedups.optimize_batch_size_for_multi_gpu)
     launch_distributed_training = staticmethod(speedups.launch_distributed_training)
     estimate_training_speedup = staticmethod(speedups.estimate_training_speedup)
+    print_training_speedup_estimates = staticmethod(speedups.print_training_speedup_estimates)
 
     def __init__(self) -> None:
         self.current_strategy: str | None = None

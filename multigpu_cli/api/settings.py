@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from multigpu_cli.config import rules
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -120,6 +120,19 @@ class MultiGPUConfig:
     exact: bool = False
     screen: str = "quiet"
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """From keywords that somebody else has passed on.
+
+        Raises:
+            RequestError: there is no such field.
+        """
+        names = [entry.name for entry in fields(cls)]
+        if unknown := sorted(values.keys() - set(names)):
+            remedy = f"{did_you_mean(unknown[0], names)}; settings={{…}} takes what only the command line has"
+            raise RequestError(f"{unknown[0]}: MultiGPUConfig has no such field", remedy=remedy)
+        return cls(**values)
 
     def frozen(self) -> Config:
         """The same as the engine's own settings.
@@ -245,7 +258,7 @@ def in_python(error: RequestError) -> RequestError:
 
     def field_of(flag: "re.Match[str]") -> str:
         key = flag[1].replace("-", "_")
-        return _FIELDS.get(key, {"data": "dataset", "model": "model"}.get(key, flag[0]))
+        return _FIELDS.get(key, {"data": "dataset", "model": "model", "task": "criterion"}.get(key, flag[0]))
 
     def told(text: str) -> str:
         return re.sub(r"--([a-z][a-z-]*[a-z])", field_of, text)

@@ -84,13 +84,17 @@ def estimate_training_speedup(
         price: of one GPU's hour.
 
     Returns:
-        a dict for each number of GPUs: workers, global_batch, step (seconds), waiting (seconds), samples_per_second,
-        speedup (over one), efficiency, steps, seconds, cost.
+        a dict for one GPU and for each number of them: workers, global_batch, step (seconds), waiting (seconds),
+        samples_per_second, speedup (over one), efficiency, steps, seconds, cost.
+
+    Raises:
+        RequestError: no such wire, or fewer than one GPU.
     """
     if wire not in ASSUMED:
         raise RequestError(f"wire {wire!r}: unknown", remedy=did_you_mean(wire, ASSUMED))
-    counts = [num_gpus] if isinstance(num_gpus, int) else list(num_gpus)
-    counts = counts if counts[0] == 1 else [1, *counts]
+    counts = sorted({1, *([num_gpus] if isinstance(num_gpus, int) else num_gpus)})
+    if counts[0] < 1 or batch_size < 1:
+        raise RequestError(f"num_gpus={num_gpus}, batch_size={batch_size}: at least 1 each")
     work = Work(data_seconds, forward_seconds, backward_seconds, commit_seconds, 4 * parameters)
     network = Network(ASSUMED[wire])
     rows = forecast(

@@ -114,7 +114,7 @@ class MultiGPUTrainer(Functions):
         self._every = engine.Rhythm(self.run.config.checkpoint)
         self.run.watch.resting = True
         atexit.register(self.close)
-        return self.run.kept.model, TrainLoader(self.run), self.run.val
+        return brought.model, TrainLoader(self.run), self.run.val
 
     def _opened(self, frozen: Any, choice: Any, meeting: Any, brought: Any, stack: ExitStack) -> Run:
         speaker = console(self.config.screen, meeting)

@@ -10,17 +10,21 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from multigpu_cli.api.bringing import Inputs, from_loader, with_collate
+from multigpu_cli.api.bringing import Inputs
 from multigpu_cli.api.gpus import get_gpu_info, gpu_utilisation
+from multigpu_cli.api.loaders import from_loader, with_collate
 from multigpu_cli.api.place import choice_of, meeting_of, run_here, run_in_processes
-from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.hugging_face import adapted
 from multigpu_cli.run.brought import Brought, make_alike
+from multigpu_cli.run.learner import task_of
 from multigpu_cli.runtime.precision import Precision, choose_format
 from multigpu_cli.runtime.world import joined
-from multigpu_cli.tasks.criterion import Criterion, Loss
+from multigpu_cli.tasks.criterion import Loss
 
 
 def train_with_multi_gpu(
@@ -69,7 +73,7 @@ def train_with_multi_gpu(
         RequestError: something does not fit; nothing was written.
         TrainingError: the training failed; the run folder says how far it came.
     """
-    config = MultiGPUConfig(
+    config = MultiGPUConfig.of(
         training_mode=TrainingMode.named(strategy),
         device_ids=device_ids,
         use_mixed_precision=use_mixed_precision,
@@ -78,7 +82,8 @@ def train_with_multi_gpu(
         **{"max_grad_norm": None} | settings,
     )
     train, order, config = from_loader(train_loader, config)
-    val, test = (None if loader is None else with_collate(loader) for loader in (val_loader, test_loader))
+    val = None if val_loader is None else with_collate(val_loader, config.seed, "val")
+    test = None if test_loader is None else with_collate(test_loader, config.seed, "test")
     inputs = Inputs(model, train, val, test, criterion, optimizer, scheduler, scheduler_step, order)
     return _results(run(config, inputs))
 
@@ -109,10 +114,17 @@ def run(config: MultiGPUConfig, inputs: Inputs) -> dict[str, Any]:
 
 
 def prepared(config: MultiGPUConfig, inputs: Inputs) -> tuple[Config, Brought]:
-    """Settings and objects as the engine takes them."""
-    brought = inputs.brought(config)
-    frozen = with_settings(inputs.settings(config).frozen(), inputs.names())
-    return frozen, brought
+    """Settings and objects as the engine takes them.
+
+    Raises:
+        RequestError: something does not fit.
+    """
+    try:
+        inputs = inputs.checked(config.seed)
+        config = inputs.settings(config)
+        return with_settings(config.frozen(), inputs.names()), inputs.brought(config)
+    except RequestError as error:
+        raise in_python(error) from error
 
 
 def evaluate_with_multi_gpu(
@@ -141,7 +153,7 @@ def evaluate_with_multi_gpu(
         RequestError: something does not fit.
     """
     began = time.perf_counter()
-    config = MultiGPUConfig(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
+    config = MultiGPUConfig.of(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
     frozen, brought = prepared(config, Inputs(model, dataset, criterion=criterion))
     meeting = meeting_of(config)
@@ -151,9 +163,8 @@ def evaluate_with_multi_gpu(
         world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, brought.source, data, device=world.device, seed=config.seed)
-        assert brought.criterion is not None or "task" in config.settings
-        task = Criterion(brought.source, frozen.task, brought.criterion or nn.CrossEntropyLoss())
-        network = brought.model.to(world.device)
+        task = task_of(frozen, brought.source, brought)
+        network = adapted(brought.model).to(world.device)
         make_alike(network, world)
         precision = Precision(choose_format(frozen.precision.amp, world.device).name, world.device)
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))

@@ -25,7 +25,7 @@ from multigpu_cli.models.build import build_model, in_channels_last, prepared
 from multigpu_cli.models.hugging_face import adapted
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.brought import make_alike
+from multigpu_cli.run.brought import Brought, make_alike
 from multigpu_cli.run.settle import Settled
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
@@ -120,7 +120,7 @@ def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, 
     """What can be built without communication, so that errors can be compared."""
     config, source = settled.config, settled.source
     live = settled.brought
-    task = Criterion(source, config.task, live.criterion) if live and live.criterion else build_task(config, source)
+    task = task_of(config, source, live)
     model = prepared(adapted(live.model), config.model, settled.model) if live else fresh_model(config, source)
     if config.model.init_from and not settled.start.checkpoint:
         warm_start(model, Path(config.model.init_from))
@@ -181,18 +181,20 @@ def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], erro
     said = (str(error).splitlines() or [""])[0]
     classes = source.num_classes or source.outputs
     args = "".join(f", {name}={shown(value)}" for name, value in config.model.args.items())
+    built = f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}"
     told = [
         f"--model {settled.model} does not take the first batch of --data {config.data.name}, or --task {settled.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
-        f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}",
+        *([] if settled.brought else [built]),
         f"  it was called with  {shapes(batch.inputs)}",
         f"  it returned         {outputs[0] if outputs else 'nothing: it failed itself'}",
         f"  the targets are     {shapes(batch.targets)}",
         f"  the task expects    {task.expects}",
     ]
     remedy = "another --model, or --task" if outputs else "a model for these inputs"
-    return RequestError("\n".join(told), remedy=f"{remedy}; --debug shows the whole way to where it failed")
+    whole = "" if settled.brought else "; --debug shows the whole way to where it failed"
+    return RequestError("\n".join(told), remedy=remedy + whole)
 
 
 def _loaders(settled: Settled, world: World) -> tuple[Loader, Loader | None, Loader | None]:
@@ -209,6 +211,11 @@ def _loaders(settled: Settled, world: World) -> tuple[Loader, Loader | None, Loa
 def first_batch(loader: Loader, size: int) -> Batch:
     """The first samples, unshuffled: alike on every rank, and at every start."""
     return next(loader.held_out(size, 0, 1))
+
+
+def task_of(config: Config, source: Source, live: Brought | None) -> Task:
+    """The user's own loss as a task, or the one that has a name."""
+    return Criterion(source, config.task, live.criterion) if live and live.criterion else build_task(config, source)
 
 
 def build_task(config: Config, source: Source) -> Task:

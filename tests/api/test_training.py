@@ -176,6 +176,11 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
         (wrong(criterion=nn.BCELoss()), "the criterion takes"),
         (wrong(world_size=2, rank=1), "nothing says where the other processes are"),
         (wrong(backend="nccl"), "backend='nccl' needs GPUs"),
+        (wrong(train_loader=[(1, 2)]), "train loader: a list is no DataLoader"),
+        (
+            wrong(lerning_rate=1.0),
+            "lerning_rate: MultiGPUConfig has no such field",
+        ),
     ],
 )
 def test_a_wrong_request_says_what_is_wrong(ask: Callable[[Path], Any], said: str, tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""What somebody's DataLoader says: samples with numbers, their order, and settings."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.data.sampler import Order
+from multigpu_cli.data.stream import Stream
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.keys import key
+
+SPLITS = ("train", "val", "test")
+
+
+class Collated(Dataset[Any]):
+    """A dataset with the collate_fn of somebody's loader."""
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+class InOrder:
+    """Samples one after the other, in every epoch (shuffle=False)."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, epoch: int) -> Tensor:
+        return torch.arange(self.count)
+
+
+class Drawn:
+    """The order of somebody's sampler: drawn once for each epoch, on rank 0, which tells the others.
+
+    All generators are seeded from (seed, epoch) before, and `set_epoch` is called where there is one, so that an epoch
+    that is begun again after a resume has the same order.
+    """
+
+    def __init__(self, sampler: Sampler[int], seed: int) -> None:
+        self.sampler, self.seed = sampler, seed
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __call__(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._shared(epoch)
+        return self._order
+
+    def _shared(self, epoch: int) -> Tensor:
+        if not dist.is_initialized():
+            return self._drawn(epoch)
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        order = self._drawn(epoch) if dist.get_rank() == 0 else torch.empty(len(self), dtype=torch.int64)
+        order = order.to(device)
+        dist.broadcast(order, src=0)
+        return order.cpu()
+
+    def _drawn(self, epoch: int) -> Tensor:
+        number = key(self.seed, epoch)
+        random.seed(number)
+        numpy.random.seed(number & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(number)
+        if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
+            generator.manual_seed(number)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        order = torch.tensor(list(self.sampler), dtype=torch.int64)
+        if len(order) != len(self):
+            raise RequestError(f"sampler: it says it has {len(self)} samples and drew {len(order)}")
+        return order
+
+
+def from_loader(loader: DataLoader[Any], config: MultiGPUConfig) -> tuple[Dataset[Any], Order | None, MultiGPUConfig]:
+    """What a loader says: dataset, order of samples (None: shuffled by seed), and settings: batch size, workers.
+
+    Raises:
+        RequestError: batches that somebody else makes up, or no loader.
+    """
+    dataset = with_collate(loader, config.seed)
+    if loader.batch_size is None:
+        raise RequestError(
+            "train_loader: a batch_sampler, or none at all, makes up the batches itself; here they are the same on any "
+            "number of GPUs only if they are made from single samples",
+            remedy="DataLoader(dataset, batch_size=…, sampler=…)",
+        )
+    settings = replace(
+        config,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        pin_memory=config.pin_memory or loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    count = len(dataset)  # type: ignore[arg-type]
+    stream = isinstance(loader.dataset, IterableDataset)
+    return dataset, InOrder(count) if stream else _order(loader.sampler, count, config.seed), settings
+
+
+def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Dataset[Any]:
+    """The loader's dataset, with its collate_fn where that is not torch's own.
+
+    Raises:
+        RequestError: it is no loader, or its stream does not end.
+    """
+    if not isinstance(loader, DataLoader):
+        raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
+    dataset, own = numbered(loader.dataset, seed, split), loader.collate_fn is not default_collate
+    return Collated(dataset, loader.collate_fn) if own else dataset
+
+
+def numbered(dataset: Any, seed: int, split: str) -> Any:
+    """A stream is read once to its end, so that its samples have numbers (see data.stream); all else stays as it is."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    return Stream(dataset, f"{type(dataset).__name__}, split {split}", key(seed, SPLITS.index(split)))
+
+
+def _order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> Order | None:
+    if isinstance(sampler, DistributedSampler):  # sharing out is done here
+        return None if sampler.shuffle else InOrder(count)
+    if isinstance(sampler, SequentialSampler):
+        return InOrder(count)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
+        return None
+    return Drawn(sampler, seed)  # type: ignore[arg-type]
