@@ -1,10 +1,12 @@
 """A trained network made anew from what a run has left: settings, dataset, model, weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from multigpu_cli.checkpoint.export import Trained
 from multigpu_cli.checkpoint.weights import check_fit
@@ -12,6 +14,7 @@ from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.source import open_source
+from multigpu_cli.data.vocabulary import recalled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.learner import fresh_model
 
@@ -41,12 +44,7 @@ def restored(found: Trained, changes: Mapping[str, Any], *, own_code: bool) -> R
         RequestError: code that nobody has allowed, a dataset that is not there, or one that the weights don't fit.
     """
     config = _config(found, changes)
-    named = [name for name in (config.model.name, found.settings.get("data"), config.task.name) if name and ":" in name]
-    if named and not own_code:
-        raise RequestError(
-            f"{found.origin} names code that is not ours: {', '.join(named)}",
-            remedy="--own-code, if you know it and want it to run",
-        )
+    _check_allowed(found, [config.model.name, found.settings.get("data"), config.task.name], own_code=own_code)
     source = open_source(config.data, config.reproducibility.seed)
     before = found.settings.get("learned")
     if before is not None and before != source.learned():
@@ -55,10 +53,40 @@ def restored(found: Trained, changes: Mapping[str, Any], *, own_code: bool) -> R
             f"{found.origin} was trained with",
             remedy="the training data of the run, beside other test data",
         )
+    return _with_weights(config, source, found)
+
+
+def remembered(found: Trained, *, own_code: bool) -> Restored:
+    """The same by what the run has kept of its data, which need not be there: a source without samples.
+
+    Raises:
+        RequestError: code that nobody has allowed, or a file that says nothing of the data.
+    """
+    config, told = _config(found, {}), dict(found.settings.get("built_for", {}))
+    if not told:
+        raise RequestError(f"{found.origin} does not say what it was built for", remedy="weights of a newer run")
+    _check_allowed(found, [config.model.name], own_code=own_code)
+    tokens, shape = told.pop("vocabulary", None), tuple(told.pop("input_shape"))
+    nothing = TensorDataset(torch.empty(0), torch.empty(0))
+    known = recalled(tokens) if tokens else None
+    source = Source(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **told)
+    return _with_weights(config, source, found)
+
+
+def _with_weights(config: Config, source: Source, found: Trained) -> Restored:
     model = fresh_model(config, source)
     check_fit(model, found.state, str(found.origin))
     model.load_state_dict(found.state)
     return Restored(config, source, model.eval())
+
+
+def _check_allowed(found: Trained, names: Sequence[str | None], *, own_code: bool) -> None:
+    named = [name for name in names if name and ":" in name]
+    if named and not own_code:
+        raise RequestError(
+            f"{found.origin} names code that is not ours: {', '.join(named)}",
+            remedy="--own-code, if you know it and want it to run",
+        )
 
 
 def _config(found: Trained, changes: Mapping[str, Any]) -> Config:

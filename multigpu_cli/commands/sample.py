@@ -3,7 +3,7 @@
 import torch
 
 from multigpu_cli.checkpoint.export import trained_weights
-from multigpu_cli.commands.restored import restored
+from multigpu_cli.commands.restored import remembered
 from multigpu_cli.commands.run_request import Asked
 from multigpu_cli.data.vocabulary import Numbers
 from multigpu_cli.errors import RequestError
@@ -11,15 +11,15 @@ from multigpu_cli.models.generate import generate
 
 
 def written(wish: Asked, prompt: str, *, count: int, temperature: float, top_k: int | None, seed: int) -> str:
-    """The prompt and what the model adds to it.
+    """The prompt and what the model adds to it; the text that it was trained on is not needed.
 
     Raises:
         RequestError: the run is none of a language model, or the prompt holds what it does not know.
     """
-    found = restored(trained_weights(wish.run), wish.changes, own_code=wish.own_code)
-    source, task = found.source, found.config.task.name or found.source.task
-    if task != "language-model" or source.num_classes < 2:
-        raise RequestError(f"{wish.run}: only a language model writes text, and this run's task is {task}")
+    found = remembered(trained_weights(wish.run), own_code=wish.own_code)
+    source = found.source
+    if source.task != "language-model":
+        raise RequestError(f"{wish.run}: only a language model writes text, and this run's task is {source.task}")
     known = source.vocabulary or Numbers(source.num_classes)
     start = known.encode(prompt)
     if not start:

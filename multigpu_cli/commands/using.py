@@ -95,13 +95,12 @@ def sample(
     ] = "0.8",
     top_k: Annotated[str | None, typer.Option(metavar="N", help="draw from so many of the likeliest only")] = None,
     seed: Annotated[str, typer.Option(metavar="N", help="of the draws")] = "42",
-    data_dir: _DataDir = None,
     own_code: _OwnCode = False,
 ) -> Action:
     """Let a run's language model write text."""
 
     def sampling() -> int:
-        wish = asked(run, {"data_dir": data_dir}, own_code=own_code)
+        wish = asked(run, {}, own_code=own_code)
         draws = {
             "count": parsed(integer(1, 10**6), "--length", length),
             "temperature": parsed(number(0, 100), "--temperature", temperature),

@@ -20,7 +20,7 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def mark(self) -> str:
-        """Tells vocabularies apart."""
+        """All of it as text, for `recalled`."""
         ...
 
 
@@ -52,7 +52,7 @@ class Characters:
         return "".join(chr(self.symbols[token]) for token in tokens)
 
     def mark(self) -> str:
-        return "".join(map(chr, self.symbols.tolist()))
+        return "characters:" + "".join(map(chr, self.symbols.tolist()))
 
 
 class Bytes:
@@ -67,7 +67,7 @@ class Bytes:
         return bytes(tokens).decode(errors="replace")
 
     def mark(self) -> str:
-        return "bytes"
+        return "bytes:"
 
 
 class Numbers:
@@ -94,7 +94,15 @@ class Numbers:
         return " ".join(map(str, tokens))
 
     def mark(self) -> str:
-        return f"{self.size} numbers"
+        return f"numbers:{self.size}"
+
+
+def recalled(mark: str) -> Vocabulary:
+    """The vocabulary that has given this mark."""
+    kind, _, text = mark.partition(":")
+    if kind == "characters":
+        return Characters(np.array([ord(character) for character in text], dtype=np.uint32))
+    return Bytes() if kind == "bytes" else Numbers(int(text))
 
 
 def characters_of(text: str) -> tuple[Characters, np.ndarray]:

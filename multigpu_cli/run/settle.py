@@ -75,13 +75,17 @@ class Settled:
         return (live if self.brought else "") + dump(self.words)
 
     def label(self) -> dict[str, Any]:
-        """What weights for use are labelled with: the settings, and a mark of what was learned from the data itself."""
-        return settings(self.words) | {"learned": self.source.learned()}
+        """What weights are labelled with: the settings, and what of the data they mean nothing without."""
+        source = self.source
+        network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
+        sizes = {"num_classes": source.num_classes, "outputs": source.outputs}
+        tokens = {"vocabulary": source.vocabulary.mark()} if source.vocabulary else {}
+        return settings(self.words) | {"learned": source.learned(), "built_for": network | sizes | tokens}
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         written = sorted(self.words.explicit - OF_THE_COMMAND)
-        facts = {"settings": settings(self.words), "written": written, "pins": self.pins}
+        facts = {"settings": self.label(), "written": written, "pins": self.pins}
         return facts | {"samples": self.plan.batches.samples}
 
     @property

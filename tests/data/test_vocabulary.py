@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from multigpu_cli.data.vocabulary import Bytes, Numbers, characters_of
+from multigpu_cli.data.vocabulary import Bytes, Numbers, characters_of, recalled
 from multigpu_cli.errors import RequestError
 
 TEXT = "To be, or not to be:\n‘that’ is the 問題 😀"
@@ -35,3 +35,9 @@ def test_numbers_there_and_back() -> None:
     for wrong in ("10", "-1", "be"):
         with pytest.raises(RequestError, match=f"'{wrong}' is no token"):
             Numbers(10).encode(f"1 {wrong}")
+
+
+def test_a_mark_holds_all_of_a_vocabulary() -> None:
+    for known in (characters_of(TEXT + "1:2")[0], Bytes(), Numbers(70_000)):
+        again = recalled(known.mark())
+        assert (type(again), again.size, again.mark()) == (type(known), known.size, known.mark())
