@@ -15,7 +15,7 @@ def evaluated(wish: Asked, words: Sequence[str], environ: Mapping[str, str]) -> 
     Raises:
         RequestError: the run can't be evaluated.
     """
-    return shared_out(wish, words, environ, _metrics)
+    return shared_out(wish, words, environ, _metrics, judged=True)
 
 
 def _metrics(part: Pass) -> dict[str, Any]:

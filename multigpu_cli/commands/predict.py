@@ -29,6 +29,8 @@ class Predicted(NamedTuple):
 def predicted(wish: Asked, target: Path, words: Sequence[str], environ: Mapping[str, str]) -> Predicted | None:
     """Write one row for each sample of the split, in order; None where others speak.
 
+    Samples may be inputs alone: then the table has no column of targets.
+
     Raises:
         RequestError: the run can't be restored, or its task has no predictions.
     """
@@ -42,7 +44,7 @@ def predicted(wish: Asked, target: Path, words: Sequence[str], environ: Mapping[
                 raise RequestError(f"--out {target}: {error.strerror or error}", remedy="another place") from error
         return Predicted(str(target), part.split, part.loader.size, part.origin)
 
-    return shared_out(wish, words, environ, write)
+    return shared_out(wish, words, environ, write, judged=False)
 
 
 def show(found: Predicted) -> None:
@@ -66,8 +68,11 @@ def _mine(part: Pass) -> Columns:
     for batch in part.loader.held_out(part.batch_size, part.world.rank, part.world.size):
         with part.precision.autocast():
             columns = part.task.predictions(part.model, batch)
-        for name, values in ({"sample": batch.indices.tolist()} | columns).items():
-            found.setdefault(name, []).extend(values)
+        numbers = batch.indices.tolist()
+        named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
+        for name, values in ({"sample": numbers} | named | columns).items():
+            if part.answered or not name.startswith("target"):
+                found.setdefault(name, []).extend(values)
     return found
 
 

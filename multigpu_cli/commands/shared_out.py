@@ -1,16 +1,19 @@
 """A pass over a dataset with a run's weights, on as many workers as there are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from multigpu_cli.checkpoint.export import Trained, trained_weights
 from multigpu_cli.commands.restored import restored
 from multigpu_cli.commands.run_request import Asked
 from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.unanswered import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_workers
 from multigpu_cli.run.learner import build_task
@@ -32,6 +35,8 @@ class Pass:
         origin: the file of the weights.
         model: on the worker's device, in evaluation mode.
         batch_size: samples at once, the same on every worker.
+        answered: whether the samples have targets.
+        names: of the samples, where they have some.
     """
 
     origin: str
@@ -42,16 +47,19 @@ class Pass:
     loader: Loader
     precision: Precision
     batch_size: int
+    answered: bool
+    names: Sequence[str] | None
 
 
 def shared_out(
-    wish: Asked, words: Sequence[str], environ: Mapping[str, str], work: Callable[[Pass], Result]
+    wish: Asked, words: Sequence[str], environ: Mapping[str, str], work: Callable[[Pass], Result], *, judged: bool
 ) -> Result | None:
     """Do `work` on each worker; its result on rank 0, None on the others and where workers were started for it.
 
     Args:
         words: the command line of a worker.
         environ: the process environment, for what a launcher has set.
+        judged: the samples' targets are needed.
 
     Raises:
         RequestError: the run can't be restored, or has no such split; the same on every rank.
@@ -64,7 +72,7 @@ def shared_out(
         return None
     with joined(meeting, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
         share_threads(world.local_size, cores(), exact=False)
-        part = together(world, lambda: _prepared(wish, trained_weights(wish.run), world))
+        part = together(world, lambda: _prepared(wish, trained_weights(wish.run), world, judged=judged))
         try:
             result = work(part)
         finally:
@@ -72,16 +80,16 @@ def shared_out(
         return result if world.main else None
 
 
-def _prepared(wish: Asked, found: Trained, world: World) -> Pass:
+def _prepared(wish: Asked, found: Trained, world: World, *, judged: bool) -> Pass:
     run = restored(found, wish.changes, own_code=wish.own_code)
-    source, config = run.source, run.config
-    there = {name: split for name in ("test", "val", "train") if (split := getattr(source, name)) is not None}
-    name = wish.split or next(iter(there))
-    if name not in there:
-        raise RequestError(f"--split {name}: the data has none", remedy=f"--split {' or '.join(there)}")
+    config, name = run.config, _chosen(run.source, wish.split, judged=judged)
+    split: Dataset[Any] = getattr(run.source, name)
+    guessing = None if judged or name == "new" else unanswered(split, run.source.train)
+    changed: dict[str, Any] = {name: guessing} if guessing else {}
+    source = replace(run.source, **changed)
     amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
     loader = Loader(
-        there[name],
+        guessing or split,
         source,
         config.data,
         device=world.device,
@@ -98,4 +106,16 @@ def _prepared(wish: Asked, found: Trained, world: World) -> Pass:
         loader=loader,
         precision=Precision(choose_format(amp, world.device).name, world.device),
         batch_size=wish.batch_size or usual,
+        answered=guessing is None and name != "new",
+        names=getattr(split, "names", None),
     )
+
+
+def _chosen(source: Source, wanted: str | None, *, judged: bool) -> str:
+    """The split that was asked for, else the first that there is: new samples, test, validation, training."""
+    if judged and source.new is not None:
+        raise RequestError("data.args.new: these samples have no targets to compare with", remedy="predict")
+    there = [name for name in ("new", "test", "val", "train") if getattr(source, name) is not None]
+    if wanted and wanted not in there:
+        raise RequestError(f"--split {wanted}: the data has none", remedy=f"--split {' or '.join(there)}")
+    return wanted or there[0]

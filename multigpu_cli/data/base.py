@@ -42,6 +42,7 @@ class Source:
 
     Attributes:
         train, val, test: the splits; None where there is none.
+        new: samples whose targets nobody knows, and of which those that are there mean nothing: for predictions alone.
         input_shape: shape of one sample as the model meets it (after `prepare`).
         num_classes: how many classes; 0 where targets are no classes.
         outputs: how many numbers a target holds that is no class.
@@ -70,6 +71,7 @@ class Source:
     vocabulary: Vocabulary | None = None
     remark: str = ""
     transformed: str = ""
+    new: Dataset[Any] | None = None
     order: Order | None = None
     fetching: Fetching = Fetching()
     model: str = "mlp"

@@ -43,6 +43,7 @@ def load(
     target: str | None = None,
     file: str | None = None,
     test_file: str | None = None,
+    new: str | None = None,
     ignore: Sequence[str] = (),
     kind: str = "auto",
 ) -> Source:
@@ -55,6 +56,7 @@ def load(
         target: name of the column to predict.
         file: name of the file, where the folder holds several.
         test_file: another file of the same columns, whose rows take the place of the test part.
+        new: another file, whose rows have no target, for predictions; its order of columns does not matter.
         ignore: columns to leave out, such as an id.
         kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
 
@@ -65,27 +67,25 @@ def load(
         raise RequestError(f"data.args.kind: {kind!r}", remedy="auto, classification or regression")
     table = _table(_path(data_dir, file))
     ignored = [ignore] if isinstance(ignore, str) else list(ignore)
-    for name in [*([] if target is None else [target]), *ignored]:
-        if name not in table.columns:
-            raise RequestError(f"data.args: there is no column {name!r}", remedy=did_you_mean(name, table.columns))
-    if target is None:
-        raise RequestError("--data csv: which column is the target?", remedy=f"--set data.target={table.columns[-1]}")
-    others = _table(Path(data_dir or ".").expanduser() / test_file) if test_file else None
-    if others and others.columns != table.columns:
-        raise RequestError(f"data.args.test_file: {test_file} has other columns", remedy=", ".join(table.columns))
+    target = _target(table, target, ignored)
+    others = _alike(Path(data_dir or ".").expanduser() / test_file, table) if test_file else None
     at = table.columns.index(target)
     chosen = [place for place, name in enumerate(table.columns) if name != target and name not in ignored]
     parts = [[table.rows[i] for i in part.tolist()] for part in _divided(table, at, seed)]
     if others:
         parts[2] = [row for row in others.rows if not _missing(row[at])]
-    inputs = _inputs([[[row[place] for place in chosen] for row in part] for part in parts])
+    cells = [[[row[place] for place in chosen] for row in part] for part in parts]
+    if new:
+        cells.append(_rows(Path(data_dir or ".").expanduser() / new, [table.columns[place] for place in chosen]))
+    inputs = _inputs(cells)
     targets, names = _targets([[row[at] for row in part] for part in parts], target, kind)
-    splits = [TensorDataset(*pair) for pair in zip(inputs, targets, strict=True)]
+    splits = [TensorDataset(*pair) for pair in zip(inputs[:3], targets, strict=True)]
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
     return Source(
         train=splits[0],
         val=splits[1],
         test=splits[2],
+        new=TensorDataset(inputs[3], targets[0].new_zeros(len(inputs[3]))) if new else None,
         input_shape=tuple(inputs[0].shape[1:]),
         num_classes=len(names),
         class_names=names,
@@ -137,6 +137,41 @@ def _table(path: Path) -> Table:
     if len(set(columns)) < len(columns) or not rows:
         raise RequestError(f"--data csv: {path}: {'no rows' if not rows else 'two columns have one name'}")
     return Table(columns, rows, numbers)
+
+
+def _target(table: Table, target: str | None, ignored: list[str]) -> str:
+    """The column to predict, after all that are named are found."""
+    for name in [*([] if target is None else [target]), *ignored]:
+        if name not in table.columns:
+            raise RequestError(f"data.args: there is no column {name!r}", remedy=did_you_mean(name, table.columns))
+    if target is None:
+        raise RequestError("--data csv: which column is the target?", remedy=f"--set data.target={table.columns[-1]}")
+    return target
+
+
+def _alike(path: Path, table: Table) -> Table:
+    """Another file of the same columns."""
+    others = _table(path)
+    if others.columns != table.columns:
+        raise RequestError(
+            f"data.args.test_file: {path.name} has other columns",
+            remedy=f"{', '.join(table.columns)}; or data.args.new={path.name}, for rows without a target",
+        )
+    return others
+
+
+def _rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
+    """These columns of all rows of a file.
+
+    Raises:
+        RequestError: it has no such column.
+    """
+    table = _table(path)
+    for name in columns:
+        if name not in table.columns:
+            raise RequestError(f"{path}: there is no column {name!r}", remedy=did_you_mean(name, table.columns))
+    places = [table.columns.index(name) for name in columns]
+    return [[row[place] for place in places] for row in table.rows]
 
 
 def _divided(table: Table, target: int, seed: int) -> list[torch.Tensor]:

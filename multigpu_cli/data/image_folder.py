@@ -4,6 +4,7 @@ DATA_DIR/cat/a.jpg  DATA_DIR/dog/b.png              divided by seed, 80/10/10
 DATA_DIR/train/cat/…  DATA_DIR/val/…  DATA_DIR/test/…   as they are; without val, 10 % of train
 """
 
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,11 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.entries)
 
+    @property
+    def names(self) -> list[str]:
+        """The files, from where the program was started."""
+        return [os.path.normpath(path) for path, _ in self.entries]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.entries[index]
         pixels = _decoded(path, self.resize)
@@ -69,7 +75,13 @@ def _decoded(path: Path, shorter: int) -> np.ndarray:
 
 
 def load(
-    data_dir: str | None, mode: str, seed: int, size: int = 64, resize: int | None = None, augment: bool = True
+    data_dir: str | None,
+    mode: str,
+    seed: int,
+    size: int = 64,
+    resize: int | None = None,
+    augment: bool = True,
+    new: str | None = None,
 ) -> Source:
     """The images of a folder.
 
@@ -77,6 +89,7 @@ def load(
         size: the square that the model sees, in pixels.
         resize: what the shorter side becomes first (default: a seventh more than `size`).
         augment: cut and mirror training images at random.
+        new: a folder of images whose classes nobody knows, for predictions.
 
     Raises:
         RequestError: no such folders, or Pillow is not installed.
@@ -95,6 +108,7 @@ def load(
         train=learnt,
         val=images(val),
         test=images(test),
+        new=images([(path, 0) for path in _images_of(root / new)]) if new else None,
         input_shape=met_shape((3, size, size), mode),
         num_classes=len(names),
         class_names=tuple(names),
@@ -135,8 +149,7 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
     """The names of the folders that hold images, sorted, and all images with their class."""
     found: dict[str, list[Path]] = {}
     for place in sorted(path for path in folder.glob("*") if path.is_dir() and not path.name.startswith(".")):
-        files = sorted(path for path in place.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
-        if files:
+        if files := _images_in(place):
             found[place.name] = files
     names = known or list(found)
     if unknown := [name for name in found if name not in names]:
@@ -149,6 +162,16 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
             f"--data image-folder: {folder} holds images of {'a single' if found else 'no'} class", remedy=_LAYOUT
         )
     return names, [(path, names.index(name)) for name, paths in found.items() for path in paths]
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+
+
+def _images_of(folder: Path) -> list[Path]:
+    if files := _images_in(folder):
+        return files
+    raise RequestError(f"data.args.new: {folder} holds no images", remedy="a folder within --data-dir, or a whole path")
 
 
 def _check(size: Any, resize: Any) -> None:

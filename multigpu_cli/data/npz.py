@@ -15,7 +15,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
 
 
-def load(data_dir: str | None, seed: int, file: str | None = None) -> Source:
+def load(data_dir: str | None, seed: int, file: str | None = None, new: str | None = None) -> Source:
     """The arrays as they are, float64 as float32; nothing is scaled but bytes, to 0…1.
 
     X and y alone are divided by seed, 80/10/10; without X_val, 10 % of the training samples are set aside. Whole
@@ -24,6 +24,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None) -> Source:
 
     Args:
         file: name of the file, where the folder holds several.
+        new: another file, with X alone, for predictions.
 
     Raises:
         RequestError: no such file, arrays that are missing or don't fit each other.
@@ -38,10 +39,13 @@ def load(data_dir: str | None, seed: int, file: str | None = None) -> Source:
         splits |= dict(zip(("train", "val", "test"), parts, strict=False))
     inputs, targets = whole.tensors
     task, classes = _kind(inputs, targets, list(splits.values()))
+    if new and task == "language-model":
+        raise RequestError("data.args.new: the targets of tokens are tokens", remedy="multigpu sample writes text")
     return Source(
         train=splits["train"],
         val=splits.get("val"),
         test=splits.get("test"),
+        new=_unknown(_path(data_dir, new), whole) if new else None,
         input_shape=tuple(inputs.shape[1:]),
         num_classes=classes,
         outputs=int(targets.shape[1:].numel()),
@@ -76,20 +80,32 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _split(arrays: dict[str, np.ndarray], ending: str, path: Path) -> TensorDataset:
-    tensors = []
-    for name in (f"X{ending}", f"y{ending}"):
-        if name not in arrays:
-            raise RequestError(f"--data npz: {path} holds no {name} ({', '.join(arrays)})", remedy=_LAYOUT)
-        if arrays[name].dtype.kind not in "fiub" or not arrays[name].ndim:
-            raise RequestError(f"--data npz: {name} in {path} is {arrays[name].dtype} {arrays[name].shape}, no numbers")
-        tensor = torch.from_numpy(np.ascontiguousarray(arrays[name]))
-        tensors.append(tensor.float() if tensor.dtype == torch.float64 else tensor)
+    tensors = [_tensor(arrays, f"{name}{ending}", path) for name in "Xy"]
     if len(tensors[0]) != len(tensors[1]) or not len(tensors[0]):
         raise RequestError(
             f"--data npz: X{ending} has {len(tensors[0])} samples in {path}, y{ending} {len(tensors[1])}"
         )
     inputs, targets = tensors
     return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
+
+
+def _unknown(path: Path, known: TensorDataset) -> TensorDataset:
+    """The samples of a file that has no targets."""
+    arrays = _arrays(path)
+    inputs, like = _tensor(arrays, "X", path), known.tensors[1]
+    if inputs.shape[1:] != known.tensors[0].shape[1:]:
+        shapes = tuple(inputs.shape[1:]), tuple(known.tensors[0].shape[1:])
+        raise RequestError(f"--data npz: samples in {path} are {shapes[0]}, the others {shapes[1]}")
+    return TensorDataset(inputs, like.new_zeros(len(inputs), *like.shape[1:]))
+
+
+def _tensor(arrays: dict[str, np.ndarray], name: str, path: Path) -> Tensor:
+    if name not in arrays:
+        raise RequestError(f"--data npz: {path} holds no {name} ({', '.join(arrays)})", remedy=_LAYOUT)
+    if arrays[name].dtype.kind not in "fiub" or not arrays[name].ndim:
+        raise RequestError(f"--data npz: {name} in {path} is {arrays[name].dtype} {arrays[name].shape}, no numbers")
+    tensor = torch.from_numpy(np.ascontiguousarray(arrays[name]))
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def _parts(whole: TensorDataset, fractions: tuple[float, ...], seed: int) -> list[Tensor]:

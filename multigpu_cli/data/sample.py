@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from multigpu_cli.errors import RequestError, TrainingError
 
-_TARGETS = ("target", "targets", "label", "labels", "y")
+TARGETS = ("target", "targets", "label", "labels", "y")
 _IGNORED = -100  # a target that does not count: torch's own default
 
 
@@ -74,18 +74,18 @@ def as_pair(item: Any, what: str) -> tuple[Any, Any]:
         length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
         raise RequestError(
             f"--data: {what} must be (input, target), not {type(item).__name__}{length}",
-            remedy=f"a pair, or a dict with the target under one of {', '.join(_TARGETS)}",
+            remedy=f"a pair, or a dict with the target under one of {', '.join(TARGETS)}",
         )
     return _plain(item[0]), _plain(item[1])
 
 
 def _from_mapping(item: dict[Any, Any], what: str) -> tuple[Any, Any]:
-    named = [name for name in _TARGETS if name in item]
+    named = [name for name in TARGETS if name in item]
     tokens = _plain(item["input_ids"]) if "input_ids" in item else None
     if len(named) != 1 and not (tokens is not None and not named):
         raise RequestError(
             f"--data: {what} has {' and '.join(named) or 'no target'} among {', '.join(map(str, item))}",
-            remedy=f"one entry called {', '.join(_TARGETS)}",
+            remedy=f"one entry called {', '.join(TARGETS)}",
         )
     target = _plain(item.pop(named[0])) if named else tokens
     inputs = {name: _plain(value) for name, value in item.items()}

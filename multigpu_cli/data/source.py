@@ -41,7 +41,7 @@ def open_source(config: DataConfig, seed: int) -> Source:
         raise RequestError(
             f"--data {config.name}: the training set is empty", remedy="more samples, or less set aside for validation"
         )
-    for split in ("train", "val", "test"):
+    for split in ("train", "val", "test", "new"):
         _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
     return source
 

@@ -85,6 +85,64 @@ def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows() 
     assert summary["final"]["test_mae"] < 2e5
 
 
+def unknown(data: str, new: str, *words: str, data_dir: str = ".") -> list[dict[str, str]]:
+    """The table of samples whose targets nobody knows, after a run on those whose targets are known."""
+    run(data=data, data_dir=data_dir, model="mlp", sets=list(words))
+    assert main_multi_gpu.run(["predict", "run", "--out", "said.csv", "--set", f"data.args.new={new}"]) == 0
+    assert main_multi_gpu.run(["evaluate", "run", "--set", f"data.args.new={new}"]) == 2
+    return rows("said.csv")
+
+
+def test_rows_of_a_table_that_has_no_target_column(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["id,size,colour,kind", *(f"{at},{at % 7},{'ab'[at % 2]},{'xy'[at % 2]}" for at in range(60))]
+    Path("known.csv").write_text("\n".join(lines))
+    Path("new.csv").write_text("colour,size\nb,3\na,\nb,5\n")
+    table = unknown("csv", "new.csv", "data.target=kind", "data.file=known.csv", "data.ignore=[id]")
+    assert [list(row)[:2] for row in table] == [["sample", "prediction"]] * 3
+    assert [row["prediction"] for row in table] == ["y", "x", "y"]
+    assert "these samples have no targets" in capsys.readouterr().err
+    words = ["predict", "run", "--out", "2.csv", "--set"]
+    assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 2
+    assert "or data.args.new=new.csv, for rows without a target" in capsys.readouterr().err
+    Path("new.csv").write_text("color,size\nb,3\n")
+    assert main_multi_gpu.run([*words, "data.args.new=new.csv"]) == 2
+    assert "there is no column 'colour'" in capsys.readouterr().err
+
+
+def test_arrays_without_y() -> None:
+    inputs = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    np.savez("data.npz", X=inputs, y=(inputs > 0).astype(int))
+    np.savez("new.npz", X=inputs[:5])
+    table = unknown("npz", "new.npz", "data.file=data.npz")
+    assert [list(row) for row in table] == [["sample", *(f"probability {at}" for at in range(3))]] * 5
+
+
+def test_a_folder_of_images_that_nobody_has_sorted() -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
+    for name, colour in {"photos/red": (200, 0, 0), "photos/blue": (0, 0, 200), "inbox": (190, 10, 10)}.items():
+        Path(name).mkdir(parents=True)
+        for at in range(10):
+            image.new("RGB", (8 + at, 9), (*colour[:2], colour[2] + at)).save(f"{name}/{at}.png")
+    table = unknown("image-folder", "../inbox", "data.size=8", "data.augment=false", data_dir="photos")
+    assert [row["name"] for row in table] == [f"inbox/{at}.png" for at in range(10)]
+    assert {row["prediction"] for row in table} == {"red"}
+
+
+def test_a_dataset_of_ones_own_whose_test_part_has_inputs_alone(tmp_path: Path) -> None:
+    Path("mine.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n\n"
+        "def data(split):\n    inputs = torch.arange(60.0).view(20, 3)\n"
+        "    return TensorDataset(inputs) if split == 'test' else TensorDataset(inputs, (inputs[:, 0] > 30).long())\n\n"
+        "def labelled(split):\n    return data(split if split == 'train' else 'val')\n"
+    )
+    run(data="mine:labelled", model="mlp")
+    words = ["predict", "run", "--own-code", "--data", "mine:data", "--out"]
+    assert main_multi_gpu.run([*words, "one.csv"]) == 0
+    outputs(2, [*words, "two.csv"], tmp_path)
+    assert Path("two.csv").read_text() == Path("one.csv").read_text()
+    assert [list(row) for row in rows("one.csv")] == [["sample", "prediction", "probability"]] * 20
+
+
 def test_labels_and_tokens_have_tables_too() -> None:
     inputs = np.random.default_rng(0).normal(size=(40, 3))
     np.savez("data.npz", X=inputs, y=(inputs > 0).astype(int))
