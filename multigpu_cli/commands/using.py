@@ -1,5 +1,6 @@
 """The commands that use a run's weights: evaluate, predict, sample; their words on the command line, nothing heavy."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -13,14 +14,17 @@ from multigpu_cli.config.kinds import integer, number
 Action = Callable[[], int]
 
 _Run = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or checkpoint")]
-_Data = Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")]
-_DataDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the data is now")]
-_Set = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of the data: data.args.…")]
-_Split = Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")]
-_Batch = Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: as the run evaluated)")]
-_Workers = Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")]
 _OwnCode = Annotated[bool, typer.Option(help="import the code of yours that the run names")]
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
+_PASS: dict[str, Any] = {
+    "data": Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")],
+    "data_dir": Annotated[str | None, typer.Option(metavar="DIR", help="where the data is now")],
+    "set": Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of the data: data.args.…")],
+    "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")],
+    "batch_size": Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: twice the run's)")],
+    "nproc_per_node": Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")],
+}
+"""Options of a pass over a dataset."""
 
 
 def add_to(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -31,19 +35,9 @@ def add_to(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
 
 def _evaluate(environ: Mapping[str, str]) -> Callable[..., Action]:
-    def evaluate(
-        run: _Run,
-        data: _Data = None,
-        data_dir: _DataDir = None,
-        set: _Set = None,
-        split: _Split = None,
-        batch_size: _Batch = None,
-        nproc_per_node: _Workers = None,
-        own_code: _OwnCode = False,
-        as_json: _Json = False,
-    ) -> Action:
+    @_with_options_of_a_pass
+    def evaluate(run: _Run, *, own_code: _OwnCode = False, as_json: _Json = False, **given: Any) -> Action:
         """Evaluate a run's best weights, on any number of workers; each sample counts once."""
-        given = _given(data, data_dir, set, split, batch_size, nproc_per_node)
 
         def evaluation() -> int:
             wish = asked(run, given, own_code=own_code)
@@ -59,19 +53,15 @@ def _evaluate(environ: Mapping[str, str]) -> Callable[..., Action]:
 
 
 def _predict(environ: Mapping[str, str]) -> Callable[..., Action]:
+    @_with_options_of_a_pass
     def predict(
         run: _Run,
+        *,
         out: Annotated[str, typer.Option(metavar="FILE", help="the table to write: ….csv")],
-        data: _Data = None,
-        data_dir: _DataDir = None,
-        set: _Set = None,
-        split: _Split = None,
-        batch_size: _Batch = None,
-        nproc_per_node: _Workers = None,
         own_code: _OwnCode = False,
+        **given: Any,
     ) -> Action:
         """Write what a run's best weights say of each sample, in order, as a table; on any number of workers."""
-        given = _given(data, data_dir, set, split, batch_size, nproc_per_node)
 
         def prediction() -> int:
             wish, target = asked(run, given, own_code=own_code), target_of(out)
@@ -84,6 +74,15 @@ def _predict(environ: Mapping[str, str]) -> Callable[..., Action]:
         return prediction
 
     return predict
+
+
+def _with_options_of_a_pass(command: Callable[..., Action]) -> Callable[..., Action]:
+    """The options of _PASS beside the command's own; it receives them as keywords, absent ones as None."""
+    own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(name, keyword, default=None, annotation=each) for name, each in _PASS.items()]
+    command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    return command
 
 
 def sample(
@@ -113,15 +112,3 @@ def sample(
         return 0
 
     return sampling
-
-
-def _given(
-    data: str | None,
-    data_dir: str | None,
-    sets: list[str] | None,
-    split: str | None,
-    batch_size: str | None,
-    workers: str | None,
-) -> dict[str, Any]:
-    named = {"data": data, "data_dir": data_dir, "set": sets, "split": split, "batch_size": batch_size}
-    return named | {"nproc_per_node": workers}
