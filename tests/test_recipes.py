@@ -1,11 +1,15 @@
 """Every shipped recipe trains, from the command line, for three steps on a few samples in its dataset's own format."""
 
 import json
+import math
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests import tiny_data
@@ -35,13 +39,13 @@ def name_of(recipe: Path) -> str:
     return str(data["name"] if isinstance(data, dict) else data)
 
 
-def shortened(recipe: Path, folder: Path) -> list[str]:
-    """The command that trains a recipe briefly; only the length and the data are not its own."""
+def shortened(recipe: Path, folder: Path, smaller: Sequence[str]) -> list[str]:
+    """The command that trains a recipe briefly; only the length, the data and what is `smaller` are not its own."""
     arguments = ["--config", str(recipe), "--max-steps", str(STEPS), "--save-dir", str(folder / "run")]
     name = name_of(recipe)
     if name in FILES:
         arguments += ["--data-dir", str(FILES[name](folder / "data"))]
-    arguments += [word for setting in ["drop_last=false", *SMALLER.get(recipe.stem, [])] for word in ("--set", setting)]
+    arguments += [word for setting in ["drop_last=false", *smaller] for word in ("--set", setting)]
     return [sys.executable, str(ROOT / "main_multi_gpu.py"), "--multi-gpu", "none", "--json", *arguments]
 
 
@@ -51,7 +55,8 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
-    result = subprocess.run(shortened(recipe, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    command = shortened(recipe, tmp_path, SMALLER.get(recipe.stem, []))
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
@@ -63,3 +68,22 @@ def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_says_what_it_is(recipe: Path) -> None:
     assert recipe.read_text().startswith("# "), "its first comment is what `recipes` lists"
+
+
+@pytest.mark.slow
+def test_gpt2_124m_steps_at_its_full_size(tmp_path: Path) -> None:
+    """Three steps of one short window: 124 million parameters, and a loss that begins near that of guessing."""
+    small = ["data.args.block=16", "data.args.windows=4", "batch_size=1", "global_batch_size=1", "keep=1"]
+    command = shortened(ROOT / "configs" / "gpt2_124m.yaml", tmp_path, [*small, "warmup_epochs=0", "compile=off"])
+    try:
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr
+        summary = json.loads(result.stdout)
+        assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+        assert summary["final"]["train_loss"] == pytest.approx(math.log(50304), abs=2)
+        state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["model"]
+    finally:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)  # two gigabytes
+    counted = {name: value.numel() for name, value in state.items()}
+    assert counted.pop("places.weight") == 16 * 768, "1,024 of them in the recipe's own windows"
+    assert sum(counted.values()) + 1024 * 768 == 124_373_760
