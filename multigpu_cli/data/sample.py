@@ -76,19 +76,19 @@ def as_pair(item: Any, what: str) -> tuple[Any, Any]:
             f"--data: {what} must be (input, target), not {type(item).__name__}{length}",
             remedy=f"a pair, or a dict with the target under one of {', '.join(TARGETS)}",
         )
-    return _plain(item[0]), _plain(item[1])
+    return plain(item[0]), plain(item[1])
 
 
 def _from_mapping(item: dict[Any, Any], what: str) -> tuple[Any, Any]:
     named = [name for name in TARGETS if name in item]
-    tokens = _plain(item["input_ids"]) if "input_ids" in item else None
+    tokens = plain(item["input_ids"]) if "input_ids" in item else None
     if len(named) != 1 and not (tokens is not None and not named):
         raise RequestError(
             f"--data: {what} has {' and '.join(named) or 'no target'} among {', '.join(map(str, item))}",
             remedy=f"one entry called {', '.join(TARGETS)}",
         )
-    target = _plain(item.pop(named[0])) if named else tokens
-    inputs = {name: _plain(value) for name, value in item.items()}
+    target = plain(item.pop(named[0])) if named else tokens
+    inputs = {name: plain(value) for name, value in item.items()}
     if tokens is not None and isinstance(target, Tensor) and target.shape == tokens.shape and target.ndim:
         target = _following(target, inputs.get("attention_mask"))
     return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), target
@@ -101,15 +101,15 @@ def _following(labels: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], _IGNORED)], dim=-1)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arrays, numbers, images and lists of numbers as tensors; float64 of NumPy and Python as torch's default type."""
     if isinstance(value, numpy.ndarray | numpy.generic | float | int | bool):
         tensor = torch.as_tensor(value)
         return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, list) and value and all(isinstance(entry, int | float) for entry in value):
-        return _plain(numpy.asarray(value))
+        return plain(numpy.asarray(value))
     if hasattr(value, "getbands") and hasattr(value, "convert"):  # a PIL image, without loading PIL
         pixels = torch.from_numpy(numpy.array(value))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
+from numpy import ndarray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
@@ -12,6 +13,7 @@ from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.description import described
 from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.data.sample import plain
 from multigpu_cli.data.split import by_sample
 from multigpu_cli.data.stream import Stream
 from multigpu_cli.errors import RequestError
@@ -24,7 +26,8 @@ def open_source(config: DataConfig, seed: int) -> Source:
 
     A user's factory is called once per split with those of `split` (train, val, test), `data_dir, mode, seed` and of
     the data.args that it names, and returns a map-style Dataset or None; one without a `split` parameter returns a
-    single dataset, which is divided by seed, 80/10/10; so is one whose `split` is among the data.args.
+    single dataset, which is divided by seed, 80/10/10; so is one whose `split` is among the data.args. Whole arrays
+    (X, y) count as a dataset.
 
     Raises:
         RequestError: no such dataset, files missing or damaged, or a factory that returns something else.
@@ -44,6 +47,20 @@ def open_source(config: DataConfig, seed: int) -> Source:
     for split in ("train", "val", "test", "new"):
         _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
     return source
+
+
+def _arrays(found: Any) -> list[Tensor] | None:
+    """Whole arrays of inputs and targets, as scikit-learn's load_… and fetch_… functions return them; else None."""
+    if isinstance(found, Mapping) and {"data", "target"} <= found.keys():
+        found = found["data"], found["target"]
+    if not isinstance(found, tuple) or len(found) != 2 or not all(map(_holds_numbers, found)):
+        return None
+    return [plain(each) for each in found] if len(found[0]) == len(found[1]) else None
+
+
+def _holds_numbers(value: Any) -> bool:
+    of_numpy = isinstance(value, ndarray) and value.dtype.kind in "fiub"
+    return (of_numpy or isinstance(value, Tensor)) and value.ndim > 0
 
 
 def _check_finite(dataset: Any, where: str) -> None:
@@ -88,6 +105,9 @@ def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
 def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
     if isinstance(found, IterableDataset):
         return Stream(found, name, seed)
+    if (arrays := _arrays(found)) is not None:
+        inputs, targets = arrays
+        return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
     if not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         raise RequestError(
             f"--data {name}: the factory returned something of type {type(found).__name__}",

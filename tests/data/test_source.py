@@ -141,6 +141,15 @@ def test_shape_and_classes_are_learned_from_the_data(factory: str, shape: tuple[
     assert (source.input_shape, source.num_classes) == (shape, classes)
 
 
+def test_whole_arrays_are_a_dataset() -> None:
+    """As scikit-learn's own functions return them."""
+    for args, shape in (({}, (4,)), ({"return_X_y": True}, (4,))):
+        source = open_source(DataConfig(name="sklearn.datasets:load_iris", args=args), 42)
+        assert (source.input_shape, source.num_classes, len(source.train)) == (shape, 3, 120)  # type: ignore[arg-type]
+    source = open_source(DataConfig(name="sklearn.datasets:load_diabetes"), 42)
+    assert (source.input_shape, source.num_classes) == ((10,), 0)
+
+
 def test_a_factory_with_splits_is_called_once_for_each() -> None:
     source = opened("by_split", dir="/somewhere", mode="first", args={"size": 12})
     assert len(source.train) == 12  # type: ignore[arg-type]
