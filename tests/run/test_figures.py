@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli.run import figures, parts
 from multigpu_cli.run.figures import of_all
 from tests.trained import trained
 
@@ -41,6 +42,20 @@ def test_a_gpu_adds_its_own() -> None:
     fields = of_all([(1.0, 0.0, NAN, NAN, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
     assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
     assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
+
+
+def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in (figures, parts):
+        monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
+    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "epochs": 2, "log_interval": 1}
+    sets = ["model.depth=1", "model.width=16", "model.heads=2"]
+    assert not trained(2, save_dir=str(tmp_path), num_workers=0, **flags, sets=sets).error
+    line = last_line(tmp_path)
+    flops = 9 * 6 * (12 * 16 * 16 + 5 * 16)  # a sample's tokens, forward and backward, by the weights that they meet
+    assert line["mfu"] == pytest.approx(flops * line["samples_per_second"] / (2 * 1e9))
+    assert 0 < line["tokens_per_second"] < 9 * line["samples_per_second"], "not all of them count"
 
 
 def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
