@@ -1,7 +1,9 @@
 """The names that the founding documents use, imported from where they say, and as they use them."""
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,10 @@ NAMES = """MultiGPUConfig, TrainingMode, MultiGPUTrainer, DataParallelTrainer, D
     clear_gpu_memory, optimize_batch_size_for_multi_gpu, launch_distributed_training, estimate_training_speedup,
     print_training_speedup_estimates, train"""
 
+OURS = {"drop_last", "num_epochs", "learning_rate", "max_restarts", "save_dir", "seed", "exact", "screen", "settings"}
+OURS |= {"batch_size", "global_batch_size"}
+"""Fields that those documents don't have, or that speak for themselves."""
+
 
 def test_every_name_is_there_and_says_what_it_does() -> None:
     for name in NAMES.replace("\n", " ").split(","):
@@ -30,6 +36,15 @@ def test_every_name_is_there_and_says_what_it_does() -> None:
         assert name.strip() in dir(train_multi_gpu)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         train_multi_gpu.__getattr__("trian")
+
+
+def test_the_guide_says_of_every_name_and_field_what_it_does_here() -> None:
+    guide = (ROOT / "MULTI_GPU_GUIDE.md").read_text()
+    table = guide[guide.index("## Names from earlier documents") : guide.index("## Measured")]
+    told = {word for row in table.splitlines() for word in re.findall(r"\w+", row)}
+    asked = {entry.name for entry in fields(train_multi_gpu.MultiGPUConfig)} - OURS
+    names = {name.strip() for name in NAMES.split(",")}
+    assert not (names | asked) - told
 
 
 def test_importing_it_loads_nothing_of_the_api() -> None:

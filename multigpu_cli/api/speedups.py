@@ -44,7 +44,8 @@ def launch_distributed_training(
     """Call a function in one process per GPU (on CPU: two), as torchrun starts them; what each returned, by rank.
 
     Args:
-        function: at the top of a module; in it, `train_with_multi_gpu` and the others find their rank by themselves.
+        function: at the top of a module; in it, `train_with_multi_gpu` and the others find their rank by themselves, so
+            unlike that of mp.spawn it gets no rank.
         num_gpus: processes; None is one per GPU.
         arguments: of the function; they are sent to the processes, so no lambdas among them.
 

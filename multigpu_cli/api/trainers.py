@@ -97,7 +97,8 @@ class MultiGPUTrainer(Functions):
             criterion: as for `train_with_multi_gpu`; None is cross-entropy, or mean squared error for real targets.
 
         Raises:
-            RequestError: something does not fit; nothing was written.
+            RequestError: something does not fit, more processes are needed than this one (a loop of your own starts
+                none: torchrun does), or the folder holds a completed run; nothing was written.
         """
         inputs = Inputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         frozen, brought = prepared(self.config, inputs)

@@ -10,7 +10,13 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import World
 from tests.api.brought import Points, network, weights
 from tests.gloo import each_rank
-from train_multi_gpu import MultiGPUConfig, MultiGPUTrainingManager, PerformanceMonitor, TrainingMode
+from train_multi_gpu import (
+    MultiGPUConfig,
+    MultiGPUTrainer,
+    MultiGPUTrainingManager,
+    PerformanceMonitor,
+    TrainingMode,
+)
 
 EPOCHS = 3
 
@@ -61,6 +67,26 @@ def test_the_long_form_trains_as_one_process_does(tmp_path: Path) -> None:
     alone = by_epochs(tmp_path / "one", global_batch_size=12)[1]
     assert on_two(long) == [pytest.approx(alone, abs=1e-6)] * 2
     assert on_two(long | half) == [pytest.approx(alone, abs=1e-3)] * 2
+
+
+def begun(folder: Path, **more: Any) -> MultiGPUTrainer:
+    manager = MultiGPUTrainingManager(config(folder, **more))
+    manager.setup_training(network(), Points(40))
+    assert manager.trainer.run is not None
+    return manager.trainer
+
+
+def test_what_the_long_form_says_of_ddp_and_loading_reaches_torch(tmp_path: Path) -> None:
+    def on_two(world: World) -> Any:
+        said = {"static_graph": True, "use_gradient_as_bucket_view": False, "bucket_cap_mb": 3}
+        with begun(tmp_path / "two", training_mode="ddp", **said) as trainer:
+            ddp = trainer.run.strategy._ddp  # type: ignore[union-attr]
+            return ddp.static_graph, ddp.gradient_as_bucket_view, ddp.bucket_bytes_cap / 2**20
+
+    assert each_rank(2, on_two) == [(True, False, 3)] * 2
+    with begun(tmp_path / "one", num_workers=1, prefetch_factor=3) as trainer:
+        loader = trainer.run.train._fetch._loader  # type: ignore[union-attr]
+        assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 
 
 def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
