@@ -79,7 +79,8 @@ def comparison(results: Mapping[str, Mapping[str, Any]]) -> str:
         found = result.get("summary", result)
         rate = found.get("samples_per_second")
         base = base or rate
-        peak = max(found.get("peak_memory_bytes") or [0]) / 2**30
+        peaks = found.get("peak_memory_bytes")
+        peak = max(peaks) / 2**30 if peaks else None
         loss = result.get("final_loss", found.get("final", {}).get("train_loss"))
         numbers = (found.get("strategy"), found.get("devices"), rate, found.get("train_seconds"), loss, peak)
         rows.append((name, *numbers, rate / base if rate and base else None))

@@ -141,7 +141,6 @@ def test_the_examples_of_the_founding_documents_say_what_is_missing_here() -> No
 
 def test_a_comparison_lists_what_was_measured() -> None:
     one = {"strategy": "single", "devices": 1, "samples_per_second": 100.0, "train_seconds": 9.0}
-    table = MultiGPUTrainingManager().generate_comparison_report(
-        {"one": one, "two": one | {"devices": 2, "strategy": "ddp", "samples_per_second": 180.0}}
-    )
-    assert table.splitlines()[3] == "| two | ddp | 2 | 180 | 9 | – | 0 | 1.8 |"
+    two = one | {"devices": 2, "strategy": "ddp", "samples_per_second": 180.0, "peak_memory_bytes": [2**30, 3 * 2**30]}
+    lines = MultiGPUTrainingManager().generate_comparison_report({"one": one, "two": two}).splitlines()
+    assert lines[2:] == ["| one | single | 1 | 100 | 9 | – | – | 1 |", "| two | ddp | 2 | 180 | 9 | – | 3 | 1.8 |"]
