@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from multigpu_cli import engine
 from multigpu_cli.commands import explained
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserved_stdout
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
@@ -91,6 +91,8 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     """Train as the config says: as a worker of torchrun, self-launched on several GPUs, or in this process.
 
     Args:
+        config: what the command line would make of its flags: `Config()`, or
+            `multigpu_cli.config.sources.resolve({"data": "digits", "epochs": 2}, ["model.args.width=64"], None)`.
         screen: quiet, normal, verbose, or json (the summary is then the only thing on stdout).
         dry_run: stop after the plan, and return it.
 
@@ -101,6 +103,10 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         RequestError: the request is wrong; nothing was written.
         TrainingError: the training failed; the run folder says how far it came.
     """
+    if not isinstance(config, Config):
+        raise RequestError(
+            f"train: a {type(config).__name__} is no Config", remedy="train_with_multi_gpu for a model of your own"
+        )
     meeting = Rendezvous.from_environment(os.environ)
     choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     if choice.launch and not dry_run:

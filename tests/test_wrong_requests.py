@@ -87,6 +87,7 @@ DOOR = [
     Row("trian", ["'trian' is no command"]),
     Row("recipe", ["'recipe' is no command", "recipes"]),
     Row("--epochs 3 recipes", ["--epochs stands before the command 'recipes'"]),
+    Row("--local-rank=0", ["no such option: --local-rank", "torchrun in the place of torch.distributed.launch"]),
     Row("recipes --epochs 3", ["no such option: --epochs"]),
     Row("--quiet --verbose", ["--verbose together with --quiet"]),
     Row("--no-amp --amp bf16", ["--no-amp together with --amp bf16"]),

@@ -1,7 +1,7 @@
 """The functions of the API as methods of one object that remembers: strategy, and the metrics that were logged."""
 
 from collections import defaultdict
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
@@ -102,33 +102,39 @@ def shared() -> Functions:
     return Functions()
 
 
+@wraps(wrapping.setup_data_parallel)
 def setup_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
-    """As wrapping.setup_data_parallel; the status knows of it."""
     return shared().setup_data_parallel(*args, **named)
 
 
+@wraps(wrapping.setup_distributed_data_parallel)
 def setup_distributed_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
-    """As wrapping.setup_distributed_data_parallel; the status knows of it."""
     return shared().setup_distributed_data_parallel(*args, **named)
 
 
+@wraps(wrapping.setup_multi_gpu_training)
 def setup_multi_gpu_training(*args: Any, **named: Any) -> tuple[nn.Module, bool, dict[str, Any]]:
-    """As wrapping.setup_multi_gpu_training; the status knows of it."""
     return shared().setup_multi_gpu_training(*args, **named)
 
 
-def log_training_metrics(*args: Any, **named: Any) -> None:
-    """As Functions.log_training_metrics."""
-    shared().log_training_metrics(*args, **named)
+def log_training_metrics(
+    epoch: int, step: int, loss: float, learning_rate: float, gpu_utilization: dict[str, Any] | None = None
+) -> None:
+    """Remember the numbers of a step of a loop of your own, for `get_multi_gpu_metrics`.
+
+    Args:
+        gpu_utilization: per cent, by GPU; None asks NVML.
+    """
+    shared().log_training_metrics(epoch, step, loss, learning_rate, gpu_utilization)
 
 
 def get_multi_gpu_metrics() -> dict[str, Any]:
-    """As Functions.get_multi_gpu_metrics."""
+    """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
     return shared().get_multi_gpu_metrics()
 
 
 def get_multi_gpu_status() -> dict[str, Any]:
-    """As Functions.get_multi_gpu_status."""
+    """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
     return shared().get_multi_gpu_status()
 
 

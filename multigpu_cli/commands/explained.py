@@ -15,6 +15,8 @@ def usage(error: Any) -> str:
     """Typer's own complaint in our words."""
     message = (error.message or error.format_message()).rstrip(".")  # a missing argument has only the second
     remedy = ", ".join(sorted(getattr(error, "possibilities", None) or ())) or "--help lists all options"
+    if getattr(error, "option_name", None) == "--local-rank":
+        remedy = "torchrun in the place of torch.distributed.launch, which adds it"
     return f"error: {message[:1].lower()}{message[1:]}\n  try: {remedy}"
 
 
