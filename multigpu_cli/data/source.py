@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -16,6 +17,7 @@ from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.sample import plain
 from multigpu_cli.data.split import by_sample
 from multigpu_cli.data.stream import Stream
+from multigpu_cli.data.unanswered import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime import plugins
@@ -27,7 +29,7 @@ def open_source(config: DataConfig, seed: int) -> Source:
     A user's factory is called once per split with those of `split` (train, val, test), `data_dir, mode, seed` and of
     the data.args that it names, and returns a map-style Dataset or None; one without a `split` parameter returns a
     single dataset, which is divided by seed, 80/10/10; so is one whose `split` is among the data.args. Whole arrays
-    (X, y) count as a dataset.
+    (X, y) count as a dataset. `data.args.new` are the arguments with which it gives the samples to predict.
 
     Raises:
         RequestError: no such dataset, files missing or damaged, or a factory that returns something else.
@@ -36,8 +38,7 @@ def open_source(config: DataConfig, seed: int) -> Source:
     offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
-        found = plugins.call(factory, offered, config.args, where="data")
-        source = found if isinstance(found, Source) else _divided(_dataset(found, config.name, seed), seed)
+        source = _from_one(factory, offered, config.args, config.name, seed)
     else:
         source = _from_splits(factory, offered, config.args, config.name, seed)
     if len(source.train) == 0:  # type: ignore[arg-type]
@@ -74,6 +75,25 @@ def _check_finite(dataset: Any, where: str) -> None:
                 f"{where}: the {kind} of sample {sample} holds NaN or infinity",
                 remedy="leave such samples out, or fill the gaps (torch.nan_to_num)",
             )
+
+
+def _from_one(
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+) -> Source:
+    other = None
+    if "new" not in inspect.signature(factory).parameters:
+        other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
+    found = plugins.call(factory, offered, args, where="data")
+    source = found if isinstance(found, Source) else _divided(_dataset(found, name, seed), seed)
+    if other is None:
+        return source
+    if found is source or not isinstance(other, dict):
+        raise RequestError(
+            f"data.args.new: {name} knows no new samples by {other!r}",
+            remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
+        )
+    new = _dataset(plugins.call(factory, offered, args | other, where="data"), name, seed)
+    return replace(source, new=unanswered(new, source.train) or new)
 
 
 def _from_splits(

@@ -143,6 +143,22 @@ def test_a_dataset_of_ones_own_whose_test_part_has_inputs_alone(tmp_path: Path) 
     assert [list(row) for row in rows("one.csv")] == [["sample", "prediction", "probability"]] * 20
 
 
+def test_new_rows_by_other_arguments_of_the_same_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n\n"
+        "def rows(count, known=True):\n    inputs = torch.arange(3.0 * count).view(count, 3)\n"
+        "    return TensorDataset(inputs, (inputs[:, 0] > 30).long()) if known else TensorDataset(inputs)\n"
+    )
+    run(data="rows:rows", model="mlp", sets=["data.count=30"])
+    words = ["predict", "run", "--own-code", "--out", "said.csv", "--set"]
+    assert main_multi_gpu.run([*words, "data.new={count: 4, known: false}"]) == 0
+    assert [row["sample"] for row in rows("said.csv")] == ["0", "1", "2", "3"]
+    assert "target" not in rows("said.csv")[0]
+    Path("said.csv").unlink()
+    assert main_multi_gpu.run([*words, "data.new=4"]) == 2
+    assert "data.args.new: rows:rows knows no new samples by 4" in capsys.readouterr().err
+
+
 def test_labels_and_tokens_have_tables_too() -> None:
     inputs = np.random.default_rng(0).normal(size=(40, 3))
     np.savez("data.npz", X=inputs, y=(inputs > 0).astype(int))
