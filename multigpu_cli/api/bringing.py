@@ -14,7 +14,7 @@ from multigpu_cli.api.loaders import SPLITS, Collated, numbered
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.description import described
-from multigpu_cli.data.sample import Collate, sample_of
+from multigpu_cli.data.sample import Collate, declared_classes, sample_of
 from multigpu_cli.data.sampler import Order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.brought import Brought
@@ -54,14 +54,14 @@ class Inputs:
             RequestError: samples that nobody can learn from; says which.
         """
         inputs, targets = self._first()
-        criterion = self.criterion or (None if "task" in config.settings else _usual_loss(targets))
-        told = described(self.train, self.val, self.test) if criterion is None else None
+        task = config.settings.get("task")
+        criterion = self.criterion or (None if task else nn.CrossEntropyLoss())
         source = Source(
             train=self.train,
             val=self.val,
             test=self.test,
             input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
-            num_classes=told.num_classes if told else 0,
+            num_classes=0 if criterion else self._classes(task, inputs),
             outputs=prod(getattr(targets, "shape", (1,))[1:]),
             prepare=_as_it_is,
             order=self.order,
@@ -73,7 +73,7 @@ class Inputs:
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        """The settings with what these objects say: the optimizer's rate, and a language model's task.
+        """The settings with what these objects say: the optimizer's rate, and the task of those who bring no loss.
 
         Raises:
             RequestError: a rate is given twice.
@@ -89,13 +89,21 @@ class Inputs:
             group = self.optimizer.param_groups[0]
             more |= {"schedule": "constant", "warmup_epochs": 0.0}
             config = replace(config, learning_rate=float(group.get("initial_lr", group["lr"])))
-        if self.criterion is None and "task" not in more and _are_tokens(*self._first()):
-            more["task"] = "language-model"
+        if self.criterion is None and "task" not in more and (task := _usual_task(*self._first())):
+            more["task"] = task
         return replace(config, settings=more)
 
     def _first(self) -> tuple[Any, Any]:
         """A batch of one sample."""
         return Collate(self.train)([(0, sample_of(self.train, 0))])
+
+    def _classes(self, task: str | None, inputs: Any) -> int:
+        """How many classes a task by name has to know of; of tokens only whether there are any."""
+        if told := declared_classes(self.train):
+            return told
+        if task == "language-model":
+            return max(2, int(_tokens(inputs).max()) + 1)
+        return described(self.train, self.val, self.test).num_classes if task == "classification" else 0
 
     def names(self) -> dict[str, str]:
         """What model and data are called in the run folder: their classes."""
@@ -111,19 +119,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, wrappers) else model
 
 
-def _are_tokens(inputs: Any, targets: Any) -> bool:
-    """Whether the targets are the tokens that follow the inputs': (n, t) whole numbers both."""
-    tokens = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
-    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor):
-        return False
-    return tokens.shape == targets.shape and targets.ndim == 2 and tokens.dtype == targets.dtype == torch.int64
-
-
-def _usual_loss(targets: Any) -> Loss:
-    """Cross-entropy for class numbers, mean squared error for real numbers."""
+def _usual_task(inputs: Any, targets: Any) -> str | None:
+    """A regression for real numbers, a language model for (n, t) tokens that follow the inputs'; None for classes."""
     if not isinstance(targets, Tensor):
         raise RequestError(f"criterion: none goes without saying for targets of type {type(targets).__name__}")
-    return nn.MSELoss() if targets.is_floating_point() else nn.CrossEntropyLoss()
+    if targets.is_floating_point():
+        return "regression"
+    tokens = _tokens(inputs)
+    alike = isinstance(tokens, Tensor) and tokens.dtype == targets.dtype and tokens.shape == targets.shape
+    return "language-model" if alike and targets.ndim == 2 else None
+
+
+def _tokens(inputs: Any) -> Any:
+    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs
 
 
 def _check(inputs: Inputs) -> None:

@@ -94,7 +94,7 @@ class MultiGPUTrainer(Functions):
         """Freeze the settings, and build or resume the run; returns the model on its device, and the loaders.
 
         Args:
-            criterion: as for `train_with_multi_gpu`; None is cross-entropy, or mean squared error for real targets.
+            criterion: as for `train_with_multi_gpu`.
 
         Raises:
             RequestError: something does not fit, more processes are needed than this one (a loop of your own starts

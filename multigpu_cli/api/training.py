@@ -57,7 +57,8 @@ def train_with_multi_gpu(
     Args:
         model: DataParallel or DistributedDataParallel around it is taken off.
         optimizer: over the model's parameters, any of torch's but LBFGS; None is AdamW with a scaled rate.
-        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one for each sample.
+        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one for each sample. None is
+            cross-entropy for (n,) classes and (n, t) tokens that follow the inputs', squared error for real numbers.
         strategy: auto, none, dp or DataParallel, ddp or DistributedDataParallel.
         gradient_accumulation_steps: micro-batches (of the loader's batch size) per optimizer step.
         val_loader, test_loader: data to judge each epoch, and the end, by.

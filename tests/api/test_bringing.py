@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from train_multi_gpu import MultiGPUConfig, MultiGPUTrainingManager, evaluate_with_multi_gpu, train_with_multi_gpu
 
@@ -46,6 +46,16 @@ def test_a_language_model_of_transformers_needs_no_loss(tmp_path: Path, labels: 
     found = evaluate_with_multi_gpu(model, loader, **QUIET)
     assert found["accuracy"] > 90
     assert found["test_loss"] < results["final_loss"]
+
+
+def test_numbers_without_a_loss_are_a_regression(tmp_path: Path) -> None:
+    """Outputs (n, 1) for targets (n,): torch's own loss would compare each with each, and end at the mean of all."""
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    model, loader = nn.Linear(3, 1), DataLoader(TensorDataset(inputs, inputs.sum(1)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    train_with_multi_gpu(model, loader, optimizer, num_epochs=10, save_dir=str(tmp_path), **QUIET)
+    assert model.weight.flatten().tolist() == pytest.approx([1, 1, 1], abs=0.05)
+    assert evaluate_with_multi_gpu(model, loader, **QUIET)["test_loss"] < 1e-3
 
 
 def test_a_classifier_of_transformers_comes_back_as_it_is(tmp_path: Path) -> None:
