@@ -10,6 +10,8 @@ The names of the API, `train_with_multi_gpu` and the others in API, load when th
 
 import os
 import sys
+from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserved_stdout
 from multigpu_cli.runtime import elastic
+from multigpu_cli.runtime.aside import Aside
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous
 
@@ -115,12 +118,17 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         return self_launch(config, choice, screen)
     level = "silent" if meeting and meeting.rank else "normal" if screen == "json" else screen
     stream = reserved_stdout() if screen == "json" else None
-    console = Console(level, stream, json=screen == "json")  # type: ignore[arg-type]
-    return engine.run(config, choice, meeting, console, last_words=_last_words, dry_run=dry_run)
+    with ExitStack() as stack:
+        apart = meeting is not None and meeting.rank > 0 and not elastic.redirected(os.environ)
+        aside = stack.enter_context(Aside(meeting.rank)) if meeting and apart else None
+        console = Console(level, stream, json=screen == "json", aside=aside)  # type: ignore[arg-type]
+        return engine.run(config, choice, meeting, console, last_words=partial(_last_words, aside), dry_run=dry_run)
 
 
-def _last_words(error: TrainingError) -> None:
+def _last_words(aside: Aside | None, error: TrainingError) -> None:
     """For a process that ends where no exception can be raised any more."""
+    if aside:
+        aside.end()
     message = explained.foreseen(error)
     again = "" if error.consequence else elastic.note_failure(os.environ, message.splitlines()[0], error.failed_at)
     elastic.write_error(os.environ, message)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +23,25 @@ from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
+from multigpu_cli.runtime.aside import quoted
 from multigpu_cli.runtime.devices import Choice
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 
 
 class WorkersFailed(TrainingError):
-    """The workers ended with an exit code of their own; they have told the user why."""
+    """The workers ended with an exit code of their own; they have told the user why.
 
-    def __init__(self, exit_code: int, problem: str = "") -> None:
+    Attributes:
+        killed: the rank that a signal ended, so that it could not.
+    """
+
+    def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
         super().__init__(
             problem, remedy="the same command again: it goes on from the last checkpoint" if problem else ""
         )
         self.exit_code = exit_code
+        self.killed = killed
 
 
 def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
@@ -53,9 +60,14 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
         checkpoint=replace(config.checkpoint, save_dir=start.folder, resume=resume),
         explicit=config.explicit | {"save_dir", "resume"},
     )
-    run_folder = Path(start.folder)
+    run_folder, began = Path(start.folder), time.time()
     try:
         _run_to_the_end(config, choice, screen, run_folder)
+    except WorkersFailed as failed:
+        reports = run_folder.glob("logs/crash_*.txt")
+        if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
+            failed.problem += quoted(run_folder / "logs", failed.killed)  # no rank was left to say it
+        raise
     except SignalException as stopped:
         status = (read_summary(run_folder) or {}).get("status")
         if status != "stopped":
@@ -164,7 +176,7 @@ def _told(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
         said = message.get("message", "") if isinstance(message, dict) else message
         return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {said}")
     name = signal.Signals(-first.exitcode).name
-    return WorkersFailed(FAILED, f"rank {rank} was ended by {name}")
+    return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 
 
 def _visible(choice: Choice, before: str | None) -> str:

@@ -74,6 +74,7 @@ class Deed(nn.Module):
             self.passes += 1
             time.sleep(self.pause)
             if self.passes == self.at:
+                print(f"rank {os.environ.get('RANK')} does it")
                 os.kill(*self.deed)
         return inputs
 

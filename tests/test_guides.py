@@ -34,7 +34,7 @@ OTHER_FILES = {
 }
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard and the launcher
     *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"),
-    *("--signals-to-handle", "--logdir", "--yes", "--mode", "--gpus", "--help"),
+    *("--redirects", "--tee", "--signals-to-handle", "--logdir", "--yes", "--mode", "--gpus", "--help"),
 }
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PLACE = re.compile(r"(?:multigpu_cli|tests|configs|\.ci)/[\w./-]+|\w+\.(?:py|sh|md|toml)")

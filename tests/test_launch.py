@@ -147,6 +147,23 @@ def test_a_worker_that_was_killed_could_not_say_so_itself(agent: Agent) -> None:
     assert ended.value.exit_code == 1
 
 
+@pytest.mark.parametrize(("reported", "quoted"), [(False, True), (True, False)])
+def test_its_last_words_are_said_for_it_unless_another_rank_has_done_so(
+    agent: Agent, reported: bool, quoted: bool
+) -> None:
+    def end() -> None:
+        Path("run/logs").mkdir(parents=True)
+        Path("run/logs/rank_1.log").write_text("--- rank 1, attempt 1\nterminate called\n")
+        if reported:
+            Path("run/logs/crash_0.txt").touch()
+        failed((-15, 3), (-6, 1))()
+
+    agent.ending = end
+    with pytest.raises(WorkersFailed, match="rank 1 was ended by SIGABRT") as ended:
+        self_launch(asked(save_dir="run"), ON_CPU, "normal")
+    assert ("(run/logs/rank_1.log):\n  terminate called\n  try: " in str(ended.value)) is quoted
+
+
 def interrupted(status: str) -> Callable[[], None]:
     def end() -> None:
         left(status)()

@@ -7,6 +7,7 @@ from typing import Protocol
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.causes import remedy_for
 from multigpu_cli.faults.ends import End
+from multigpu_cli.runtime.aside import quoted
 
 
 class Stands(Protocol):
@@ -19,13 +20,14 @@ class Stands(Protocol):
     def order(self) -> tuple[int, int]: ...
 
 
-def lost(ends: Sequence[End], size: int, done: int | None) -> TrainingError:
+def lost(ends: Sequence[End], size: int, done: int | None, logs: Path | None = None) -> TrainingError:
     """The error of a rank that only lost others: the first end that is nobody's consequence, or who left no word.
 
     Args:
         ends: what the ranks said, in the order they came.
         size: ranks in all.
         done: steps done, None before the first of this attempt.
+        logs: the folder of the ranks' files, once training has begun.
     """
     cause = next((end for end in ends if not end.consequence), None)
     if cause is not None:
@@ -40,7 +42,7 @@ def lost(ends: Sequence[End], size: int, done: int | None) -> TrainingError:
         who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
         when = f"after step {done}" if done else "before the first step"
         error = TrainingError(
-            f"{who} ended without a word {when}: killed?",
+            f"{who} ended without a word {when}: killed?" + "".join(quoted(logs, rank) for rank in missing[:2]),
             remedy="look for the kernel's out-of-memory killer (dmesg) or the scheduler's; "
             "the same command again goes on from the last checkpoint",
         )

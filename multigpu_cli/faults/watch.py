@@ -131,7 +131,7 @@ class Watch:
 
     def _lost(self, ends: list[End]) -> TrainingError:
         """The error of a rank that only lost others; the lowest rank that still speaks does so for all."""
-        error = crash_report.lost(ends, self._world.size, self._done())
+        error = crash_report.lost(ends, self._world.size, self._done(), self._logs)
         error.failed_at = self._done()
         innocent = [end.rank for end in ends if end.consequence]
         error.shared = min([*innocent, self._world.rank]) != self._world.rank

@@ -8,6 +8,7 @@ from typing import Any, Literal, TextIO
 from multigpu_cli.monitor import result
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.monitor.progress import Bar, Progress
+from multigpu_cli.runtime.aside import Aside
 
 Level = Literal["silent", "quiet", "normal", "verbose"]
 _LEVELS: tuple[Level, ...] = ("silent", "quiet", "normal", "verbose")
@@ -20,13 +21,22 @@ class Console:
         level: 'silent' nothing at all; 'quiet' warnings and one line of result; 'normal'; 'verbose' every number.
         stream: where to write; stdout where None.
         json: the summary, as one JSON object, is the only thing on `stream`; all else goes to stderr.
+        aside: where whatever else this process prints goes while a run is on; None: nowhere else.
     """
 
-    def __init__(self, level: Level = "normal", stream: TextIO | None = None, *, json: bool = False) -> None:
+    def __init__(
+        self,
+        level: Level = "normal",
+        stream: TextIO | None = None,
+        *,
+        json: bool = False,
+        aside: Aside | None = None,
+    ) -> None:
         self._level = _LEVELS.index(level)
         self._results = sys.stdout if stream is None else stream
         self._stream = sys.stderr if json else self._results
         self._json = json
+        self.aside = aside
         self._progress = Progress(0)
 
     def plan(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:

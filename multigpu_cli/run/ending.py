@@ -13,6 +13,7 @@ from multigpu_cli.faults.causes import unused_names
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
 from multigpu_cli.run.record import evaluate, note_fault, peak_memory, settle_writes
+from multigpu_cli.runtime.aside import log_of, who_spoke
 from multigpu_cli.runtime.collectives import decided, together
 
 
@@ -101,6 +102,8 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
 def close_run(run: Run, found: dict[str, Any]) -> None:
     """Write summary.json, whichever way the run ended, and the journal's last line."""
     if run.world.main:
+        if spoke := who_spoke(run.folder / "logs", run.world.size):
+            run.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_of(run.folder / 'logs', spoke[0])}")
         _leave_summary(run, found)
         if run.tensorboard and found["status"] == "completed":
             run.tensorboard.hyperparameters(settings(run.settled.words), found["final"])

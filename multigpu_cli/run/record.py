@@ -49,6 +49,8 @@ def open_run(run: Run, faults: list[str]) -> None:
         note_fault(run, "restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
     _bring_best(run)
     run.watch.begin(run.progress.step, run.folder / "logs")
+    if run.console.aside:
+        run.console.aside.begin(run.folder / "logs", run.world.attempt)
     if start.manifest:
         before = start.manifest["world_size"]
         run.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)

@@ -28,6 +28,12 @@ def write_error(environ: Mapping[str, str], message: str, callstack: str = "") -
         draft.replace(file)  # the agent may read it at any moment
 
 
+def redirected(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun was asked for log files of its own (--redirects, --tee): they lie beside the error files."""
+    file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return any(file.with_name(name).exists() for name in ("stdout.log", "stderr.log")) if file.name else False
+
+
 def remember(environ: Mapping[str, str], verdict: Verdict) -> None:
     """Let the attempts that this agent may still start know that there is nothing to repeat.
 

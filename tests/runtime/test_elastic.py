@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.runtime.elastic import Verdict, earlier_verdict, note_failure, remember, write_error
+from multigpu_cli.runtime.elastic import Verdict, earlier_verdict, note_failure, redirected, remember, write_error
 
 Environment = dict[str, str]
 
@@ -95,3 +95,11 @@ def test_nothing_is_written_without_an_agent(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     write_error({}, "error: no such data")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_torchruns_own_are_noticed(tmp_path: Path) -> None:
+    environ = attempt(tmp_path, 0, rank=1)
+    assert not redirected(environ)
+    assert not redirected({})
+    Path(environ["TORCHELASTIC_ERROR_FILE"]).with_name("stderr.log").touch()
+    assert redirected(environ)

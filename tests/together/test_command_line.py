@@ -264,6 +264,7 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     [restart] = [fault for fault in events(tmp_path / "run", "fault") if fault["kind"] == "restart"]
     assert "rank 1 ended without a word after step" in restart["action"]
     assert "rank 1 ended without a word" in ended.stderr
+    assert "it said last (run/logs/rank_1.log):\n  rank 1 does it\n" in ended.stderr
 
 
 def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
@@ -295,7 +296,9 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Pa
     assert "the planted fault" in box
     assert "closed by peer" not in ended.stderr, "an innocent rank's error is not shown as a cause"
     assert "rank 1 failed (forward, 3 steps done): ValueError: the planted fault" in summary_of(run)["error"]
-    assert sorted(file.name for file in (run / "logs").iterdir()) == ["crash_0.txt", "crash_1.txt"]
+    assert sorted(file.name for file in (run / "logs").iterdir()) == ["crash_0.txt", "crash_1.txt", "rank_1.log"]
+    log = (run / "logs" / "rank_1.log").read_text()
+    assert (log.count("--- rank 1, attempt 1, "), log.count("--- rank 1, attempt 2, ")) == (1, 1)
 
 
 def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
