@@ -9,6 +9,7 @@ torch is imported only when training starts, so that --help and every usage erro
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import time
@@ -246,7 +247,8 @@ def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) ->
     at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
     known = getattr(error, "shared", False)  # rank 0 says it for all
     if rank == 0 or (not known and (not at_the_door or os.environ.get("LOCAL_RANK") == "0")):
-        text = whole + message if "--debug" in argv else explained.shortened(message)
+        columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        text = whole + message if "--debug" in argv else explained.shortened(message, columns)
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     return code, message
 

@@ -3,9 +3,10 @@
 import sysconfig
 import traceback
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import TrainingError, did_you_mean
 from multigpu_cli.faults.causes import remedy_for
 
 _LONGEST = 15  # lines
@@ -14,8 +15,10 @@ _LONGEST = 15  # lines
 def usage(error: Any) -> str:
     """Typer's own complaint in our words."""
     message = (error.message or error.format_message()).rstrip(".")  # a missing argument has only the second
-    remedy = ", ".join(sorted(getattr(error, "possibilities", None) or ())) or "--help lists all options"
-    if getattr(error, "option_name", None) == "--local-rank":
+    known = getattr(error, "possibilities", None)
+    wrong = str(getattr(error, "option_name", ""))
+    remedy = did_you_mean(wrong, known) if known else "--help lists all options"
+    if wrong == "--local-rank":
         remedy = "torchrun in the place of torch.distributed.launch, which adds it"
     return f"error: {message[:1].lower()}{message[1:]}\n  try: {remedy}"
 
@@ -50,9 +53,19 @@ def _installed(file: str) -> bool:
     return "site-packages" in file or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
 
 
-def shortened(message: str) -> str:
-    """What fits on a screen."""
+def shortened(message: str, columns: int | None = None) -> str:
+    """What fits on a screen.
+
+    Args:
+        columns: of the terminal, between words of which lines are folded; None where there is none.
+    """
     lines = message.splitlines()
-    if len(lines) < _LONGEST:
-        return message
-    return "\n".join([*lines[: _LONGEST - 2], f"  … and {len(lines) - _LONGEST + 2} more lines: --debug shows all"])
+    if len(lines) >= _LONGEST:
+        lines = [*lines[: _LONGEST - 2], f"  … and {len(lines) - _LONGEST + 2} more lines: --debug shows all"]
+    return "\n".join(lines if columns is None else [part for line in lines for part in _folded(line, columns)])
+
+
+def _folded(line: str, columns: int) -> list[str]:
+    """A word that is longer, a path say, stays whole, so that it can be copied."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

@@ -19,7 +19,7 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
     ("dry_run", bool, "", "show the plan and stop before the first step"),
     ("print_config", bool, "", "print all settings as YAML and stop"),
     ("quiet", bool, "", "only the result"),
-    ("verbose", bool, "", "more about each decision"),
+    ("verbose", bool, "", "also versions, sizes, every number, each checkpoint"),
     ("json", bool, "", "only the summary, as JSON"),
     ("debug", bool, "", "show tracebacks"),
     ("version", bool, "", "print the version and stop"),

@@ -8,10 +8,10 @@ import torch
 
 from multigpu_cli.commands.doctor_wire import launched
 from multigpu_cli.commands.plan_measure import Alone, measured
-from multigpu_cli.commands.status import duration
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, counted, did_you_mean
 from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.result import duration
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, fitted, forecast, where_it_ends
 from multigpu_cli.runtime.devices import Choice, cores, visible_gpus

@@ -6,11 +6,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from multigpu_cli.commands.report_run import Told
-from multigpu_cli.commands.status import duration
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import counted
-from multigpu_cli.monitor.result import label, measure, number
+from multigpu_cli.monitor.result import duration, label, measure, number
 
 Row = tuple[str, list[str]]
 

@@ -10,6 +10,7 @@ from multigpu_cli.checkpoint.lock import is_locked
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, history_of, runs_under
 from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.result import duration
 
 HOME = "checkpoints"
 _PATIENCE = 60.0  # seconds of silence that are nothing unusual
@@ -136,14 +137,6 @@ def lines(found: Sequence[Status]) -> Iterator[str]:
         tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
         yield f"  {where}; {saved}; last line {duration(status.silent_seconds)} ago{tries}"
         yield from (f"  ! {alarm}" for alarm in status.alarms)
-
-
-def duration(seconds: float) -> str:
-    """'42 s', '3 min 20 s', '5 h 12 min', '3 d 4 h'."""
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
-    return f"{seconds:.0f} s"
 
 
 def _state(run: Path, history: History, attempt: Attempt) -> str:

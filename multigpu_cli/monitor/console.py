@@ -1,8 +1,10 @@
 """What people see while a run goes on: a table and a bar on a terminal, plain lines anywhere else."""
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any, Literal, TextIO
 
 from multigpu_cli.monitor import result
@@ -54,10 +56,10 @@ class Console:
         """The numbers of a `train` event: into the bar where there is one, else as a line."""
         if not self._shows("normal"):
             return
-        if isinstance(self._progress, Bar) and not self._shows("verbose"):
-            self._progress.update(fields["step"], fields.get("loss"), fields.get("samples_per_second"))
-        else:
-            self._line(result.train_line(fields, self._progress.total, everything=self._shows("verbose")))
+        self._progress.update(fields["step"], result.facts(fields))
+        if self._shows("verbose") or not isinstance(self._progress, Bar):
+            self._line(result.train_line(fields, self._progress.total))
+        self.detail(f"  {result.every_number(fields)}")
 
     def eval(self, fields: Mapping[str, Any]) -> None:
         """The numbers of an `eval` event, as a line."""
@@ -70,9 +72,17 @@ class Console:
             self._line(text)
 
     def detail(self, text: str) -> None:
-        """Like `note`, for --verbose only."""
+        """Like `note`, for --verbose only; on a terminal folded where two spaces stand."""
         if self._shows("verbose"):
-            self._line(text)
+            together = re.sub(r"(?<! ) (?! )", "\xa0", text)
+            indent = " " * (len(text) - len(text.lstrip()))
+            folded = wrap(together, self._width() or sys.maxsize, subsequent_indent=indent, break_on_hyphens=False)
+            self._lines(line.replace("\xa0", " ") for line in folded)
+
+    def details(self, rows: Callable[[], Sequence[tuple[str, str]]]) -> None:
+        """A table for --verbose only."""
+        if self._shows("verbose"):
+            self._table(rows(), "Details")
 
     def warn(self, text: str) -> None:
         """Something that the user should act on: shown with --quiet too."""
@@ -163,13 +173,13 @@ def reserved_stdout() -> TextIO:
 
 
 def _drawn(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
-    """The table as rich draws it: in colour unless NO_COLOR is set, values wrapped beside their labels."""
+    """The table as rich draws it: labels fainter than the values, which are wrapped beside them."""
     from rich.console import Console as Terminal
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2), pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)  # no colour: each is hard to read on a dark or on a light ground
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(Text(f" {label}"), Text(value))

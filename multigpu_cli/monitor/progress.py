@@ -1,8 +1,12 @@
 """How far a run is: a bar on a terminal that costs a step next to nothing."""
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
+
+_NARROWEST = 3  # columns of the bar itself
 
 
 class Progress:
@@ -15,8 +19,8 @@ class Progress:
     def __init__(self, total_steps: int) -> None:
         self.total = total_steps
 
-    def update(self, step: int, loss: float | None = None, rate: float | None = None) -> None:
-        """So many steps are done; loss and samples per second where they are known on the host."""
+    def update(self, step: int, facts: Sequence[str] = ()) -> None:
+        """So many steps are done; facts to show beside it, where there are new ones, the most important first."""
 
     def close(self) -> None:
         """Take the bar off the screen."""
@@ -28,7 +32,7 @@ class Progress:
 
 
 class Bar(Progress):
-    """A tqdm bar: steps, time left, loss and samples per second, redrawn at most five times a second."""
+    """A tqdm bar: steps, time left, and as many facts as fit, redrawn at most five times a second."""
 
     def __init__(self, total_steps: int, initial: int, stream: TextIO) -> None:
         super().__init__(total_steps)
@@ -47,15 +51,23 @@ class Bar(Progress):
             mininterval=0.2,
             dynamic_ncols=True,
             leave=False,
-            bar_format="{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",
+            bar_format="|{bar}| step {n_fmt}/{total_fmt}, {remaining} left{postfix}",
         )
 
-    def update(self, step: int, loss: float | None = None, rate: float | None = None) -> None:
-        known = [f"loss {loss:.4f}"] if loss is not None else []
-        known += [f"{rate:,.0f} samples/s"] if rate is not None else []
-        if known:
+    def update(self, step: int, facts: Sequence[str] = ()) -> None:
+        if facts:
+            known, room = list(facts), self._columns() - len(f"|{'#' * _NARROWEST}| step , 0:00:00 left")
+            room -= 2 * len(str(self.total))
+            while known and len(", ".join(known)) + 2 > room:
+                known.pop()
             self._bar.set_postfix_str(", ".join(known), refresh=False)
         self._bar.update(step - self._bar.n)
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._bar.fp.fileno()).columns
+        except (OSError, ValueError):  # no terminal of the system's
+            return sys.maxsize
 
     def close(self) -> None:
         self._bar.close()

@@ -4,21 +4,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MANY_CLASSES = 20
-_SHORT = {"samples_per_second", "tokens_per_second", "loss", "step", "epoch", "lr"}
+_SHORT = {"event", "time", "samples", "samples_per_second", "tokens_per_second", "loss", "step", "epoch", "lr"}
+_WIDEST_NAME = 32  # letters
 
 
-def train_line(fields: Mapping[str, Any], total_steps: int, *, everything: bool = False) -> str:
-    """A `train` event as a line; `everything` adds what only --verbose asks for."""
+def train_line(fields: Mapping[str, Any], total_steps: int) -> str:
+    """A `train` event as a line, with the time left at the pace of the steps since the last one."""
     total = f"/{total_steps}" if total_steps else ""
     parts = [f"step {fields['step']}{total}"]
     parts += [f"{name} {number(fields[name])}" for name in ("epoch", "loss", "lr") if fields.get(name) is not None]
-    unit = "tokens" if "tokens_per_second" in fields else "samples"
-    if (rate := fields.get(f"{unit}_per_second")) is not None:
-        parts.append(f"{rate:,.0f} {unit}/s")
-    if everything:
-        rest = {name: value for name, value in fields.items() if name not in _SHORT | {"event", "time", "samples"}}
-        parts += [f"{label(name)} {number(value)}" for name, value in rest.items() if value is not None]
+    parts += _rate(fields)
+    if total_steps > fields["step"] and fields.get("step_ms"):
+        parts.append(f"{duration((total_steps - fields['step']) * fields['step_ms'] / 1e3)} left")
     return "  ".join(parts)
+
+
+def every_number(fields: Mapping[str, Any]) -> str:
+    """The numbers of a `train` event that its line leaves out."""
+    rest = {name: value for name, value in fields.items() if name not in _SHORT and value is not None}
+    return "  ".join(f"{label(name)} {_readable(name, value)}" for name, value in rest.items())
+
+
+def facts(fields: Mapping[str, Any]) -> list[str]:
+    """What stands beside the bar, the most important first; the memory of the fullest GPU where there is one."""
+    found = [f"loss {number(fields['loss'])}"] if fields.get("loss") is not None else []
+    found += _rate(fields)
+    if fields.get("memory_reserved"):
+        found.append(f"GPU {_readable('memory', max(fields['memory']))}")
+    return found
 
 
 def eval_line(fields: Mapping[str, Any]) -> str:
@@ -82,6 +95,14 @@ def confusion_table(
         yield from table
 
 
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 20 s', '5 h 12 min', '3 d 4 h'."""
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return f"{seconds:.0f} s"
+
+
 def label(name: str) -> str:
     """A field's name as a label: `test_accuracy` → 'test accuracy'."""
     return name.replace("_", " ")
@@ -95,6 +116,21 @@ def measure(name: str, value: Any) -> str:
 def number(value: Any) -> str:
     """Four significant digits of a float, anything else as it is."""
     return f"{value:#.4g}".rstrip(".") if isinstance(value, float) else str(value)
+
+
+def _rate(fields: Mapping[str, Any]) -> list[str]:
+    unit = "tokens" if "tokens_per_second" in fields else "samples"
+    rate = fields.get(f"{unit}_per_second")
+    return [] if rate is None else [f"{rate:,.0f} {unit}/s"]
+
+
+def _readable(name: str, value: Any) -> str:
+    """Bytes as MiB or GiB, shares in per cent; one of each rank with strokes between them."""
+    if isinstance(value, list):
+        return " / ".join("-" if each is None else _readable(name, each) for each in value)
+    if "memory" in name:
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+    return f"{100 * value:.1f} %" if name.endswith("share") or name == "mfu" else number(value)
 
 
 def _status(summary: Mapping[str, Any]) -> str:
@@ -116,11 +152,12 @@ def _cell(value: Any) -> str:
 
 
 def _named(class_names: Sequence[str], at: int) -> str:
-    return class_names[at] if at < len(class_names) else str(at)
+    name = class_names[at] if at < len(class_names) else str(at)
+    return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
 
 
 def _indexed(class_names: Sequence[str], at: int) -> str:
-    return str(at) if _named(class_names, at) == str(at) else f"{at} {class_names[at]}"
+    return str(at) if (name := _named(class_names, at)) == str(at) else f"{at} {name}"
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -19,7 +19,7 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import TrainingError, counted
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.faults.ends import earlier_cause
-from multigpu_cli.run import figures
+from multigpu_cli.run import details, figures
 from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink
 from multigpu_cli.runtime.collectives import decided, gathered
@@ -51,6 +51,7 @@ def open_run(run: Run, faults: list[str]) -> None:
     run.watch.begin(run.progress.step, run.folder / "logs")
     if run.console.aside:
         run.console.aside.begin(run.folder / "logs", run.world.attempt)
+    run.console.details(lambda: details.rows(run))
     if start.manifest:
         before = start.manifest["world_size"]
         run.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)
@@ -246,6 +247,9 @@ def save(run: Run) -> None:
             seconds = time.perf_counter() - began
             stall = stalled + run.writer.waited
             run.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
+            run.console.detail(
+                f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
+            )
 
         run.writer.submit(snapshot.finish, write)
         stalled = time.perf_counter() - began

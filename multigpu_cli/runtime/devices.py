@@ -62,7 +62,7 @@ def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | 
 
 
 def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: Rendezvous) -> Choice:
-    processes = f"torchrun started {meeting.size} process{'es' if meeting.size > 1 else ''}"
+    processes = f"{meeting.starter} {meeting.size} process{'es' if meeting.size > 1 else ''}"
     if wanted.multi_gpu == "none" and meeting.size > 1:
         raise RequestError(
             f"--multi-gpu none, but {processes}", remedy="python main_multi_gpu.py --multi-gpu none, without torchrun"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from multigpu_cli.config.environment import self_launched
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.parent import die_with_parent
 
@@ -24,6 +25,7 @@ class Rendezvous:
         attempt: how often the agent restarted the workers.
         agent_store: the agent hosts the store, so that no rank has to.
         restarts_left: how often the agent would start the workers again if this attempt failed.
+        starter: who started the processes, for the plan.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class Rendezvous:
     attempt: int
     agent_store: bool
     restarts_left: int = 0
+    starter: str = "torchrun started"
 
     @classmethod
     def here(cls) -> "Rendezvous | None":
@@ -85,6 +88,7 @@ class Rendezvous:
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
                 - int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                starter="self-launched" if self_launched(env) else "torchrun started",
             )
         except ValueError as error:
             raise RequestError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}") from error

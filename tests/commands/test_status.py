@@ -11,7 +11,7 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.lock import owned
-from multigpu_cli.commands.status import chosen, duration, lines, status_of, watch
+from multigpu_cli.commands.status import chosen, lines, status_of, watch
 from multigpu_cli.errors import RequestError
 
 PLAN = {"total_steps": 100, "strategy": "ddp", "workers": 2, "device": "cpu"}
@@ -133,13 +133,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main_multi_gpu.run(["status", str(tmp_path)]) == 0
     assert "empty  died" in capsys.readouterr().out
     assert main_multi_gpu.run(["status", str(tmp_path / "nothing")]) == 2
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.4, "0 s"), (59.9, "60 s"), (200, "3 min 20 s"), (18720, "5 h 12 min"), (273600, "3 d 4 h")]
-)
-def test_durations(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
 
 
 def test_torch_is_not_needed() -> None:

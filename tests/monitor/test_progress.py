@@ -3,6 +3,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from multigpu_cli.monitor.progress import Bar, Progress
 
 
@@ -13,23 +15,31 @@ class Screen(io.StringIO):
 
 def test_the_base_shows_nothing_but_knows_the_total() -> None:
     progress = Progress(40)
-    progress.update(3, loss=1.0)
+    progress.update(3, ["loss 1.0"])
     with progress.out_of_the_way():
         pass
     progress.close()
     assert progress.total == 40
 
 
-def test_the_bar_shows_steps_loss_and_rate_and_goes_away() -> None:
+FACTS = ["loss 0.5123", "5,230 samples/s", "GPU 12.3 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "total", "known"), [(120, 100, 3), (80, 10_000, 3), (80, 1_000_000, 2), (60, 100, 1), (40, 100, 0)]
+)
+def test_the_bar_shows_what_fits_and_goes_away(
+    columns: int, total: int, known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bar, "_columns", lambda bar: columns)
     screen = Screen()
-    bar = Bar(100, 40, screen)
+    bar = Bar(total, 40, screen)
     time.sleep(0.25)
-    bar.update(60, loss=0.51234, rate=5230.4)
+    bar.update(60, FACTS)
     shown = screen.getvalue().split("\r")[-1]
-    assert "step 60/100" in shown
-    assert "loss 0.5123" in shown
-    assert "5,230 samples/s" in shown
     bar.close()
+    assert f"| step 60/{total}, " in shown
+    assert shown.endswith(" left" + "".join(f", {fact}" for fact in FACTS[:known]))
     assert screen.getvalue().split("\r")[-2].strip() == ""
 
 

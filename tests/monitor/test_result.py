@@ -1,18 +1,45 @@
 import math
 
+import pytest
+
 from multigpu_cli.monitor import result
+
+FIELDS = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "samples": 9, "loss": 0.123456, "lr": 2e-3}
 
 
 def test_a_training_line_leaves_out_what_is_unknown() -> None:
-    fields = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "samples": 9, "loss": 0.123456, "lr": 2e-3}
-    assert result.train_line(fields, 400) == "step 50/400  epoch 1  loss 0.1235  lr 0.002000"
-    assert result.train_line(fields | {"samples_per_second": 5230.4}, 0).startswith("step 50  epoch 1")
-    assert result.train_line(fields | {"samples_per_second": 5230.4}, 0).endswith("5,230 samples/s")
+    assert result.train_line(FIELDS, 400) == "step 50/400  epoch 1  loss 0.1235  lr 0.002000"
+    rated = FIELDS | {"samples_per_second": 5230.4, "step_ms": 2000.0}
+    assert result.train_line(rated, 0) == "step 50  epoch 1  loss 0.1235  lr 0.002000  5,230 samples/s"
+    assert result.train_line(rated, 400).endswith("  5,230 samples/s  11 min 40 s left")
+    assert result.train_line(rated, 50).endswith("  5,230 samples/s"), "nothing is left"
 
 
-def test_verbose_lines_name_every_other_number() -> None:
-    fields = {"event": "train", "time": 1.0, "step": 5, "grad_norm": 1.5, "comm_share": None, "memory": 12}
-    assert result.train_line(fields, 0, everything=True) == "step 5  grad norm 1.500  memory 12"
+def test_verbose_names_every_other_number_as_people_read_it() -> None:
+    more = {
+        "comm_share": None,
+        "data_wait_share": 0.0216,
+        "memory": [2**28, 3 * 2**29],
+        "memory_reserved": [2**20, None],
+    }
+    assert result.every_number(FIELDS | {"grad_norm": 1.5, "mfu": 0.5} | more).split("  ") == [
+        "grad norm 1.500", "mfu 50.0 %", "data wait share 2.2 %", "memory 256 MiB / 1.5 GiB",
+        "memory reserved 1 MiB / -",
+    ]  # fmt: skip
+
+
+def test_the_bar_has_the_memory_of_the_fullest_gpu() -> None:
+    rated = FIELDS | {"samples_per_second": 5230.4, "memory": [2**28, 3 * 2**29]}
+    assert result.facts(rated) == ["loss 0.1235", "5,230 samples/s"], "of a process, not of a GPU"
+    assert result.facts(rated | {"memory_reserved": [2**29, 2**31]})[-1] == "GPU 1.5 GiB"
+    assert result.facts({"step": 3, "tokens_per_second": 1e6, "samples_per_second": 1.0}) == ["1,000,000 tokens/s"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59.9, "60 s"), (200, "3 min 20 s"), (18720, "5 h 12 min"), (273600, "3 d 4 h")]
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert result.duration(seconds) == said
 
 
 def test_an_evaluation_line() -> None:
@@ -53,6 +80,13 @@ def test_class_rows_are_named_and_aligned() -> None:
     assert len({len(line) for line in lines[1:]}) == 1
 
 
+def test_long_class_names_are_cut() -> None:
+    name = "a name without any end that somebody gave to a class"
+    table = list(result.class_table([{"f1": 0.5}], [name]))[2:]
+    matrix = list(result.confusion_table([[3]], [name]))[2:]
+    assert [table[0].split("  ")[0], matrix[0].split("  ")[0]] == [f" {name[:31]}…", f" 0 {name[:31]}…"]
+
+
 def test_of_many_classes_the_weakest_are_shown() -> None:
     rows = [{"f1": at / 100} for at in range(100)]
     lines = list(result.class_table(rows, ()))
@@ -64,7 +98,7 @@ def test_a_confusion_matrix_is_shown_where_it_fits() -> None:
     matrix = [[5, 1], [0, 7]]
     lines = list(result.confusion_table(matrix, ("cat", "dog")))
     assert [line.split() for line in lines[2:]] == [["0", "cat", "5", "1"], ["1", "dog", "0", "7"]]
-    assert "summary.json" in list(result.confusion_table(matrix, ("c" * 80, "dog"), width=80))[-1]
+    assert "summary.json" in list(result.confusion_table(matrix, ("c" * 80, "dog"), width=30))[-1]
     big = [[0] * 21 for _ in range(21)]
     assert "21 classes" in list(result.confusion_table(big, ()))[-1]
     assert len(list(result.confusion_table([row[:20] for row in big[:20]], ()))) == 22

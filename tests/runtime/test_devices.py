@@ -123,3 +123,10 @@ def test_ids_that_a_self_launch_has_followed_are_not_looked_up_again_in_its_work
 def test_this_machine_is_counted() -> None:
     assert cores() >= 1
     assert visible_gpus() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_processes_of_our_own_launch_are_called_so() -> None:
+    ours = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for run_id, because in (("multigpu-1", "self-launched 2 processes"), ("none", "torchrun started 2 processes")):
+        meeting = Rendezvous.from_environment(ours | {"TORCHELASTIC_RUN_ID": run_id})
+        assert choose(DeviceConfig(), gpus=2, cpus=2, meeting=meeting).because == because
