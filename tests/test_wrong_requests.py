@@ -185,6 +185,16 @@ ENGINE = [
     Row("--grad-accum-steps 2 --global-batch-size 128", ["--global-batch-size 128", "--grad-accum-steps 2"]),
     Row("--drop-last --batch-size 100000", ["--drop-last", "--batch-size"]),
     Row("--init-from junk.pt", ["--init-from junk.pt", "no file of weights"], {"junk.pt": b"junk"}),
+    Row(
+        "--init-from evil.pt",
+        ["--init-from evil.pt", "no file of weights"],
+        {"evil.pt": b"cposix\nsystem\n(S'touch pwned'\ntR."},
+    ),
+    Row("--compile default --multi-gpu none", ["--compile default", "compiler", "--compile off"], {}, {"PATH": ""}),
+    Row(
+        "--multi-gpu ddp --nproc-per-node 4 --global-batch-size 2 --dry-run",
+        ["--global-batch-size 2", "below the number of workers (4)"],
+    ),
     Row("--resume empty", ["--resume empty", "no checkpoint"], {"empty": None}),
     Row("--freeze nothing.*", ["--freeze", "nothing.*"]),
     Row("--save-dir /proc/none", ["--save-dir /proc/none"]),
@@ -201,6 +211,15 @@ ENGINE = [
             ("with_a_bad_sample", "sample 0 raised ValueError", "no such image"),
             ("raising", "tests.unfit_data:raising raised ValueError", "split = 'train'"),
             ("a_number", "something of type int"),
+        )
+    ),
+    *(
+        Row(f"--data {name} --data-dir data", [f"data/{file}", *words], {"data": None, f"data/{file}": content})
+        for name, file, content, *words in (
+            ("cifar10", "data_batch_1.bin", b"0" * 3072, "3,072 bytes, not a whole number"),
+            ("npz", "mine.npz", b"PK\3\4 and no more", "np.savez"),
+            ("csv", "mine.csv", b"a,b\n1,2\n3\n", ":3: 1 cells for 2 columns"),
+            ("text", "mine.txt", b"\xff\xfe\0", "UTF-8"),
         )
     ),
     *(
@@ -329,6 +348,15 @@ def test_a_run_that_is_there_is_left_alone(
     code = main_multi_gpu.run(row.argv.split())
     check(row, code, capsys.readouterr().err)
     assert there() == before
+
+
+def test_more_processes_than_gpus_on_a_node(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_multi_gpu
+
+    monkeypatch.setattr(train_multi_gpu, "visible_gpus", lambda: 1)
+    row = Row("", ["2 processes on a machine with 1 visible GPU", "--nproc_per_node=1"], {}, TORCHRUN)
+    code, _, err = call(row)
+    check(row, code, err)
 
 
 def test_a_port_that_is_taken_is_named(call: Any) -> None:
