@@ -31,13 +31,14 @@ set -euo pipefail
 shopt -s nocasematch # DDP is ddp
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-mode='' gpus='' workers='' recipe='' batch='' data_dir='' save_dir='' resume='' # answers, empty until settled
+mode='' gpus='' nproc='' config='' data_dir='' batch_size='' save_dir='' resume='' # answers, empty until settled
 yes='' dry_run='' extra=()
 gpu_id=() gpu_row=() gpu_free=() gpu_state=() no_gpu='' cores=1 # the machine, one entry per GPU
 recipes=() recipe_text=()
 answer='' why='' choices=() # a check leaves an answer, or the reason against it
-plan='' plan_code=0 problem='' notes='' environment=() flags=() command=()
+plan='' plan_code=0 folder='' start='' size='' problem='' notes='' environment=() flags=() command=()
 dp_ids='' first_name='' goes_on='' stopped=ended bold='' dim='' red='' plain=''
+columns=$(tput cols 2>/dev/null) || columns=80
 [[ ! -t 2 || -n ${NO_COLOR-} || ${TERM:-dumb} == dumb ]] ||
     bold=$'\033[1m' dim=$'\033[2m' red=$'\033[31m' plain=$'\033[0m'
 
@@ -50,8 +51,6 @@ count_of() { tr ',' '\n' <<<"$1" | grep -c .; } # of a list with commas
 counted() { printf '%s %s' "$1" "$2$( (($1 == 1)) || printf s)"; }
 
 show_choice() { # NUMBER NAME TEXT: one entry of a menu, folded to the terminal
-    local columns
-    columns=$(tput cols 2>/dev/null) || columns=80
     printf "  $bold%2d  %-14s$plain%s\n" "$1" "$2" \
         "$(fold -s -w $((columns > 60 ? columns - 21 : 40)) <<<"$3" | sed '2,$ s/^/                    /')" >&2
 }
@@ -66,7 +65,7 @@ settle() { # FLAG VALUE QUESTION DEFAULT CHECK: obey or refuse a flag's value; -
         printf '%s' "$bold$3$plain${4:+ [$4]}: " >&2
         read -r line || leave 2 '' "launch_multi_gpu.sh: the input ended at \"$3\"; nothing was started."
         "$5" "${line:-$4}" && return
-        say "  $red$why$plain"
+        [[ -z $why ]] || say "  $red$why$plain"
     done
 }
 
@@ -78,7 +77,10 @@ check_number() {
     [[ $1 =~ $whole ]] && answer=$1
 }
 
-check_batch_size() { if [[ $1 == auto ]]; then answer=auto; else check_number "$1"; fi; }
+check_batch_size() {
+    [[ $1 != m || -z $plan ]] || { measure_memory && why='' && return 1; }
+    if [[ $1 == auto ]]; then answer=auto; else check_number "$1"; fi
+}
 
 check_choice() { # by name or by its number in choices
     local i
@@ -100,11 +102,11 @@ check_mode() { # by name, and against the machine, --gpus and --nproc
     choices=(ddp dp single)
     check_choice "$1" || return
     if [[ $answer == dp ]]; then
-        why="dp needs two GPUs or more; usable here: ${#gpu_id[@]}${workers:+, asked for: $workers}"
-        ((${#gpu_id[@]} > 1 && ${workers:-2} > 1))
+        why="dp needs two GPUs or more; usable here: ${#gpu_id[@]}${nproc:+, asked for: $nproc}"
+        ((${#gpu_id[@]} > 1 && ${nproc:-2} > 1))
     elif [[ $answer == single ]]; then
-        why="single uses one device; asked for: ${workers:-1}"
-        ((${workers:-1} == 1))
+        why="single uses one device; asked for: ${nproc:-1}"
+        ((${nproc:-1} == 1))
     fi
 }
 
@@ -130,8 +132,8 @@ check_gpus() { # "0,1", "0 1" or "all": GPUs that are here, each once, as many a
         picked+=$gpu,
     done
     answer=${picked#,} answer=${answer%,}
-    why="name $workers of $all"
-    [[ -z $workers || $(count_of "$answer") == "$workers" ]]
+    why="name $nproc of $all"
+    [[ -z $nproc || $(count_of "$answer") == "$nproc" ]]
 }
 
 check_recipe() { # a number or name of the menu, or a YAML file
@@ -169,17 +171,16 @@ find_programs() { # the project's own environment where there is one; after `pip
 
 find_recipes() { # as the trainer lists them
     local name text list
-    list=$("$python" "${main[@]}" recipes --json | "$python" -c 'import json, sys
-for recipe in json.load(sys.stdin): print(recipe["name"], recipe["description"])' 2>/dev/null) ||
+    list=$("$python" "${main[@]}" recipes 2>/dev/null) ||
         refuse "$python ${main[*]} does not run; make quickstart installs what it needs"
     while read -r name text; do
-        [[ -z $name ]] || { recipes+=("$name") && recipe_text+=("$text"); }
+        recipes+=("$name") && recipe_text+=("${text%%;*}")
     done <<<"$list"
 }
 
 detect_gpus() { # fills gpu_*, or says in no_gpu why there is none to use
     local visible=${CUDA_VISIBLE_DEVICES-all} numbers='^[0-9]+(,[0-9]+)*$' found id name total free load limit=()
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    cores=$(OMP_NUM_THREADS='' nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     [[ $gpus != none ]] || { no_gpu="--gpus none" gpus='' environment=(CUDA_VISIBLE_DEVICES=) && return; }
     [[ -n $visible && $visible != -1 ]] || { no_gpu="CUDA_VISIBLE_DEVICES hides them" && return; }
     [[ $visible == all || $visible =~ $numbers ]] ||
@@ -227,19 +228,19 @@ obey_flags() { # all that were given, before the first question
     if [[ -n $gpus ]]; then
         ((${#gpu_id[@]} > 0)) || refuse "--gpus $gpus: no GPU can be used here ($no_gpu)"
         settle --gpus "$gpus" '' '' check_gpus
-        gpus=$answer workers=$(count_of "$answer")
+        gpus=$answer nproc=$(count_of "$answer")
     fi
-    [[ -z $workers ]] || settle --nproc "$workers" '' '' check_workers
+    [[ -z $nproc ]] || settle --nproc "$nproc" '' '' check_workers
     [[ -z $mode ]] || { settle --mode "$mode" '' '' check_mode && mode=$answer; }
-    [[ -z $recipe ]] || settle --config "$recipe" '' '' check_recipe
+    [[ -z $config ]] || settle --config "$config" '' '' check_recipe
     [[ -z $data_dir ]] || { settle --data-dir "$data_dir" '' '' check_folder && data_dir=$answer; }
-    [[ -z $batch ]] || settle --batch-size "$batch" '' '' check_batch_size
+    [[ -z $batch_size ]] || settle --batch-size "$batch_size" '' '' check_batch_size
     [[ -z $resume ]] || { settle --resume "$resume" '' '' check_resume && resume=$answer; }
 }
 
 settle_mode() {
     local there=${#gpu_id[@]} share best=ddp because
-    share=${workers:-$(if ((there > 0)); then idle_count; else echo "$cores"; fi)}
+    share=${nproc:-$(if ((there > 0)); then idle_count; else echo "$cores"; fi)}
     because="$(counted "$share" "$(if ((there > 0)); then echo GPU; else echo "CPU core"; fi)") can share it"
     ((share > 1)) || best=single because="one device is free"
     if [[ -z $mode$yes ]]; then
@@ -257,12 +258,12 @@ settle_devices() { # how many, and which
     local there=${#gpu_id[@]} default=2 what="CPU processes" i
     ((there == 0)) || default=$(idle_count) what=GPUs
     ((default > 1)) || default=$([[ $mode == dp ]] && echo 2 || echo 1)
-    [[ $mode != single ]] || workers=1
-    settle --nproc "$workers" "How many $what" "$default" check_workers
-    workers=$answer
+    [[ $mode != single ]] || nproc=1
+    settle --nproc "$nproc" "How many $what" "$default" check_workers
+    nproc=$answer
     ((there > 0)) || return 0
-    ((there > workers)) || gpus=all
-    settle --gpus "$gpus" "Which of them" "$(preferred "$workers")" check_gpus
+    ((there > nproc)) || gpus=all
+    settle --gpus "$gpus" "Which of them" "$(preferred "$nproc")" check_gpus
     gpus=$answer
     for ((i = 0; i < there; i++)); do
         [[ ${gpu_state[i]} == idle || ,$gpus, != *,${gpu_id[i]},* ]] ||
@@ -270,20 +271,20 @@ settle_devices() { # how many, and which
     done
     # Under a CUDA_VISIBLE_DEVICES of the user's, --gpu-ids would count within it: narrow it, then count from 0.
     dp_ids=$gpus
-    [[ -z ${CUDA_VISIBLE_DEVICES-} ]] || dp_ids=$(seq -s, 0 $((workers - 1)))
+    [[ -z ${CUDA_VISIBLE_DEVICES-} ]] || dp_ids=$(seq -s, 0 $((nproc - 1)))
     [[ $mode == dp && $dp_ids == "$gpus" ]] || environment+=("CUDA_VISIBLE_DEVICES=$gpus")
 }
 
 settle_recipe() {
     local i default=${recipes[0]-}
-    [[ -n $recipe || -n $default ]] || return 0
-    [[ -n $recipe$yes ]] || say '' "${bold}What to train?$plain"
+    [[ -n $config || -n $default ]] || return 0
+    [[ -n $config$yes ]] || say '' "${bold}What to train?$plain"
     for ((i = 0; i < ${#recipes[@]}; i++)); do
         [[ ${recipes[i]} != digits ]] || default=digits
-        [[ -n $recipe$yes ]] || show_choice $((i + 1)) "${recipes[i]}" "${recipe_text[i]}"
+        [[ -n $config$yes ]] || show_choice $((i + 1)) "${recipes[i]}" "${recipe_text[i]}"
     done
-    settle --config "$recipe" Recipe "$default" check_recipe
-    recipe=$answer
+    settle --config "$config" Recipe "$default" check_recipe
+    config=$answer
 }
 
 settle_plan() { # ask the trainer, and the user for what it misses
@@ -294,7 +295,7 @@ settle_plan() { # ask the trainer, and the user for what it misses
             data_dir=$answer
         elif [[ $problem == *--batch-size* && -z $yes ]]; then
             settle '' '' "Batch size per device" '' check_batch_size
-            batch=$answer
+            batch_size=$answer
         else
             exit "$plan_code"
         fi
@@ -302,8 +303,8 @@ settle_plan() { # ask the trainer, and the user for what it misses
 }
 
 settle_resume() { # only where the run folder holds a run
-    [[ -z $resume$yes && -e $(plan_value save_dir)/config.yaml ]] || return 0
-    say '' "There is a run in $(plan_value save_dir)" "  (it $(plan_value resume))"
+    [[ -z $resume$yes && -e $folder/config.yaml ]] || return 0
+    say '' "There is a run in $folder" "  (it $start)"
     settle '' '' "Continue it? (n starts a new run in a new folder)" y check_yes
     [[ $answer == no ]] || { goes_on=yes && return; }
     resume=never save_dir=''
@@ -311,10 +312,10 @@ settle_resume() { # only where the run folder holds a run
 }
 
 settle_batch_size() { # a run that is continued keeps its own
-    [[ -z $batch$goes_on ]] || return 0
-    settle --batch-size '' "Batch size per device" "$(plan_value batch_size)" check_batch_size
-    [[ $answer != "$(plan_value batch_size)" ]] || return 0
-    batch=$answer
+    [[ -z $batch_size$goes_on ]] || return 0
+    settle --batch-size '' "Batch size per device, or m: measure its memory" "$size" check_batch_size
+    [[ $answer != "$size" ]] || return 0
+    batch_size=$answer
     settle_plan
     settle_resume
 }
@@ -327,49 +328,64 @@ set_flags() { # the same for the plan and for the run
         dp) flags=(--multi-gpu dp --gpu-ids "$dp_ids") ;;
         single) flags=(--multi-gpu none) ;;
     esac
-    [[ -z $recipe ]] || flags+=(--config "$recipe")
+    [[ -z $config ]] || flags+=(--config "$config")
     [[ -z $data_dir ]] || flags+=(--data-dir "$data_dir")
-    [[ -z $batch ]] || flags+=(--batch-size "$batch")
+    [[ -z $batch_size ]] || flags+=(--batch-size "$batch_size")
     [[ -z $save_dir ]] || flags+=(--save-dir "$save_dir")
     [[ -z $resume ]] || flags+=(--resume "$resume")
     flags+=(${extra[@]+"${extra[@]}"})
 }
 
-make_plan() { # plan is the trainer's JSON, problem what it said instead
+trainer() { env ${environment[@]+"${environment[@]}"} "$python" "${main[@]}" "$@"; }
+busy() { [[ ! -t 2 ]] || printf '%s' "$dim$1$plain" >&2; }
+done_with() { [[ ! -t 2 ]] || printf '\r%*s\r' $((columns - 1)) '' >&2; }
+
+make_plan() { # plan is the trainer's, problem what it said instead
     local processes=()
     plan_code=2
     set_flags
-    [[ $mode != ddp ]] || processes=(--nproc-per-node "$workers")
-    [[ ! -t 2 ]] || printf '%s' "${dim}The trainer works out the plan...$plain" >&2
-    plan=$(env ${environment[@]+"${environment[@]}"} "$python" "${main[@]}" "${flags[@]}" \
-        ${processes[@]+"${processes[@]}"} --dry-run --json 2>"$notes") || { plan_code=$? plan=''; }
-    [[ ! -t 2 ]] || printf '\r%34s\r' '' >&2
+    [[ $mode != ddp ]] || processes=(--nproc-per-node "$nproc")
+    busy "The trainer works out the plan..."
+    plan=$(trainer "${flags[@]}" ${processes[@]+"${processes[@]}"} --dry-run --json 2>"$notes") ||
+        { plan_code=$? plan=''; }
+    done_with
     problem=$(cat "$notes")
     [[ $plan == '{'* ]] || { problem=${problem:-launch_multi_gpu.sh: the trainer gave no plan} && return 1; }
+    read_plan
 }
 
-plan_value() { "$python" -c 'import json, sys; print(json.loads(sys.argv[1])[sys.argv[2]])' "$plan" "$1"; }
-
-show_plan() {
-    say '' "${bold}The plan$plain"
-    "$python" -c 'import json, sys
+read_plan() { # what the questions need of it, and in plan the text that people see
+    { read -r folder && read -r start && read -r size && plan=$(cat); } < <("$python" -c 'import json, sys
 plan = json.loads(sys.argv[1])
 scaled = "{lr_rule} rule, from {base_lr:g} at batch size {base_batch_size}"
 plan["how"] = "as given" if plan["base_lr"] is None else scaled.format(**plan)
 print("""\
+{save_dir}
+{resume}
+{batch_size}
   effective batch  {global_batch_size}: {batch_size} per device, {grad_accum_steps} accumulated, workers: {workers}
   learning rate    {learning_rate:.4g} ({how})
   length           {total_steps} steps, {steps_per_epoch} per epoch, {warmup_steps} of warm-up
   device           {device}, mixed precision {precision}
   starts           {resume}
-  saves to         {save_dir}""".format(**plan))' "$plan" >&2
+  saves to         {save_dir}""".format(**plan))' "$plan")
 }
 
+measure_memory() { # of one device: what `plan` says of it, after a few real steps
+    local found
+    busy "A few steps are measured: some seconds..."
+    found=$(trainer plan "${flags[@]}" --workers 1 --interconnect pcie4 2>"$notes") || found=$(cat "$notes")
+    done_with
+    grep -E '^(memory|error:|  try:| +of .* would hold)' <<<"$found" | fold -s -w $((columns - 3)) | sed 's/^/  /' >&2
+}
+
+show_plan() { say '' "${bold}The plan$plain" "$plan"; }
+
 set_command() { # in save_dir, so that the same command goes on where it stopped, and the results are where we say
-    save_dir=$(plan_value save_dir) resume=''
+    save_dir=$folder resume=''
     set_flags
     command=("$python")
-    [[ $mode != ddp ]] || command=("${torchrun[@]}" --standalone "--nproc_per_node=$workers")
+    [[ $mode != ddp ]] || command=("${torchrun[@]}" --standalone "--nproc_per_node=$nproc")
     command=(${environment[@]+"${environment[@]}"} "${command[@]}" "${main[@]}" "${flags[@]}")
 }
 
@@ -415,23 +431,18 @@ tell_the_end() { # CODE: how it ended, and where the results are
 }
 
 parse_flags() {
+    local name
     while (($# > 0)); do
         [[ $1 != --?*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
         case $1 in
             --yes | --dry-run) [[ $1 == --yes ]] && yes=1 || dry_run=1; shift; continue ;;
             --help | -h) usage; exit ;;
             --) extra=("${@:2}"); return ;;
-            --mode) mode=${2-} ;;
-            --gpus) gpus=${2-} ;;
-            --nproc) workers=${2-} ;;
-            --config) recipe=${2-} ;;
-            --data-dir) data_dir=${2-} ;;
-            --batch-size) batch=${2-} ;;
-            --save-dir) save_dir=${2-} ;;
-            --resume) resume=${2-} ;;
+            --mode | --gpus | --nproc | --config | --data-dir | --batch-size | --save-dir | --resume) name=${1#--} ;;
             *) refuse "$1 is no flag of the launcher (see --help); flags for the trainer come after --" ;;
         esac
         [[ -n ${2-} && $2 != --* ]] || refuse "$1 needs a value"
+        printf -v "${name//-/_}" %s "$2"
         shift 2
     done
 }

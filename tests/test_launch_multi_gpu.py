@@ -28,12 +28,17 @@ def given(flag, default=""):
     return argv[argv.index(flag) + 1] if flag in argv else default
 def refuse(text):
     sys.exit(print(text, file=sys.stderr) or 2)
-if argv == ["recipes", "--json"]:
-    about = {"cifar10": "Photos", "digits": "Scanned digits; a text so long that it needs two lines on 80 columns",
-             "fashion_mnist": "Clothing", "har": "Activities"}
-    sys.exit(print(json.dumps([{"name": name, "description": text, "path": ""} for name, text in about.items()])))
+if argv == ["recipes"]:
+    about = {"cifar10": "Photos", "digits": "Scanned digits, with a text so long that it needs two lines on 80 columns",
+             "fashion_mnist": "Clothing; in grey", "har": "Activities"}
+    sys.exit(print(*(f"{name:<15}{text}" for name, text in about.items()), sep=chr(10)))
 workers = len(given("--gpu-ids").split(",")) if "--gpu-ids" in argv else int(given("--nproc-per-node", "1"))
 batch, folder = int(given("--batch-size", "32")), given("--save-dir", "checkpoints/digits/RUN")
+if argv[0] == "plan":
+    print("made up, 9 parameters")
+    print("memory   4.40 MiB a device: 1.11 MiB weights, 2.11 MiB kept for backward by a micro-batch of", batch)
+    print("         of 79.10 GiB; 9 tenths of them would hold micro-batches of 1000 (forecast)")
+    sys.exit(print("measured 1.00 ms forward"))
 if given("--resume") == "never" and folder.endswith("RUN"):
     folder += "-2"
 if given("--config") == "har" and not given("--data-dir"):
@@ -164,7 +169,8 @@ def ended(child: Any) -> int:
 
 
 machine = pytest.mark.parametrize
-ENTER = [("Mode [", ""), ("Recipe [digits]", ""), ("Batch size per device [32]", ""), ("Start the training? [y]", "")]
+BATCH = "Batch size per device, or m: measure its memory [32]"
+ENTER = [("Mode [", ""), ("Recipe [digits]", ""), (BATCH, ""), ("Start the training? [y]", "")]
 
 
 # --- Machines ---------------------------------------------------------------------------------------------------------
@@ -357,9 +363,20 @@ def test_the_dataset_folder_is_asked_for_where_the_trainer_misses_it(desk: Desk)
     assert argv[argv.index("--data-dir") + 1] == str(desk.folder / "my data")
 
 
+def test_memory_is_measured_where_one_asks_for_it(desk: Desk) -> None:
+    child = desk.ask("--mode", "ddp", "--gpus", "0,1", "--config", "digits")
+    answered(child, (BATCH, "m"))
+    child.expect_exact("memory   4.40 MiB a device: 1.11 MiB weights")
+    child.expect_exact("9 tenths of them would hold micro-batches of 1000")
+    assert "measured 1.00" not in child.before
+    answered(child, (BATCH, "64"), ENTER[3])
+    assert ended(child) == 0
+    assert "64" in desk.run["argv"]
+
+
 def test_a_batch_that_the_trainer_refuses_is_asked_again(desk: Desk) -> None:
     child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits")
-    answered(child, ("Batch size per device [32]", "5000"))
+    answered(child, (BATCH, "5000"))
     child.expect_exact("--batch-size 5000: larger than the dataset")
     answered(child, ("Batch size per device", "64"))
     child.expect_exact("64: 64 per device")
@@ -445,6 +462,7 @@ def test_nproc_takes_as_many_gpus_idle_ones_first(desk: Desk) -> None:
         (["--config", "no/such.yaml"], "--config no/such.yaml: there is no such file"),
         (["--data-dir", "nowhere"], "--data-dir nowhere: there is no such folder"),
         (["--batch-size", "0"], "--batch-size 0: a whole number from 1 up is needed"),
+        (["--batch-size", "m"], "--batch-size m: a whole number from 1 up is needed"),
         (["--resume", "maybe"], "--resume maybe: answer 1 to 2, or one of: auto, never"),
         (["--epochs", "3"], "--epochs is no flag of the launcher (see --help); flags for the trainer come after --"),
         (["digits"], "digits is no flag of the launcher"),
@@ -503,7 +521,8 @@ def test_a_terminal_gets_colour_unless_it_asks_for_none(desk: Desk) -> None:
 def test_help_names_every_flag(desk: Desk) -> None:
     told = desk.tell("--help")
     assert told.returncode == 0
-    flags = set(re.findall(r"^ {12}(--[a-z-]+)[) ]", LAUNCHER.read_text(), re.MULTILINE))
+    parsed = LAUNCHER.read_text().partition("parse_flags() {")[2].partition("*) refuse")[0]
+    flags = set(re.findall(r"--[a-z][a-z-]+", parsed))
     assert len(flags) >= 10
     assert flags | {"--dry-run"} <= set(re.findall(r"--[a-z-]+", told.stdout))
     assert max(map(len, told.stdout.splitlines())) <= 80
