@@ -40,10 +40,10 @@ def eval_line(fields: Mapping[str, Any]) -> str:
         name: value for name, value in fields.items() if name not in {"event", "time", "step", "split", "epoch"}
     }
     samples = measures.pop("samples", None)
-    parts = [f"epoch {fields['epoch']}"] if fields.get("epoch") is not None else []
-    parts += [str(fields.get("split", "val"))]
-    parts += [f"{label(name)} {measure(name, value)}" for name, value in measures.items() if value is not None]
-    return "  ".join(parts) + (f"  ({samples:,} samples)" if samples is not None else "")
+    parts = [f"epoch {fields['epoch']:<3}"] if fields.get("epoch") is not None else []
+    parts += [str(fields.get("split", "val")).ljust(4)]
+    parts += [f"{label(name)} {measure(name, value):<8}" for name, value in measures.items() if value is not None]
+    return "  ".join([*parts, f"({samples:,} samples)" if samples is not None else ""]).rstrip()
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
