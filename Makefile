@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run
 EVERY_MARK := slow or quality or browser or netns or root or gpu or not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all chaos bench gpu-bench gpu-check lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos bench gpu-bench gpu-check lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,6 +21,12 @@ test: lint ## what CI runs, two tests at a time: lint, types, unit tests, severa
 
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores
 	$(BIN)/pytest -m '$(EVERY_MARK)'
+
+walkthrough: ## the README's commands in order, in a fresh clone and a fresh environment: some minutes
+	$(PYTHON) -m tests.walkthrough
+
+picture: $(VENV)/.installed-dev ## docs/run.svg, which the README shows, from a real run
+	$(BIN)/python -m benchmarks.picture docs/run.svg
 
 chaos: $(VENV)/.installed-dev ## kill, stop and damage ROUNDS=5 small trainings, drawn from SEED; each must end as if nothing had been
 	$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),5) $(if $(SEED),--seed $(SEED))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.picture docs/run.svg
 
-Trains the digits in two processes on a pseudo-terminal, takes what stands on it at three quarters of the steps, and lets
-rich draw it.
+Trains the digits in two processes on a pseudo-terminal, takes what stands on it at three quarters of the steps, and
+lets rich draw it.
 """
 
 import io

@@ -16,7 +16,8 @@ import main_multi_gpu
 from multigpu_cli.commands.request import requested
 from multigpu_cli.config.schema import SETTINGS
 from tests.test_house_rules import FLOOR, module_of, room_of
-from tests.test_readme import NO_COMMANDS, Block, blocks, is_reason, project, run  # noqa: F401 - a fixture
+from tests.test_readme import NO_COMMANDS, is_reason, project, run  # noqa: F401 - a fixture
+from tests.walkthrough import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE, REFERENCE = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md"

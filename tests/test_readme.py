@@ -10,33 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.walkthrough import ROOT, Block, blocks, script, walked
+
 README = ROOT / "README.md"
 SECONDS = 300
 NO_COMMANDS = {"text", "yaml", "python", "json", "toml", "mermaid", "make", "diff"}
-
-
-class Block(NamedTuple):
-    line: int
-    language: str
-    text: str
-    not_run: str
-
-
-def blocks(markdown: str) -> Iterator[Block]:
-    """The fenced blocks of a document, each with the reason why it isn't run, or ''."""
-    fence = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence) *$", re.MULTILINE | re.DOTALL)
-    for found in fence.finditer(markdown):
-        before = markdown[: found.start()].rstrip().rsplit("\n", 1)[-1]
-        exempt = re.fullmatch(r"<!-- not run: (.*) -->", before.strip())
-        line = markdown.count("\n", 0, found.start()) + 1
-        yield Block(line, found["language"].strip(), found["text"], exempt[1] if exempt else "")
 
 
 def is_reason(reason: str) -> bool:
@@ -121,6 +103,19 @@ def test_blocks_are_found_with_their_reasons() -> None:
         Block(7, "bash", "three\n", "needs GPUs"),
         Block(10, "text", "four\n", ""),
     ]
+
+
+def test_the_walkthrough_takes_all_that_a_reader_can_type(tmp_path: Path) -> None:
+    text = README.read_text()
+    chosen = walked(text)
+    assert chosen[0].text.startswith("make quickstart")
+    assert {block.line for block in runnable()} < {block.line for block in chosen}
+    assert "make test" not in script(chosen)
+    said = [Block(1, "bash", "name=fresh\n", ""), Block(4, "bash", "echo $name\n", "")]
+    code, output = run(script(said), tmp_path)
+    assert (code, output.splitlines()[-1].split("] ")[1]) == (0, "all 2 blocks ran")
+    assert "README.md:4\n  echo $name\nfresh\n" in output
+    assert run(script([Block(1, "bash", "false\n", ""), *said]), tmp_path)[1].count("README.md") == 1
 
 
 def test_reasons_are_judged() -> None:

@@ -60,7 +60,7 @@ def test_where_there_is_no_terminal_lines_are_plain() -> None:
     lines = text.splitlines()
     assert lines[:3] == ["Plan", f" device  {ROWS[0][1]}", " batch   64"]  # never wrapped: people grep in it
     assert "step 50/200  epoch 1  loss 0.5000  lr 0.001000" in lines
-    assert "epoch 1  val  loss 0.5000  accuracy 90.00 %  (7 samples)" in lines
+    assert "epoch 1    val   loss 0.5000    accuracy 90.00 %   (7 samples)" in lines
     assert "noted" in lines
     assert "detailed" not in lines
     assert "Details" not in lines

@@ -42,11 +42,15 @@ def test_durations(seconds: float, said: str) -> None:
     assert result.duration(seconds) == said
 
 
-def test_an_evaluation_line() -> None:
+def test_evaluation_lines_stand_in_columns() -> None:
     fields = {"event": "eval", "time": 1.0, "epoch": 2, "step": 9, "split": "val", "loss": 0.5, "accuracy": 0.97222}
-    assert (
-        result.eval_line(fields | {"samples": 1800}) == "epoch 2  val  loss 0.5000  accuracy 97.22 %  (1,800 samples)"
+    first = result.eval_line(fields | {"samples": 1800})
+    assert first == "epoch 2    val   loss 0.5000    accuracy 97.22 %   (1,800 samples)"
+    later = result.eval_line(
+        fields | {"samples": 359, "epoch": 100, "split": "test", "loss": 0.051234, "accuracy": 1.0}
     )
+    assert later == "epoch 100  test  loss 0.05123   accuracy 100.00 %  (359 samples)"
+    assert result.eval_line({"loss": 0.5}) == "val   loss 0.5000"
 
 
 def test_rows_put_the_test_accuracy_first_and_leave_out_what_is_missing() -> None:
