@@ -18,7 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as missing:  # the first command of whoever has not called the environment's python
+    sys.exit(
+        f"error: {sys.executable} has no package {missing.name!r}\n"
+        "  try: make quickstart, then: source .venv/bin/activate (or: pip install .)"
+    )
 
 from multigpu_cli.commands import explained, seeing, using
 from multigpu_cli.commands.completion import run_argument

@@ -16,7 +16,7 @@ import main_multi_gpu
 from multigpu_cli.commands.request import requested
 from multigpu_cli.config.schema import SETTINGS
 from tests.test_house_rules import FLOOR, module_of, room_of
-from tests.test_readme import NO_COMMANDS, is_reason, project, run  # noqa: F401 - a fixture
+from tests.test_readme import NO_COMMANDS, copied, is_reason, run
 from tests.walkthrough import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,17 @@ OTHER_FILES = {
 }
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard and the launcher
     *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"),
-    *("--redirects", "--tee", "--signals-to-handle", "--logdir", "--yes", "--mode", "--gpus", "--help"),
+    *(
+        "--redirects",
+        "--tee",
+        "--install-completion",
+        "--signals-to-handle",
+        "--logdir",
+        "--yes",
+        "--mode",
+        "--gpus",
+        "--help",
+    ),
 }
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PLACE = re.compile(r"(?:multigpu_cli|tests|configs|\.ci)/[\w./-]+|\w+\.(?:py|sh|md|toml)")
@@ -222,21 +232,26 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert len(runnable()) >= 5
 
 
-@pytest.mark.parametrize(
-    ("guide", "block"), runnable(), ids=lambda part: part.name if isinstance(part, Path) else f"line-{part.line}"
-)
-def test_a_block_runs(
-    guide: Path,
-    block: Block,
-    project: Path,  # noqa: F811 - the fixture
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And says what the guide shows: each line of the text block that follows it."""
+def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
+    """The blocks that run, by guide and chapter: those of one chapter may build on each other, others not."""
+    found: dict[tuple[str, str], list[tuple[Path, Block]]] = {}
+    for guide, block in runnable():
+        before = guide.read_text().splitlines()[: block.line]
+        chapter = next((line[3:] for line in reversed(before) if line.startswith("## ")), "")
+        found.setdefault((guide.stem, chapter), []).append((guide, block))
+    return found
+
+
+@pytest.mark.parametrize("section", sections(), ids="-".join)
+def test_the_blocks_of_a_chapter_run(section: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And say what the guide shows: each line of the text block that follows one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, output = run(block.text, project)
-    assert code == 0, f"{guide.name}:{block.line}\n{block.text}\n{output[-6000:]}"
-    said = {" ".join(line.split()) for line in output.splitlines()}
-    assert [line for line in expected(guide, block) if line not in said] == [], output[-6000:]
+    project = copied(tmp_path)
+    for guide, block in sections()[section]:
+        code, output = run(block.text, project)
+        assert code == 0, f"{guide.name}:{block.line}\n{block.text}\n{output[-6000:]}"
+        said = {" ".join(line.split()) for line in output.splitlines()}
+        assert [line for line in expected(guide, block) if line not in said] == [], output[-6000:]
 
 
 def expected(guide: Path, block: Block) -> list[str]:

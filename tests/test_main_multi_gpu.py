@@ -390,3 +390,13 @@ def test_after_torch_the_process_ends_past_the_interpreters_exit() -> None:
             [sys.executable, "-c", ask, name], capture_output=True, text=True, cwd=SCRIPT.parent, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (75, out, "")
+
+
+def test_a_python_without_our_packages_is_told_where_they_are() -> None:
+    bare = [sys.executable, "-S", "-I", str(Path(main_multi_gpu.__file__)), "--epochs", "3"]
+    done = subprocess.run(bare, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        f"error: {sys.executable} has no package 'typer'",
+        "  try: make quickstart, then: source .venv/bin/activate (or: pip install .)",
+    ]

@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.walkthrough import ROOT, Block, blocks, script, walked
 
 README = ROOT / "README.md"
@@ -37,13 +35,10 @@ def runnable() -> list[Block]:
     return [block for block in of_the_readme() if block.language == "bash" and not block.not_run]
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy to run in, shared by all blocks in their order: a reader, too, types one after the other."""
-    copy = tmp_path_factory.mktemp("readme") / "project"
+def copied(folder: Path) -> Path:
+    """A copy of the project to run in."""
     unwanted = shutil.ignore_patterns(".git", ".venv*", "checkpoints", "build", "*.egg-info", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, copy, ignore=unwanted)
-    return copy
+    return Path(shutil.copytree(ROOT, folder / "project", ignore=unwanted))
 
 
 def run(script: str, folder: Path) -> tuple[int, str]:
@@ -75,10 +70,12 @@ def test_commands_stand_in_bash_blocks() -> None:
     assert [block for block in of_the_readme() if block.language not in NO_COMMANDS | {"bash"}] == []
 
 
-@pytest.mark.parametrize("block", runnable(), ids=lambda block: f"line-{block.line}")
-def test_a_block_runs(block: Block, project: Path) -> None:
-    code, output = run(block.text, project)
-    assert code == 0, f"README.md:{block.line}\n{block.text}\n{output[-6000:]}"
+def test_the_blocks_run_one_after_the_other(tmp_path: Path) -> None:
+    """In one shell, as a reader types them."""
+    code, output = run(script(runnable()), copied(tmp_path))
+    assert code == 0, output[-6000:]
+    assert re.search(r"^same: [0-9a-f]{64}$", output, re.MULTILINE)
+    assert (tmp_path / "project/runs/mine/report/report.html").is_file()
 
 
 EXAMPLE = """\

@@ -1,18 +1,19 @@
-"""Every shipped recipe trains, from the command line, for three steps on a few samples in its dataset's own format."""
+"""Every shipped recipe trains for three steps on a few samples in its dataset's own format."""
 
 import json
 import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from tests import tiny_data
+from tests.trained import trained
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("configs/*.yaml"))
@@ -24,6 +25,7 @@ FILES = {
     "text": tiny_data.text,
 }
 SMALLER = {
+    "cifar10": ["model.args.width=8"],
     "synthetic": ["data.args.train=100", "data.args.val=20", "data.args.test=20"],
     "gpt2_124m": [
         *("data.args.block=16", "data.args.windows=24", "data.args.vocabulary=100", "global_batch_size=8"),
@@ -39,14 +41,11 @@ def name_of(recipe: Path) -> str:
     return str(data["name"] if isinstance(data, dict) else data)
 
 
-def shortened(recipe: Path, folder: Path, smaller: Sequence[str]) -> list[str]:
-    """The command that trains a recipe briefly; only the length, the data and what is `smaller` are not its own."""
-    arguments = ["--config", str(recipe), "--max-steps", str(STEPS), "--save-dir", str(folder / "run")]
+def shortened(recipe: Path, folder: Path) -> dict[str, Any]:
+    """The settings that make a recipe brief; only the length and the data are not its own."""
     name = name_of(recipe)
-    if name in FILES:
-        arguments += ["--data-dir", str(FILES[name](folder / "data"))]
-    arguments += [word for setting in ["drop_last=false", *smaller] for word in ("--set", setting)]
-    return [sys.executable, str(ROOT / "main_multi_gpu.py"), "--multi-gpu", "none", "--json", *arguments]
+    data = {"data_dir": str(FILES[name](folder / "data"))} if name in FILES else {}
+    return data | {"max_steps": STEPS, "save_dir": str(folder / "run")}
 
 
 def test_there_are_recipes() -> None:
@@ -55,10 +54,11 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
-    command = shortened(recipe, tmp_path, SMALLER.get(recipe.stem, []))
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout)
+    sets = ["drop_last=false", *SMALLER.get(recipe.stem, [])]
+    own = {"data": None, "model": None}  # the recipe's, not those of the other tests
+    ended = trained(recipe=str(recipe), sets=sets, **own, **shortened(recipe, tmp_path))
+    assert ended.error == ""
+    summary = ended.summary
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
     assert isinstance(summary["final"]["val_loss" if name_of(recipe) == "text" else "test_loss"], float)
     assert len(summary["fingerprint"]) == 64
@@ -73,9 +73,15 @@ def test_a_recipe_says_what_it_is(recipe: Path) -> None:
 @pytest.mark.slow
 def test_gpt2_124m_steps_at_its_full_size(tmp_path: Path) -> None:
     """Three steps of one short window: 124 million parameters, and a loss that begins near that of guessing."""
+    recipe = ROOT / "configs" / "gpt2_124m.yaml"
     small = ["data.args.block=16", "data.args.windows=4", "batch_size=1", "global_batch_size=1", "keep=1"]
-    command = shortened(ROOT / "configs" / "gpt2_124m.yaml", tmp_path, [*small, "warmup_epochs=0", "compile=off"])
+    words = ["--config", str(recipe), "--multi-gpu", "none", "--json"]
+    for name, value in shortened(recipe, tmp_path).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    for setting in ("drop_last=false", "warmup_epochs=0", "compile=off", *small):
+        words += ["--set", setting]
     try:
+        command = [sys.executable, str(ROOT / "main_multi_gpu.py"), *words]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stderr
         summary = json.loads(result.stdout)
