@@ -10,17 +10,43 @@ from multigpu_cli.errors import TrainingError, did_you_mean
 from multigpu_cli.faults.causes import remedy_for
 
 _LONGEST = 15  # lines
+_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--dataset": "--data",
+    "--output-dir": "--save-dir",
+    "--checkpoint-dir": "--save-dir",
+    "--workers": "--nproc-per-node for processes, --num-workers for those that load data",
+    "--num-gpus": "--nproc-per-node for how many, --gpu-ids for which",
+    "--gpus": "--nproc-per-node for how many, --gpu-ids for which",
+    "--accumulate": "--grad-accum-steps",
+    "--gradient-accumulation-steps": "--grad-accum-steps",
+    "--patience": "--early-stopping-patience",
+    "--dropout": "--set model.args.dropout=0.1",
+    "--fp16": "--amp fp16",
+    "--bf16": "--amp bf16",
+    "--local-rank": "torchrun in the place of torch.distributed.launch, which adds it",
+}
+"""What flags of other programs are called here, where no likeness of letters tells."""
 
 
 def usage(error: Any) -> str:
     """Typer's own complaint in our words."""
     message = (error.message or error.format_message()).rstrip(".")  # a missing argument has only the second
-    known = getattr(error, "possibilities", None)
+    return f"error: {message[:1].lower()}{message[1:]}\n  try: {_way_out(error)}"
+
+
+def _way_out(error: Any) -> str:
     wrong = str(getattr(error, "option_name", ""))
-    remedy = did_you_mean(wrong, known) if known else "--help lists all options"
-    if wrong == "--local-rank":
-        remedy = "torchrun in the place of torch.distributed.launch, which adds it"
-    return f"error: {message[:1].lower()}{message[1:]}\n  try: {remedy}"
+    if elsewhere := _ELSEWHERE.get(wrong):
+        return elsewhere
+    if known := getattr(error, "possibilities", None):
+        return did_you_mean(wrong, known)
+    if (missing := getattr(error, "param", None)) is None or error.ctx is None:
+        return "--help lists all options"
+    if missing.opts[0].startswith("--"):
+        return f"{missing.opts[0]} {missing.metavar}"
+    pieces = [error.ctx.command_path, *error.ctx.command.collect_usage_pieces(error.ctx)]
+    return " ".join(pieces).translate(str.maketrans("", "", "{}"))
 
 
 def foreseen(error: TrainingError) -> str:
