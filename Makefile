@@ -15,6 +15,7 @@ help: ## what there is
 quickstart: $(VENV)/.installed ## install, look for devices, train the digits with DDP on every GPU (or two CPU processes)
 	$(BIN)/python main_multi_gpu.py --multi-gpu ddp --resume never \
 		--nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
+	@printf '\nNext: source $(BIN)/activate, then bash launch_multi_gpu.sh, or python main_multi_gpu.py --help\n'
 
 test: lint ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
 	$(BIN)/pytest -n 2 --dist loadfile
