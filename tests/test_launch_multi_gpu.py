@@ -117,6 +117,8 @@ class Desk:
             encoding="utf-8",
             timeout=20,
         )
+        child.delaybeforesend = None  # a terminal keeps what is typed early
+        child.delayafterclose = child.delayafterterminate = 0.01
         self.opened.append(child)
         return child
 

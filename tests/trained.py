@@ -48,6 +48,7 @@ def trained(
     environ: Mapping[str, str] | None = None,
     attempt: int = 0,
     dry_run: bool = False,
+    screen: str = "quiet",
     **flags: Any,
 ) -> Ended:
     """Train with OWN and these flags on so many workers; 1 trains in one process without a group.
@@ -56,7 +57,7 @@ def trained(
     """
     fork = get_context("fork")
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    request = (OWN | flags, list(sets), recipe, dry_run)
+    request = (OWN | flags, list(sets), recipe, dry_run, screen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
         pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
@@ -124,13 +125,13 @@ def _end(ranks: list[Any]) -> bool:
 def _rank(
     environ: dict[str, str], request: tuple[Any, ...], rank: int, pipes: list[tuple[Connection, Connection]]
 ) -> None:
-    flags, sets, recipe, dry_run = request
+    flags, sets, recipe, dry_run, screen = request
     faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
     os.environ.update(environ)
     settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
-        pipe.send(("", "", train(resolve(flags, sets, recipe), screen="quiet", dry_run=dry_run)))
+        pipe.send(("", "", train(resolve(flags, sets, recipe), screen=screen, dry_run=dry_run)))
     except TrainingError as error:
         pipe.send((type(error).__name__, str(error), None))
     except BaseException as error:

@@ -1,0 +1,31 @@
+"""What --verbose adds to a run: what was found out and chosen, every number, and each checkpoint."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trained import trained
+
+
+def test_verbose_says_what_was_chosen_and_each_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    ended = trained(
+        2, screen="verbose", save_dir=str(folder), batch_size=10, epochs=2, log_interval=3, freeze=["2.weight"]
+    )
+    assert ended.error == ""
+    out = capfd.readouterr().out
+    shown = dict(
+        re.findall(r"^ (\w[\w ]*?) {2,}(.*)$", out.partition("Details\n")[2].partition("step ")[0], re.MULTILINE)
+    )
+    assert shown["versions"].startswith(f"torch {torch.__version__}, Python 3.")
+    assert shown["model"] == "tests.own:net: 179 parameters, 83 trained, 0.0 MiB"
+    assert shown["samples"] == "60 training, 21 validation, 22 test; in host memory; evaluated in batches of 20"
+    assert shown["optimizer"] == "AdamW, 4 tensors"
+    assert shown["checkpoints"] == "every epoch, 3 are kept"
+    assert re.fullmatch(r"gloo, buckets of \d+ MiB", shown["gradients"])
+    assert shown["other ranks"] == f"print to {folder}/logs/rank_1.log"
+    assert (folder / "logs" / "rank_1.log").read_text().startswith("--- rank 1, attempt 1, ")
+    assert len(re.findall(r"^  grad norm .* memory \d+ MiB / \d+ MiB ", out, re.MULTILINE)) == 2
+    assert re.search(r"^checkpoint of step 3: 0\.0 MiB in [\d.]+ s, ", out, re.MULTILINE)
