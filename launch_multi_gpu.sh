@@ -37,7 +37,7 @@ gpu_id=() gpu_row=() gpu_free=() gpu_state=() no_gpu='' cores=1 # the machine, o
 recipes=() recipe_text=()
 answer='' why='' choices=() # a check leaves an answer, or the reason against it
 plan='' plan_code=0 folder='' start='' size='' problem='' notes='' environment=() flags=() command=()
-dp_ids='' first_name='' goes_on='' stopped=ended bold='' dim='' red='' plain=''
+dp_ids='' first_name='' goes_on='' begins='' stopped=ended bold='' dim='' red='' plain=''
 columns=$(tput cols 2>/dev/null) || columns=80
 [[ ! -t 2 || -n ${NO_COLOR-} || ${TERM:-dumb} == dumb ]] ||
     bold=$'\033[1m' dim=$'\033[2m' red=$'\033[31m' plain=$'\033[0m'
@@ -55,18 +55,19 @@ show_choice() { # NUMBER NAME TEXT: one entry of a menu, folded to the terminal
         "$(fold -s -w $((columns > 60 ? columns - 21 : 40)) <<<"$3" | sed '2,$ s/^/                    /')" >&2
 }
 
-settle() { # FLAG VALUE QUESTION DEFAULT CHECK: obey or refuse a flag's value; --yes: the default; else ask until right
-    local line
-    if [[ -n $2$yes ]]; then
-        "$5" "${2:-$4}" || refuse "$1 ${2:-$4}: $why"
-        return
+settle() { # NAME QUESTION DEFAULT CHECK: the answer to a variable of that name, which a flag may have set already
+    local line flag=--${1//_/-} given=${!1}
+    if [[ -n $given$yes ]]; then
+        "$4" "${given:-$3}" || refuse "$flag ${given:-$3}: $why"
+    else
+        while :; do
+            printf '%s' "$bold$2$plain${3:+ [$3]}: " >&2
+            read -r line || leave 2 '' "launch_multi_gpu.sh: the input ended at \"$2\"; nothing was started."
+            "$4" "${line:-$3}" && break
+            [[ -z $why ]] || say "  $red$why$plain"
+        done
     fi
-    while :; do
-        printf '%s' "$bold$3$plain${4:+ [$4]}: " >&2
-        read -r line || leave 2 '' "launch_multi_gpu.sh: the input ended at \"$3\"; nothing was started."
-        "$5" "${line:-$4}" && return
-        [[ -z $why ]] || say "  $red$why$plain"
-    done
+    printf -v "$1" %s "$answer"
 }
 
 # --- What makes an answer right --------------------------------------------------------------------------------------
@@ -225,17 +226,16 @@ show_machine() {
 # --- The questions ---------------------------------------------------------------------------------------------------
 
 obey_flags() { # all that were given, before the first question
+    local each name
     if [[ -n $gpus ]]; then
         ((${#gpu_id[@]} > 0)) || refuse "--gpus $gpus: no GPU can be used here ($no_gpu)"
-        settle --gpus "$gpus" '' '' check_gpus
-        gpus=$answer nproc=$(count_of "$answer")
+        settle gpus '' '' check_gpus
+        nproc=$(count_of "$gpus")
     fi
-    [[ -z $nproc ]] || settle --nproc "$nproc" '' '' check_workers
-    [[ -z $mode ]] || { settle --mode "$mode" '' '' check_mode && mode=$answer; }
-    [[ -z $config ]] || settle --config "$config" '' '' check_recipe
-    [[ -z $data_dir ]] || { settle --data-dir "$data_dir" '' '' check_folder && data_dir=$answer; }
-    [[ -z $batch_size ]] || settle --batch-size "$batch_size" '' '' check_batch_size
-    [[ -z $resume ]] || { settle --resume "$resume" '' '' check_resume && resume=$answer; }
+    for each in "nproc workers" "mode mode" "config recipe" "data_dir folder" "batch_size batch_size" "resume resume"; do
+        name=${each% *}
+        [[ -z ${!name} ]] || settle "$name" '' '' "check_${each#* }"
+    done
 }
 
 settle_mode() {
@@ -250,8 +250,7 @@ settle_mode() {
         show_choice 3 single "One process on one device."
         say "  Recommended here: $best, since $because."
     fi
-    settle --mode "$mode" Mode "$best" check_mode
-    mode=$answer
+    settle mode Mode "$best" check_mode
 }
 
 settle_devices() { # how many, and which
@@ -259,12 +258,10 @@ settle_devices() { # how many, and which
     ((there == 0)) || default=$(idle_count) what=GPUs
     ((default > 1)) || default=$([[ $mode == dp ]] && echo 2 || echo 1)
     [[ $mode != single ]] || nproc=1
-    settle --nproc "$nproc" "How many $what" "$default" check_workers
-    nproc=$answer
+    settle nproc "How many $what" "$default" check_workers
     ((there > 0)) || return 0
     ((there > nproc)) || gpus=all
-    settle --gpus "$gpus" "Which of them" "$(preferred "$nproc")" check_gpus
-    gpus=$answer
+    settle gpus "Which of them" "$(preferred "$nproc")" check_gpus
     for ((i = 0; i < there; i++)); do
         [[ ${gpu_state[i]} == idle || ,$gpus, != *,${gpu_id[i]},* ]] ||
             say "  Note: GPU ${gpu_id[i]} is in use by others."
@@ -283,19 +280,16 @@ settle_recipe() {
         [[ ${recipes[i]} != digits ]] || default=digits
         [[ -n $config$yes ]] || show_choice $((i + 1)) "${recipes[i]}" "${recipe_text[i]}"
     done
-    settle --config "$config" Recipe "$default" check_recipe
-    config=$answer
+    settle config Recipe "$default" check_recipe
 }
 
 settle_plan() { # ask the trainer, and the user for what it misses
     until make_plan; do
         say "$problem"
         if [[ $problem == *--data-dir* && -z $yes ]]; then
-            settle '' '' "Folder that holds the dataset" '' check_folder
-            data_dir=$answer
+            data_dir='' && settle data_dir "Folder that holds the dataset" '' check_folder
         elif [[ $problem == *--batch-size* && -z $yes ]]; then
-            settle '' '' "Batch size per device" '' check_batch_size
-            batch_size=$answer
+            batch_size='' && settle batch_size "Batch size per device" '' check_batch_size
         else
             exit "$plan_code"
         fi
@@ -305,17 +299,14 @@ settle_plan() { # ask the trainer, and the user for what it misses
 settle_resume() { # only where the run folder holds a run
     [[ -z $resume$yes && -e $folder/config.yaml ]] || return 0
     say '' "There is a run in $folder" "  (it $start)"
-    settle '' '' "Continue it? (n starts a new run in a new folder)" y check_yes
-    [[ $answer == no ]] || { goes_on=yes && return; }
-    resume=never save_dir=''
-    settle_plan
+    settle goes_on "Continue it? (n starts a new run in a new folder)" y check_yes
+    [[ $goes_on == yes ]] || { resume=never save_dir='' && settle_plan; }
 }
 
 settle_batch_size() { # a run that is continued keeps its own
-    [[ -z $batch_size$goes_on ]] || return 0
-    settle --batch-size '' "Batch size per device, or m: measure its memory" "$size" check_batch_size
-    [[ $answer != "$size" ]] || return 0
-    batch_size=$answer
+    [[ -z $batch_size && $goes_on != yes ]] || return 0
+    settle batch_size "Batch size per device, or m: measure its memory" "$size" check_batch_size
+    [[ $batch_size != "$size" ]] || { batch_size='' && return; }
     settle_plan
     settle_resume
 }
@@ -471,8 +462,8 @@ main() {
     set_command
     [[ -z $dry_run ]] || { quoted 99999 "${command[@]}"; exit; }
     say '' "${bold}The command$plain" "$(quoted 77 "${command[@]}")" ''
-    settle '' '' "Start the training?" y check_yes
-    [[ $answer == yes ]] || leave 130 "Not started; the command above does the same."
+    settle begins "Start the training?" y check_yes
+    [[ $begins == yes ]] || leave 130 "Not started; the command above does the same."
     run || code=$?
     tell_the_end "$code"
     exit "$code"
