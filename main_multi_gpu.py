@@ -211,7 +211,7 @@ def run(argv: Sequence[str]) -> int:
         elastic.write_error(os.environ, verdict.message)
         return verdict.code
     code, message = _outcome(argv)
-    if code in (WRONG_REQUEST, STOPPED):
+    if message and code in (WRONG_REQUEST, STOPPED):
         elastic.remember(os.environ, elastic.Verdict(code, message))
     return code
 
@@ -223,6 +223,9 @@ def _outcome(argv: Sequence[str]) -> tuple[int, str]:
         code = action() if callable(action) else int(action or 0)
     except _UsageError as error:
         return _said(WRONG_REQUEST, explained.usage(error), error, argv)
+    except elastic.Over as over:  # it was said when it happened
+        elastic.write_error(os.environ, over.problem)
+        return over.exit_code, ""
     except TrainingError as error:
         return _said(error.exit_code, explained.foreseen(error), error, argv)
     except (KeyboardInterrupt, typer.Abort) as error:
@@ -249,7 +252,8 @@ def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) ->
     rank = _rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message
-    time.sleep(_GRACE * ((rank > 0) + (lost and not follows)))
+    first = rank == 0 or (follows and os.environ.get("LOCAL_RANK") == "0")  # nobody to wait for on its node
+    time.sleep(_GRACE * ((not first) + (lost and not follows)))
     at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
     known = getattr(error, "shared", False)  # rank 0 says it for all
     if rank == 0 or (not known and (not at_the_door or os.environ.get("LOCAL_RANK") == "0")):

@@ -22,6 +22,7 @@ from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
+from multigpu_cli.run.returning import note_recovery
 from multigpu_cli.run.settle import Settled, settle
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, be_fast, seed_micro_batch
@@ -54,11 +55,11 @@ def run(
     """
     began = time.perf_counter()
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
         patience = choice.timeout or max(LONG, config.fault.hang_timeout)
         world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+        stop = stack.enter_context(StopRequest())
         watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
-        settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0, brought=brought)
+        settled = settle(config, choice, world, brought=brought)
         if settled.nothing_to_do and not dry_run:
             console.note(f"{settled.start.folder} is complete: nothing to do")
             console.report(settled.start.summary or {})
@@ -75,7 +76,7 @@ def run(
             return settled.plan.as_dict()
         parts, notes = _assembled(settled, choice, world, console, stop, watch, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
-        return _trained(parts, notes, last_attempt=meeting is None or meeting.restarts_left <= 0)
+        return _trained(parts, notes, last_attempt=world.restarts_left <= 0)
 
 
 def set_up(
@@ -97,11 +98,11 @@ def set_up(
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
     began = time.perf_counter()
-    stop = stack.enter_context(StopRequest())
     patience = choice.timeout or max(LONG, config.fault.hang_timeout)
     world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+    stop = stack.enter_context(StopRequest())
     watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
-    settled = settle(config, choice, world, attempt=meeting.attempt if meeting else 0, brought=brought)
+    settled = settle(config, choice, world, brought=brought)
     if settled.nothing_to_do:
         raise RequestError(f"{settled.start.folder} is complete", remedy="another --save-dir, or more --epochs")
     if settled.config.reproducibility.exact:
@@ -199,6 +200,8 @@ def after(run: Run, outcome: Outcome, every: "Rhythm") -> str:
     progress.step += 1
     run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
     run.bar.update(progress.step)
+    if run.before:
+        note_recovery(run)
     logged = progress.step % run.config.log.interval == 0 or progress.step == total
     if logged:
         record.log_step(run, outcome)

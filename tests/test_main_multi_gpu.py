@@ -17,6 +17,7 @@ from multigpu_cli.commands.options import with_train_options
 from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.elastic import Over, Verdict
 
 SCRIPT = Path(main_multi_gpu.__file__)
 
@@ -257,6 +258,27 @@ def test_a_rank_that_fails_in_training_speaks_unless_it_is_ended_first(
     trainer.answer = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
     assert door().err.startswith("error: training failed: RuntimeError")
     assert naps == [3.0, 3.0]  # rank 0 only lost its peer, so it lets the peer speak
+
+
+def test_a_node_that_only_lost_another_is_free_at_once(
+    door: Door, trainer: Trainer, rank_1: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent can't end anybody who has more to say."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    trainer.answer = TrainingError("rank 0 ended without a word")
+    trainer.answer.consequence = True
+    for local in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        door()
+    assert naps == [0.0, 3.0]
+
+
+def test_an_attempt_after_the_end_says_nothing(door: Door, trainer: Trainer, rank_1: Path) -> None:
+    """Another node knew: what it knows has been said."""
+    trainer.answer = Over(Verdict(75, "stopped by a signal", ("a", "b")))
+    assert door() == (75, "", "")
+    assert "stopped by a signal" in json.loads(rank_1.read_text())["message"]["message"]
+    assert [file.name for file in rank_1.parent.iterdir()] == ["error.json"], "and its end is no verdict of its own"
 
 
 def test_only_rank_0_prints_answers(door: Door, rank_1: Path) -> None:

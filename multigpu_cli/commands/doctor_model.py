@@ -34,7 +34,7 @@ def fitting(config: Config) -> Iterator[Finding]:
 
         def tried(size: object) -> tuple[Learner, list[str]]:
             each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
-            learner = build_learner(settle(each, choice, world, attempt=0), choice, world)
+            learner = build_learner(settle(each, choice, world), choice, world)
             with closing(learner.train):
                 return learner, rehearse(learner)
 

@@ -128,7 +128,7 @@ def typical(seen: Sequence[Alone]) -> Alone:
 
 
 def _built(config: Config, choice: Choice, world: World) -> tuple[Learner, str]:
-    learner = build_learner(settle(config, choice, world, attempt=0), choice, world)
+    learner = build_learner(settle(config, choice, world), choice, world)
     return learner, "; ".join(rehearse(learner))
 
 

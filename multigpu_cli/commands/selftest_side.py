@@ -53,7 +53,7 @@ class Side:
     def learner(self, **overrides: Any) -> Learner:
         """Everything that learns, built afresh."""
         config = with_settings(self.config, overrides)
-        settled = settle(config, self.choice, self.world, attempt=0, source=self.source)
+        settled = settle(config, self.choice, self.world, source=self.source)
         share_threads(self.workers, cores(), exact=config.reproducibility.exact)
         return build_learner(settled, self.choice, self.world)
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-
 from multigpu_cli.errors import FAILED
+from multigpu_cli.runtime.elastic import Last, note_end
 from multigpu_cli.runtime.world import World
 
 _LONGEST = 20_000  # characters of a stack
@@ -83,18 +82,18 @@ class Ends:
         except RuntimeError:  # the store has gone with the agent, and we are about to follow
             return False
 
-    def conclude(self, text: str) -> None:
-        """Leave the cause for the next attempt."""
-        if self._store is not None:
-            with suppress(RuntimeError):  # no store, no next attempt
-                self._store.set("cause", text)
+    def conclude(self, text: str, step: int | None, moved: float) -> None:
+        """Leave the cause for the next attempt.
+
+        Args:
+            step: optimizer steps done, None before the first.
+            moved: when this rank last made progress, in Unix seconds.
+        """
+        note_end(self._world.agent, self._world.attempt, Last(text, step, moved))
 
 
 def earlier_cause(world: World) -> str | None:
     """Why the attempt before this one ended; None where there was none."""
-    if not world.attempt or world.store is None:
+    if not world.attempt:
         return None
-    before = dist.PrefixStore(f"attempt-{world.attempt - 1}", world.store.underlying_store)
-    if not before.check(["cause"]):
-        return "all workers ended without a word"
-    return before.get("cause").decode()
+    return world.last.cause if world.last else "all workers ended without a word"

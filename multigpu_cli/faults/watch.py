@@ -82,7 +82,7 @@ class Watch:
         self._logs: Path | None = None
         self._begins_at: int | None = None
         self._steps, self._phase, self._samples = 0, "starting", None  # type: int, str, Tensor | None
-        self._moves = 0
+        self._moves, self._moved = 0, time.time()
         self._explained: BaseException | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -92,6 +92,7 @@ class Watch:
         """Note where this rank stands: progress, if it says so often enough."""
         self._steps, self._phase, self._samples = steps, phase, samples
         self._moves += 1
+        self._moved = time.time()
 
     def begin(self, steps: int, logs: Path) -> None:
         """Training begins, after so many steps; reports go into this folder."""
@@ -104,6 +105,10 @@ class Watch:
         if self._explained is None:
             self._explained = self._explain(error)
         return self._explained
+
+    def stopped(self) -> None:
+        """All ranks leave together: word of it for the next attempt, if the launcher makes one."""
+        self._ends.conclude(f"stopped in good order at step {self._steps}", self._done(), self._moved)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -141,7 +146,7 @@ class Watch:
 
     def _report(self, error: BaseException, ends: list[End]) -> None:
         """For the next attempt, and for people."""
-        self._ends.conclude(crash_report.one_line(error))
+        self._ends.conclude(crash_report.one_line(error), self._done(), self._moved)
         with suppress(OSError), self._file(f"crash_{self._world.attempt}.txt") as file:  # the disk may be what failed
             file.write(crash_report.text(error, ends))
 
@@ -187,7 +192,7 @@ class Watch:
         try:
             error = found()
             if error.shared:
-                time.sleep(_GRACE)
+                time.sleep(_GRACE if self._world.local_rank else 0)
             else:
                 self.on_end(error)
                 self._last_words(error)
@@ -204,7 +209,7 @@ class Watch:
         error.failed_at = self._done()
         error.shared = min(place.rank for place in places) != self._world.rank
         if not error.shared:
-            self._ends.conclude(crash_report.one_line(error))
+            self._ends.conclude(crash_report.one_line(error), self._done(), self._moved)
         return error
 
     def _places(self) -> list[Place]:

@@ -48,6 +48,7 @@ def _publish(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def leave(run: Run) -> dict[str, Any]:
     """The end of a run that was asked to stop: nothing but the checkpoint."""
     together(run.world, lambda: settle_writes(run))
+    run.watch.stopped()
     return {}
 
 

@@ -28,6 +28,7 @@ from multigpu_cli.planning.peaks import peak_flops
 from multigpu_cli.run.learner import Learner
 from multigpu_cli.run.tracing import traced
 from multigpu_cli.runtime.collectives import together, total
+from multigpu_cli.runtime.elastic import Last
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.units import Units
 
@@ -79,6 +80,7 @@ class Run(Learner):
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
     snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
     best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
+    before: Last | None = None  # how the attempt before this one ended, until a step of this one is done
 
     @property
     def folder(self) -> Path:

@@ -4,7 +4,6 @@ import platform
 import resource
 import time
 from math import fsum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from multigpu_cli.faults.ends import earlier_cause
 from multigpu_cli.run import details, figures
 from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink
+from multigpu_cli.run.returning import bring_best
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.tasks.base import Evaluation
 
@@ -35,6 +35,7 @@ def open_run(run: Run, faults: list[str]) -> None:
         plan=run.plan.as_dict(),
         world_size=run.world.size,
         host=platform.node(),
+        hosts=list(dict.fromkeys(run.world.hosts)),
         devices=[str(device) for device in run.choice.devices],
         data=run.train.where,
         versions={"torch": torch.__version__, "python": platform.python_version()},
@@ -47,11 +48,12 @@ def open_run(run: Run, faults: list[str]) -> None:
         note_fault(run, "out of memory", fault)
     if cause := earlier_cause(run.world):
         note_fault(run, "restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
-    _bring_best(run)
+    bring_best(run)
     run.watch.begin(run.progress.step, run.folder / "logs")
     if run.console.aside:
         run.console.aside.begin(run.folder / "logs", run.world.attempt)
     run.console.details(lambda: details.rows(run))
+    run.before = run.world.last if run.world.attempt else None
     if start.manifest:
         before = start.manifest["world_size"]
         run.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)
@@ -68,22 +70,6 @@ def _prepare_folder(run: Run) -> None:
         publish(run.folder / "config.yaml", run.settled.as_yaml().encode())
     if run.tensorboard:
         run.tensorboard.plan(run.plan.rows())
-
-
-def _bring_best(run: Run) -> None:
-    """The best weights so far lie in the folder that the run comes from; without them the next ones are the best."""
-    if not run.settled.start.checkpoint or not run.progress.best:
-        return
-    there, here = Path(run.settled.start.checkpoint).parent.parent / "best.pt", run.folder / "best.pt"
-
-    def brought() -> bool:
-        with needed(run.folder):
-            if there.is_file() and there.resolve() != here.resolve():
-                publish(here, there.read_bytes())
-            return here.is_file()
-
-    if not decided(run.world, brought):
-        run.progress.best, run.progress.score = {}, []
 
 
 def log_step(run: Run, outcome: Outcome) -> None:

@@ -107,21 +107,19 @@ def settle(
     choice: Choice,
     world: World,
     *,
-    attempt: int,
     source: Source | None = None,
     brought: Brought | None = None,
 ) -> Settled:
     """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
 
     Args:
-        attempt: how often the launcher restarted us.
         source: the dataset, where it has been loaded already.
         brought: live objects, in place of what the settings name.
 
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
     """
-    start = Start(**decided(world, lambda: choose_start(config, attempt=attempt).as_dict()))
+    start = Start(**decided(world, lambda: choose_start(config, attempt=world.attempt).as_dict()))
     pins: dict[str, Any] = {}
     words = config
     if start.manifest:

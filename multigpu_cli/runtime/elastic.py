@@ -1,20 +1,74 @@
-"""What passes between torchrun's agent and us besides ranks: error files, and what attempts know of earlier ones."""
+"""What passes between torchrun's agent and us besides ranks: error files, and what attempts know of earlier ones.
+
+With several nodes each agent counts its own restarts and keeps a folder of its own; `handshake` brings them together.
+"""
 
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.errors import FAILED
+from multigpu_cli.errors import FAILED, TrainingError
 
 
 class Verdict(NamedTuple):
-    """How an attempt ended that must not be repeated."""
+    """How an attempt ended that must not be repeated.
+
+    Attributes:
+        nodes: who came to it; empty where nobody had met yet. Other nodes may do better.
+    """
 
     code: int
     message: str
+    nodes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, code: int, message: str, nodes: Iterable[str]) -> "Verdict":
+        """From what JSON leaves of one."""
+        return cls(code, message, tuple(nodes))
+
+    def holds(self, nodes: Iterable[str]) -> bool:
+        """Whether it binds these nodes: after a node has come or gone, another attempt is worth it."""
+        return not self.nodes or set(self.nodes) == set(nodes)
+
+
+class Over(TrainingError):
+    """An earlier attempt, perhaps on another node, has ended for good: there is nothing to do in this one."""
+
+    shared = True
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.exit_code = verdict.code
+
+
+class Last(NamedTuple):
+    """How the attempt before this one ended.
+
+    Attributes:
+        step: optimizer steps done, None before the first.
+        moved: when it last made progress, in Unix seconds.
+    """
+
+    cause: str
+    step: int | None
+    moved: float
+
+
+class Round(NamedTuple):
+    """An attempt that all ranks have agreed on, as one rank remembers it.
+
+    Attributes:
+        nodes: the agents that took part.
+        process: the worker that remembers.
+    """
+
+    attempt: int
+    nodes: Sequence[str]
+    process: int
 
 
 def write_error(environ: Mapping[str, str], message: str, callstack: str = "") -> None:
@@ -39,14 +93,27 @@ def remember(environ: Mapping[str, str], verdict: Verdict) -> None:
 
     The agent restarts its workers after any exit code but 0, also after a wrong request or a stop.
     """
-    if _attempt(environ) < int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        _write(_folder(environ), "verdict", verdict._asdict())
+    if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        now = _round(environ)
+        nodes = now.nodes if now and now.process == os.getpid() else ()
+        _write(agent_folder(environ), f"verdict-{attempt(environ)}", verdict._replace(nodes=nodes)._asdict())
 
 
 def earlier_verdict(environ: Mapping[str, str]) -> Verdict | None:
-    """How an earlier attempt under the same agent ended, if that was for good."""
-    found = _read(_folder(environ), "verdict") if _attempt(environ) else None
-    return None if found is None else Verdict(**found)
+    """How an earlier attempt under the same agent ended, if that was for good and this agent is alone."""
+    found = last_verdict(environ)
+    alone = environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE")
+    here = [node_name(environ)] if alone else []
+    return found if found and found.holds(here) else None
+
+
+def last_verdict(environ: Mapping[str, str]) -> Verdict | None:
+    """The last one that was left here, whether it holds or not."""
+    folder = agent_folder(environ)
+    for number in reversed(range(attempt(environ))):
+        if found := _read(folder, f"verdict-{number}"):
+            return Verdict.of(**found)
+    return None
 
 
 def note_failure(environ: Mapping[str, str], message: str, step: int | None) -> str:
@@ -58,27 +125,65 @@ def note_failure(environ: Mapping[str, str], message: str, step: int | None) -> 
     Returns:
         A line that says so where attempts are left that won't be made, else "".
     """
-    folder, attempt = _folder(environ), _attempt(environ)
+    folder, number = agent_folder(environ), attempt(environ)
     failure = {"message": message, "step": step}
-    before = any(_read(folder, f"failure-{earlier}") == failure for earlier in range(attempt))
+    before = any(_read(folder, f"failure-{earlier}") == failure for earlier in range(number))
     if step is not None and not before:
-        _write(folder, f"failure-{attempt}", failure)
+        _write(folder, f"failure-{number}", failure)
         return ""
     remember(environ, Verdict(FAILED, message))
-    if attempt >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+    if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return ""
     why = "a failure before the first step" if step is None else f"the same failure at step {step} again"
     return f"  no restart: {why} would only repeat itself"
 
 
-def _attempt(environ: Mapping[str, str]) -> int:
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if "TORCHELASTIC_RUN_ID" in environ else 0
+def attempt(environ: Mapping[str, str]) -> int:
+    """The number of this attempt: as agreed, else one more than the last that was, else the agent's own count."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return 0
+    count = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    before = _round(environ)
+    return count if before is None else max(count, before.attempt + (before.process != os.getpid()))
 
 
-def _folder(environ: Mapping[str, str]) -> Path | None:
+def agreed_on(environ: Mapping[str, str], number: int, nodes: Sequence[str]) -> None:
+    """Remember the attempt that all ranks have agreed on."""
+    folder = agent_folder(environ)
+    if folder is not None:
+        now = Round(number, list(nodes), os.getpid())
+        file, draft = (folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.{kind}" for kind in ("json", "draft"))
+        with suppress(OSError):  # a full disk: then the agents' own counts must do
+            draft.write_text(json.dumps(now._asdict()))
+            draft.replace(file)
+
+
+def note_end(folder: Path | None, number: int, last: Last) -> None:
+    """Leave word for the next attempt of how this one ended."""
+    with suppress(OSError):
+        _write(folder, f"last-{number}", last._asdict())
+
+
+def last_end(environ: Mapping[str, str]) -> Last | None:
+    """What was left by the attempt before this one."""
+    found = _read(agent_folder(environ), f"last-{attempt(environ) - 1}")
+    return Last(**found) if found else None
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """The agent that started us, as no other is called: its host, its process and its folder."""
+    return f"{os.uname().nodename} {os.getppid()} {(agent_folder(environ) or Path()).name}"
+
+
+def agent_folder(environ: Mapping[str, str]) -> Path | None:
     """The agent's own folder, which all its attempts share: RUN/attempt_0/RANK/error.json lies in it."""
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parents[2] if file else None
+
+
+def _round(environ: Mapping[str, str]) -> Round | None:
+    found = _read(agent_folder(environ), f"round-{environ.get('LOCAL_RANK', '0')}")
+    return Round(**found) if found else None
 
 
 def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:

@@ -5,15 +5,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from multigpu_cli.config.environment import self_launched
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime import elastic
+from multigpu_cli.runtime.handshake import Agreed, Hello, agree
 from multigpu_cli.runtime.parent import die_with_parent
 
+_PATIENCE = 120.0  # seconds for the others to load torch and arrive
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,10 +27,11 @@ class Rendezvous:
     """What torchrun (or another launcher of its kind) tells each process.
 
     Attributes:
-        attempt: how often the agent restarted the workers.
+        attempt: how often the agent restarted the workers; with several nodes each has a count of its own.
         agent_store: the agent hosts the store, so that no rank has to.
         restarts_left: how often the agent would start the workers again if this attempt failed.
         starter: who started the processes, for the plan.
+        environ: the launcher's own variables, for what it remembers of earlier attempts.
     """
 
     rank: int
@@ -38,6 +44,7 @@ class Rendezvous:
     agent_store: bool
     restarts_left: int = 0
     starter: str = "torchrun started"
+    environ: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def here(cls) -> "Rendezvous | None":
@@ -89,6 +96,7 @@ class Rendezvous:
                 restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
                 - int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
                 starter="self-launched" if self_launched(env) else "torchrun started",
+                environ=dict(env),
             )
         except ValueError as error:
             raise RequestError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}") from error
@@ -99,8 +107,14 @@ class World:
     """This process among all of them, and the device that it works on.
 
     Attributes:
-        attempt: how often the launcher restarted us.
+        attempt: how often the job was started before, as all ranks agree.
         store: the launcher's key-value store, in a part of its own for each attempt; None in a world of one.
+        hosts: the name of each rank's machine.
+        nodes: the agent of each rank, as no other is called.
+        restarts_left: how often the launcher would start us again.
+        last: how the attempt before this one ended, if somebody left word.
+        agent: the folder in which we leave such word.
+        generation: the prefix of our part of the store.
     """
 
     device: torch.device
@@ -110,6 +124,12 @@ class World:
     local_size: int = 1
     attempt: int = 0
     store: dist.PrefixStore | None = field(default=None, compare=False)
+    hosts: tuple[str, ...] = field(default=(), compare=False)
+    nodes: tuple[str, ...] = field(default=(), compare=False)
+    restarts_left: int = field(default=0, compare=False)
+    last: elastic.Last | None = field(default=None, compare=False)
+    agent: Path | None = field(default=None, compare=False)
+    generation: str = field(default="", compare=False)
 
     @property
     def main(self) -> bool:
@@ -132,58 +152,101 @@ def joined(
     if meeting is None:
         yield World(device)
         return
-    place = (meeting.rank, meeting.size, meeting.local_rank, meeting.local_size, meeting.attempt)
     if dist.is_initialized():  # somebody else's group, who ends it, too
         shared: Any = dist.distributed_c10d._get_default_store()
-        yield World(device, *place, dist.PrefixStore(_part(shared, meeting), _client(shared)))
+        yield _world(device, meeting, shared, _client(shared))
         return
     die_with_parent()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     store = _store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0)
-    part = _part(store, meeting)
+    client = _store(meeting, timeout, hosts=False)  # of its own, for other threads
+    world = _world(device, meeting, store, client)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(part, store),
+        store=dist.PrefixStore(world.generation, store),
         rank=meeting.rank,
         world_size=meeting.size,
         timeout=timedelta(seconds=timeout),
         device_id=device if backend == "nccl" else None,
     )
     try:
-        client = _store(meeting, timeout, hosts=False)  # of its own, for other threads
-        yield World(device, *place, dist.PrefixStore(part, client))
+        yield world
     finally:
         dist.destroy_process_group()
 
 
+def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client: dist.Store) -> World:
+    """Meet the others, and agree with them on what this attempt is.
+
+    Args:
+        client: another connection to the store.
+
+    Raises:
+        Over: an earlier attempt has ended for good.
+    """
+    environ = meeting.environ
+    hello = Hello(
+        rank=meeting.rank,
+        size=meeting.size,
+        nonce=uuid4().hex,
+        host=os.uname().nodename,
+        node=elastic.node_name(environ),
+        attempt=elastic.attempt(environ) if environ else meeting.attempt,
+        restarts_left=meeting.restarts_left,
+        verdict=elastic.last_verdict(environ),
+        last=elastic.last_end(environ),
+    )
+    agreed: Agreed = agree(store, hello, patience=_PATIENCE)
+    if agreed.verdict:
+        raise elastic.Over(agreed.verdict)
+    elastic.agreed_on(environ, agreed.attempt, agreed.nodes)
+    return World(
+        device,
+        meeting.rank,
+        meeting.size,
+        meeting.local_rank,
+        meeting.local_size,
+        agreed.attempt,
+        dist.PrefixStore(agreed.generation, client),
+        hosts=agreed.hosts,
+        nodes=agreed.nodes,
+        restarts_left=agreed.restarts_left,
+        last=agreed.last,
+        agent=elastic.agent_folder(environ),
+        generation=agreed.generation,
+    )
+
+
 def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.TCPStore:
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             meeting.address,
             meeting.port,
             meeting.size,
             is_master=hosts,
-            timeout=timedelta(seconds=max(timeout, 300)),
+            timeout=timedelta(seconds=_PATIENCE),
             wait_for_workers=False,
         )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RequestError(
-            f"MASTER_PORT={meeting.port} in the environment: another program uses that port",
-            remedy="torchrun --standalone, which takes a free one, or another --master-port",
-        ) from error
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise RequestError(
+                f"MASTER_PORT={meeting.port} in the environment: another program uses that port",
+                remedy="torchrun --standalone, which takes a free one, or another --master-port",
+            ) from error
+        raise _nobody(meeting) from error
+    store.set_timeout(timedelta(seconds=max(timeout, 300)))
+    return store
+
+
+def _nobody(meeting: Rendezvous) -> TrainingError:
+    problem = f"nobody answers at {meeting.address}:{meeting.port}, where rank 0's store should be"
+    if meeting.agent_store and meeting.size > meeting.local_size:
+        problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"
+    error = TrainingError(problem, remedy="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every node")
+    error.consequence = True
+    return error
 
 
 def _client(store: Any) -> dist.Store:
     """A connection of its own, for other threads, where this torch can make one."""
     return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]
-
-
-def _part(store: dist.Store, meeting: Rendezvous) -> str:
-    """Prefix of a part of the store: the agent keeps one over all restarts, and a process may train several times.
-
-    One for each attempt, and for each further run in it, keeps addresses of dead processes and ended groups out.
-    """
-    times = store.add(f"runs of {meeting.rank} in attempt {meeting.attempt}", 1)
-    return f"attempt-{meeting.attempt}" + (f"-run-{times}" if times > 1 else "")

@@ -1,13 +1,16 @@
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from multigpu_cli.faults.ends import End, Ends, earlier_cause
+from multigpu_cli.runtime.elastic import Last, last_end
 from multigpu_cli.runtime.world import World
 
 END = End(0, "forward, 3 steps done", "ValueError: bad", "stack", False, samples=[])
 CPU = torch.device("cpu")
+COUNTED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}
 
 
 def worlds(size: int, attempt: int = 0, store: dist.TCPStore | None = None) -> list[World]:
@@ -38,7 +41,7 @@ def test_alone_everything_stays_here() -> None:
     alone = Ends(World(CPU))
     alone.tell(END)
     alone.call_hang()
-    alone.conclude("nobody listens")
+    alone.conclude("nobody listens", None, 0.0)
     assert alone.heard(patience=60) == [END]
     assert not alone.any()
 
@@ -57,13 +60,12 @@ def test_a_stack_that_is_too_long_keeps_its_end() -> None:
     assert len(second.heard()[0].stack) == 20_000
 
 
-def test_the_next_attempt_learns_the_cause_through_the_agents_store() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    before, after, later = (worlds(1, attempt, store)[0] for attempt in range(3))
-    Ends(before).conclude("rank 1 failed")
-    assert earlier_cause(before) is None
-    assert earlier_cause(after) == "rank 1 failed"
-    assert earlier_cause(later) == "all workers ended without a word"
+def test_the_next_attempt_learns_the_cause_through_the_agents_folder(tmp_path: Path) -> None:
+    Ends(World(CPU, attempt=1, agent=tmp_path)).conclude("rank 1 failed", 7, 100.0)
+    told = last_end({"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_2/0/error.json"} | COUNTED)
+    assert told == Last("rank 1 failed", 7, 100.0)
+    assert earlier_cause(World(CPU, attempt=2, last=told)) == "rank 1 failed"
+    assert earlier_cause(World(CPU, attempt=2)) == "all workers ended without a word"
     assert earlier_cause(World(CPU)) is None
 
 
@@ -74,6 +76,6 @@ def test_a_store_that_has_gone_calls_nobody() -> None:
     del store
     assert not ends.hang()
     ends.tell(END)
-    ends.conclude("nobody reads it")
+    ends.conclude("nobody reads it", None, 0.0)
     ends.call_hang()
     assert ends.heard(patience=60) == [END], "at once, and one's own error is not lost over it"

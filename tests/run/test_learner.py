@@ -32,7 +32,7 @@ class Viewing(nn.Module):
 def learner(folder: Path, **flags: Any) -> Learner:
     config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, [], None)
     choice, world = Choice("single", (CPU,), 0, "a test"), World(CPU)
-    return build_learner(settle(config, choice, world, attempt=0), choice, world)
+    return build_learner(settle(config, choice, world), choice, world)
 
 
 @pytest.mark.parametrize(("model", "last"), [("convnet", True), ("tests.run.test_learner:Viewing", False)])

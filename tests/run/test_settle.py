@@ -29,7 +29,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def settled(workers: int = 1, **flags: Any) -> Settled:
     """A request as `workers` self-launched CPU processes would settle it, or one alone."""
     choice = Choice("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
-    return settle(resolve(OWN | flags, [], None), choice, ALONE, attempt=0)
+    return settle(resolve(OWN | flags, [], None), choice, ALONE)
 
 
 def saved(found: Settled, step: int = 10, workers: int = 1) -> None:
@@ -152,12 +152,12 @@ def test_flags_without_effect_here_are_named() -> None:
 def test_dataparallel_counts_its_devices_as_workers() -> None:
     devices = (torch.device("cuda", 0), torch.device("cuda", 1))
     choice = Choice("dp", devices, 0, "a test")
-    plan = settle(resolve(OWN | {"batch_size": 5}, [], None), choice, ALONE, attempt=0).plan
+    plan = settle(resolve(OWN | {"batch_size": 5}, [], None), choice, ALONE).plan
     assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
 
 
 def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> None:
-    found = settle(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE, attempt=0)
+    found = settle(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE)
     assert (found.model, found.task) == ("convnet", "classification")
     assert found.words.model.name is None
     assert found.pins["model"] == "convnet"

@@ -25,7 +25,7 @@ def plain(input_shape: tuple[int, ...], num_classes: int, width: int = 16) -> nn
 def learner(tmp_path: Path, model: str, **flags: str) -> Learner:
     words = {"data": "tests.own:tensors", "model": model, "save_dir": str(tmp_path / "run")} | flags
     choice = Choice("single", (CPU,), 0, "test")
-    return build_learner(settle(resolve(words, [], None), choice, World(CPU), attempt=0), choice, World(CPU))
+    return build_learner(settle(resolve(words, [], None), choice, World(CPU)), choice, World(CPU))
 
 
 def test_two_matrices(tmp_path: Path) -> None:

@@ -1,11 +1,26 @@
 """Error files for torchrun's box, and verdicts for the attempts that would repeat a hopeless one."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from multigpu_cli.runtime.elastic import Verdict, earlier_verdict, note_failure, redirected, remember, write_error
+from multigpu_cli.runtime.elastic import (
+    Last,
+    Verdict,
+    agreed_on,
+    earlier_verdict,
+    last_end,
+    last_verdict,
+    node_name,
+    note_end,
+    note_failure,
+    redirected,
+    remember,
+    write_error,
+)
+from multigpu_cli.runtime.elastic import attempt as number
 
 Environment = dict[str, str]
 
@@ -61,6 +76,40 @@ def test_another_failure_or_another_step_is_worth_an_attempt(tmp_path: Path, mes
     note_failure(attempt(tmp_path, 0), "boom", 7)
     assert note_failure(attempt(tmp_path, 1), message, step) == ""
     assert earlier_verdict(attempt(tmp_path, 2)) is None
+
+
+def test_attempts_are_counted_also_where_the_agent_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that joins restarts the others without raising their counts; two trainings of a process are one."""
+    here = attempt(tmp_path, 0)
+    assert number(here) == 0
+    agreed_on(here, 4, ["a", "b"])
+    assert number(here) == 4
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert number(here) == 5
+    assert number(attempt(tmp_path, 7)) == 7, "attempts that died before they met"
+    assert number(here | {"LOCAL_RANK": "1"}) == 0, "of another rank"
+
+
+def test_a_verdict_is_of_the_nodes_that_came_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone again after the other node was stopped, this one goes on; together they would not."""
+    here = attempt(tmp_path, 0)
+    agreed_on(here, 0, [node_name(here), "another"])
+    remember(here, Verdict(75, "stopped"))
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    alone = attempt(tmp_path, 1) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert earlier_verdict(alone) is None
+    assert earlier_verdict(alone | {"WORLD_SIZE": "4"}) is None, "they have to meet first"
+    found = last_verdict(alone)
+    assert found is not None
+    assert found.holds([node_name(here), "another"])
+
+
+def test_how_an_attempt_ended_is_for_the_next_one_alone(tmp_path: Path) -> None:
+    note_end(tmp_path, 0, Last("rank 2 was lost", 7, 100.0))
+    note_end(tmp_path, 0, Last("the first word counts", 7, 100.0))
+    assert last_end(attempt(tmp_path, 1)) == Last("rank 2 was lost", 7, 100.0)
+    assert last_end(attempt(tmp_path, 2)) is None
+    note_end(None, 0, Last("no agent", None, 0.0))
 
 
 def test_the_last_attempt_says_nothing_of_restarts(tmp_path: Path) -> None:

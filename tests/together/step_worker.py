@@ -56,7 +56,7 @@ def sets(case: Case) -> list[str]:
 def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
     """Losses, the first gradient, and buffers and weights at the end, through the engine's own `step`."""
     choice = Choice("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    settled = settle(resolve(flags(case, folder), sets(case), None), choice, world, attempt=0)
+    settled = settle(resolve(flags(case, folder), sets(case), None), choice, world)
     with ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         watch = Watch(world, 600, lambda error: None)

@@ -109,7 +109,7 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
     """A whole run by the engine's own parts in this process's world; every line and the bits of its end."""
     config = resolve(settings, [], None)
     choice = Choice("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    settled = settle(config, choice, world, attempt=0, source=source)
+    settled = settle(config, choice, world, source=source)
     if config.reproducibility.exact:
         be_deterministic()
     torch.set_num_threads(1)
