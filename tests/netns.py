@@ -48,6 +48,7 @@ class Host:
         self._port, self._scratch = f"port{number}", scratch
         self.folder = scratch / name
         self.folder.mkdir()
+        self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
         self, command: Sequence[str], *, folder: Path | None = None, log: str = "log", **environ: str
@@ -57,7 +58,7 @@ class Host:
         inside = ["unshare", "--uts", "--mount", "sh", "-c", _INSIDE, "sh", *files, self.name, *command]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with open(self.log(log), "ab") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["ip", "netns", "exec", self._space, *inside],
                 cwd=folder or self.folder,
                 env=environment | {"GLOO_SOCKET_IFNAME": "eth0"} | environ,
@@ -66,6 +67,8 @@ class Host:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._started.append(process)
+        return process
 
     def run(self, command: Sequence[str], *, folder: Path | None = None, seconds: float = 120, **environ: str) -> str:
         """Run a command on this host to its end; what it said.
@@ -94,6 +97,8 @@ class Host:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.02)
+        for process in self._started:
+            process.wait()
 
     def cut_off(self) -> None:
         """Somebody pulls the cable at the switch: packets are lost, and nobody is told."""

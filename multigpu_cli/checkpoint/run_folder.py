@@ -34,6 +34,7 @@ class Start:
         because: the decision in words, for the plan.
         origin: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
         smaller: the micro-batch to begin with, where an attempt before the first checkpoint ran out of memory.
+        holder: the rank whose disk has the checkpoint.
     """
 
     folder: str
@@ -44,9 +45,14 @@ class Start:
     because: str
     origin: str | None = None
     smaller: int | None = None
+    holder: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class NothingThere(RequestError):
+    """--resume names a place that has no checkpoint, on this node."""
 
 
 def choose_start(config: Config, *, attempt: int) -> Start:
@@ -125,7 +131,7 @@ def _from_path(path: Path, save_dir: str | None) -> Start:
     newest, notes = Store(path / "checkpoints", 1).newest()
     if newest is None:
         whole = next((str(folder) for folder in (path, *path.parents) if holds_run(folder) and folder != path), "")
-        raise RequestError(
+        raise NothingThere(
             f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
             remedy=f"--resume {whole}" if whole else "a run folder, or one of its checkpoints/step_… folders",
         )

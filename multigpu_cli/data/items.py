@@ -41,11 +41,11 @@ class Items:
         workers_here: int,
         fetching: Fetching,
     ) -> None:
-        processes, because = _loader_processes(_Keyed(split, seed), wanted, workers_here)
+        processes, because = _loader_processes(Keyed(split, seed), wanted, workers_here)
         self.device = device
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
-            _Keyed(split, seed),
+            Keyed(split, seed),
             collate_fn=Collate(split),
             batch_sampler=self._chunks,
             num_workers=processes,
@@ -90,7 +90,7 @@ class _Chunks:
         return iter(self.now)
 
 
-class _Keyed(Dataset[Any]):
+class Keyed(Dataset[Any]):
     """The user's dataset, with all generators seeded from (seed, epoch, sample) before each item.
 
     A dataset that fetches whole batches (`__getitems__`) is seeded once for each, by its first sample: which samples
@@ -126,7 +126,7 @@ def _belong_to_trainer(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _loader_processes(dataset: _Keyed, wanted: int | str, workers_here: int) -> tuple[int, str]:
+def _loader_processes(dataset: Keyed, wanted: int | str, workers_here: int) -> tuple[int, str]:
     """How many, and for `auto` why: one a spare core, unless samples come faster than a process hands them over."""
     if wanted != "auto":
         return int(wanted), ""
@@ -137,7 +137,7 @@ def _loader_processes(dataset: _Keyed, wanted: int | str, workers_here: int) -> 
     return (spare if seconds > _HANDED_OVER else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
 
 
-def _seconds_a_sample(dataset: _Keyed) -> float:
+def _seconds_a_sample(dataset: Keyed) -> float:
     """Measured in a process of its own: a file that is opened here, before the fork, would be shared."""
     timing: DataLoader[float] = DataLoader(
         _Timed(dataset), batch_size=None, num_workers=1, persistent_workers=True, worker_init_fn=_belong_to_trainer
@@ -171,7 +171,7 @@ def _end_processes(loader: DataLoader[Any]) -> None:
 class _Timed(Dataset[float]):
     """One item: the seconds that a sample takes, the least of a few, since the first may open files."""
 
-    def __init__(self, dataset: _Keyed) -> None:
+    def __init__(self, dataset: Keyed) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:

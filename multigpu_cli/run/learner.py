@@ -229,10 +229,12 @@ def build_task(config: Config, source: Source) -> Task:
 
 
 def _restore(kept: Kept, settled: Settled, world: World) -> None:
-    """Rank 0 reads the checkpoint; the others get it from there, so only one machine needs the file."""
+    """One rank reads the checkpoint; the others get it from there, so only one machine needs the file."""
     if settled.start.checkpoint:
         path = Path(settled.start.checkpoint)
-        state: dict[str, Any] = decided(world, lambda: Checkpoint(path, read_manifest(path)).state())
+        state: dict[str, Any] = decided(
+            world, lambda: Checkpoint(path, read_manifest(path)).state(), by=settled.start.holder
+        )
         kept.restore(state, settled.start.checkpoint)
         if not settled.same_length:  # more epochs are a new chance for a run that had stopped early
             kept.progress.stopped_early, kept.progress.stale_epochs = False, 0

@@ -160,6 +160,7 @@ def survive_out_of_memory(run: Run) -> None:
         note_fault(run, "out of memory", text)
         return
     with needed(run.folder):
+        run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
         leave_note(run.folder, {"batch_size": run.plan.batches.micro_batch})
     raise TrainingError(
         f"rank {run.world.rank} ran out of memory at step {run.progress.step}",

@@ -3,6 +3,9 @@
 import time
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import needed
 from multigpu_cli.errors import counted
@@ -14,16 +17,25 @@ def bring_best(run: Run) -> None:
     """The best weights so far lie in the folder that the run comes from; without them the next ones are the best."""
     if not run.settled.start.checkpoint or not run.progress.best:
         return
+    holder = run.settled.start.holder
     there, here = Path(run.settled.start.checkpoint).parent.parent / "best.pt", run.folder / "best.pt"
+    sent = decided(run.world, lambda: _content(there), by=holder) if holder else None
 
     def brought() -> bool:
         with needed(run.folder):
-            if there.is_file() and there.resolve() != here.resolve():
+            if sent is not None:
+                publish(here, sent.numpy().tobytes())
+            elif not holder and there.is_file() and there.resolve() != here.resolve():
                 publish(here, there.read_bytes())
             return here.is_file()
 
     if not decided(run.world, brought):
         run.progress.best, run.progress.score = {}, []
+
+
+def _content(file: Path) -> Tensor | None:
+    """A file as (n,) uint8, to be sent; None where it is not there."""
+    return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) if file.is_file() else None
 
 
 def note_recovery(run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.checkpoint.run_folder import Start, choose_start
+from multigpu_cli.checkpoint.run_folder import Start
 from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
@@ -18,10 +18,12 @@ from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.alike import check_same_data
+from multigpu_cli.run.beginning import agreed_start
 from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
 from multigpu_cli.runtime import plugins
-from multigpu_cli.runtime.collectives import decided, greatest, together
+from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
 from multigpu_cli.runtime.precision import choose_format
@@ -119,7 +121,7 @@ def settle(
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
     """
-    start = Start(**decided(world, lambda: choose_start(config, attempt=world.attempt).as_dict()))
+    start = agreed_start(config, world)
     pins: dict[str, Any] = {}
     words = config
     if start.manifest:
@@ -128,7 +130,7 @@ def settle(
         words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
     config = with_settings(words, _resolved(pins)) if pins else words
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
-    _same_everywhere(world, source.samples)
+    check_same_data(world, source, config.data.name, config.reproducibility.seed)
     plan = _plan(words, config, choice, world, start, source, brought)
     raise_all(beyond_the_data(config, plan, source, start))
     model, task = config.model.name or source.model, config.task.name or source.task
@@ -145,16 +147,6 @@ def _opened(config: Config, choice: Choice, world: World, source: Source | None)
         raise all_wrong(wrong) from error
     raise_all(wrong)
     return source
-
-
-def _same_everywhere(world: World, samples: int) -> None:
-    """Files that differ from machine to machine, or a dataset that shares itself out, would end in a deadlock."""
-    most, least = greatest(world, [samples, -samples])
-    if most != -least:
-        raise RequestError(
-            f"--data: the ranks see different data: from {-int(least):,} to {int(most):,} training samples",
-            remedy="the whole dataset on every rank: samples are shared out here, not by the dataset",
-        )
 
 
 def with_batch(settled: Settled, size: int, choice: Choice, world: World, *, because: str = "") -> Settled:

@@ -94,7 +94,7 @@ def together(world: World, work: Callable[[], Result]) -> Result:
     raise everywhere from error
 
 
-def decided(world: World, work: Callable[[], Result]) -> Result:
-    """Let rank 0 alone do something and tell the others its result: plain values, or the error that it raises."""
-    answer = together(world, lambda: work() if world.main else None)
-    return from_main(world, answer)  # type: ignore[no-any-return]
+def decided(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
+    """Let rank 0 (or another) alone do something and tell the others its result: plain values, or its error."""
+    answer = together(world, lambda: work() if world.rank == by else None)
+    return from_main(world, answer, source=by)  # type: ignore[no-any-return]

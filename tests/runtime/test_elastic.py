@@ -79,7 +79,7 @@ def test_another_failure_or_another_step_is_worth_an_attempt(tmp_path: Path, mes
 
 
 def test_attempts_are_counted_also_where_the_agent_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that joins restarts the others without raising their counts; two trainings of a process are one."""
+    """A node that joins restarts the others without raising their counts; one process is one attempt."""
     here = attempt(tmp_path, 0)
     assert number(here) == 0
     agreed_on(here, 4, ["a", "b"])

@@ -1,0 +1,57 @@
+"""Where a run begins, as all nodes agree: each looks at its own disk, and the newest checkpoint of all counts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from multigpu_cli.checkpoint.run_folder import NothingThere, Start, choose_start, read_note
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import decided, from_main, gathered, together
+from multigpu_cli.runtime.world import World
+
+
+def agreed_start(config: Config, world: World) -> Start:
+    """Run folder and checkpoint, the same on every rank.
+
+    On a shared file system all nodes see the same, and rank 0's word counts. On local ones a node may have what rank 0
+    lacks, after rank 0 has moved: then that node sends it.
+
+    Raises:
+        RequestError: rank 0 can't begin, and no other node has a checkpoint.
+    """
+    if world.size == world.local_size:
+        return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt).as_dict()))
+    found, error = _look(config, world) if world.local_rank == 0 else (None, None)
+    reached = int(found.manifest["step"]) + 1 if found and found.manifest else 0
+    steps = [int(step) for step in gathered(world, torch.tensor([reached], device=world.device))]
+    holder = steps.index(max(steps))
+    together(world, lambda: _complain(error, world, holder))
+    start = Start(**from_main(world, found.as_dict() if found and world.rank == holder else None, source=holder))
+    return _with_notes(replace(start, holder=holder), world)
+
+
+def _look(config: Config, world: World) -> tuple[Start | None, RequestError | None]:
+    try:
+        return choose_start(config, attempt=world.attempt), None
+    except RequestError as error:
+        return None, error
+
+
+def _complain(error: RequestError | None, world: World, holder: int) -> None:
+    """Rank 0's complaint counts, for it writes the folder; but others may have the checkpoint that it lacks."""
+    if error and world.main and not (holder and isinstance(error, NothingThere)):
+        raise error
+
+
+def _with_notes(start: Start, world: World) -> Start:
+    """A rank that ran out of memory left word of smaller micro-batches on its own node."""
+    told = read_note(Path(start.folder)).get("batch_size", 0) if world.local_rank == 0 else 0
+    sizes = [int(size) for size in gathered(world, torch.tensor([told], device=world.device)) if size]
+    if not sizes:
+        return start
+    if not start.manifest:
+        return replace(start, smaller=min(sizes))
+    pins = start.manifest["pins"] | {"batch_size": min(sizes)}
+    return replace(start, manifest=start.manifest | {"pins": pins})

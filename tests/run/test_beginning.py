@@ -1,0 +1,95 @@
+"""All nodes agree on where a run begins, on a shared file system and on disks of their own."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.run_folder import leave_note
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.run.beginning import agreed_start
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
+
+
+def holding(folder: Path, step: int) -> None:
+    """A run folder with one checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    Store(folder / "checkpoints", 3).save(step, {"model": torch.zeros(1)}, {"pins": {"batch_size": 8}, "settings": {}})
+
+
+def on_disks_of_their_own(tmp_path: Path, work: Callable[[World], Any]) -> list[Any]:
+    """Two nodes, each in a folder of its own; what each rank says, or why it was refused."""
+
+    def here(world: World) -> Any:
+        folder = tmp_path / f"node{world.rank}"
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        try:
+            return work(replace(world, local_rank=0, local_size=1))
+        except RequestError as error:
+            return error.problem
+
+    return each_rank(2, here)
+
+
+def begun(world: World, config: Config) -> list[Any]:
+    start = agreed_start(config, world)
+    return [start.checkpoint, start.holder, start.smaller, (start.manifest or {}).get("pins"), start.folder]
+
+
+RUN = resolve({"save_dir": "run"}, [], None)
+
+
+def test_the_newest_checkpoint_counts_wherever_it_lies(tmp_path: Path) -> None:
+    holding(tmp_path / "node0" / "run", 5)
+    holding(tmp_path / "node1" / "run", 7)
+    leave_note(tmp_path / "node0" / "run", {"batch_size": 4})
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))
+    assert found[0] == found[1] == ["run/checkpoints/step_00000007", 1, None, {"batch_size": 4}, "run"]
+
+
+def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        holding(tmp_path / node / "run", 5)
+    assert on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))[1][:2] == [
+        "run/checkpoints/step_00000005",
+        0,
+    ]
+
+
+def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "node1" / "run").mkdir(parents=True)
+    leave_note(tmp_path / "node1" / "run", {"batch_size": 4})
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))
+    assert found[0] == found[1] == [None, 0, 4, None, "run"]
+    named = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({}, [], None))[4])
+    assert named[0] == named[1]
+
+
+@pytest.mark.parametrize(("resume", "refused"), [("run", False), ("elsewhere", True)])
+def test_a_place_to_resume_from_may_be_on_one_node_alone(tmp_path: Path, resume: str, refused: bool) -> None:
+    holding(tmp_path / "node1" / "run", 7)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({"resume": resume}, [], None)))
+    if refused:
+        assert found[0] == found[1]
+        assert "--resume elsewhere: no checkpoint there" in found[0]
+    else:
+        assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000007", 1]
+
+
+def test_what_rank_0_may_not_begin_nobody_does(tmp_path: Path) -> None:
+    holding(tmp_path / "node0" / "run", 5)
+    holding(tmp_path / "node1" / "run", 7)
+    never = resolve({"save_dir": "run", "resume": "never"}, [], None)
+    told = on_disks_of_their_own(tmp_path, lambda world: begun(world, never))
+    assert told[0] == told[1]
+    assert "already holds a run" in told[0]
