@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.commands import doctor_gpus, doctor_system, doctor_wire
+from multigpu_cli.commands import doctor_gpus, doctor_nodes, doctor_system, doctor_wire
 from multigpu_cli.commands.doctor_findings import Finding, lines
 from multigpu_cli.commands.doctor_gpus import Facts
 from multigpu_cli.commands.doctor_model import fitting
 from multigpu_cli.commands.doctor_processes import known
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import FAILED
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous, joined
+from multigpu_cli.runtime.world import Rendezvous, grouped, joined, met
 
 _HOME = "checkpoints"
 _LONGEST_WAIT = 60.0  # seconds in a collective
@@ -35,19 +35,40 @@ def examined(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     Raises:
         RequestError: the settings can't be carried out at all.
     """
-    if Rendezvous.from_environment(environ) is not None:
-        raise RequestError("doctor under torchrun", remedy="without it: doctor starts its own workers")
     facts = gathered(environ)
     ddp = replace(config.device, multi_gpu="ddp")
     choice = choose(ddp, gpus=visible_gpus(), cpus=cores(), meeting=None)
     save_dir = Path(config.checkpoint.save_dir or _HOME)
-    found = list(doctor_gpus.findings(facts))
-    found += doctor_system.findings(save_dir, cores(), max(choice.launch, facts.visible))
+    found = [
+        *doctor_gpus.findings(facts),
+        *doctor_system.findings(save_dir, cores(), max(choice.launch, facts.visible)),
+    ]
     found += _devices(choice)
     found += _wire(choice)
     if config.explicit - _OF_THE_MACHINE:
         found += fitting(config)
     return found
+
+
+def of_the_job(config: Config, environ: Mapping[str, str], meeting: Rendezvous) -> tuple[list[Finding], int]:
+    """What can be found out under torchrun, of all its nodes; for rank 0 to show, and everybody's exit code."""
+    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    if blocked := doctor_nodes.no_way_to_the_store(meeting):
+        return [blocked], FAILED
+    world, store = met(meeting, choice.devices[0], timeout=_LONGEST_WAIT)
+    assert world.store is not None
+    here: list[Finding] = []
+    if world.local_rank == 0:
+        seen, save_dir = gathered(environ), Path(config.checkpoint.save_dir or _HOME)
+        here = [*doctor_gpus.findings(seen), *doctor_system.findings(save_dir, cores(), world.local_size)]
+    found = [*here, *doctor_nodes.examined(world, config, environ, here)]
+    if any(finding.verdict == "fail" for finding in found[len(here) :]):
+        found.append(Finding("all-reduce", "not checked", "first what is above"))
+    else:
+        with grouped(world, store, timeout=_LONGEST_WAIT):
+            found += doctor_wire.findings(doctor_wire.measure(world))
+    code = FAILED if any(finding.verdict == "fail" for finding in found) else 0
+    return found if world.main else [], doctor_nodes.farewell(world, code)
 
 
 def gathered(environ: Mapping[str, str]) -> Facts:

@@ -30,13 +30,19 @@ def _doctor(environ: Mapping[str, str]) -> Callable[..., Action]:
         """Check this machine: versions, GPUs, connections, disk; and whether a model fits. Exit code 1: not fit."""
 
         def examine() -> int:
-            from multigpu_cli.commands.doctor import examined, show, work
+            from multigpu_cli.commands.doctor import examined, of_the_job, show, work
             from multigpu_cli.commands.request import requested
+            from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("doctor", values), environ)
             if results is not None:
                 work(config, Path(results), environ)
                 return 0
+            if meeting := Rendezvous.from_environment(environ):
+                found, code = of_the_job(config, environ, meeting)
+                if found:
+                    show(found, as_json=values["json"])
+                return code
             show(findings := examined(config, environ), as_json=values["json"])
             return FAILED if any(finding.verdict == "fail" for finding in findings) else 0
 

@@ -157,20 +157,32 @@ def joined(
         yield _world(device, meeting, shared, _client(shared))
         return
     die_with_parent()
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    world, store = met(meeting, device, timeout=timeout)
+    with grouped(world, store, timeout=timeout, backend=backend):
+        yield world
+
+
+def met(meeting: Rendezvous, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
+    """Agree with the others who is there, without a process group yet; the world, and a store to form one over."""
     store = _store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0)
     client = _store(meeting, timeout, hosts=False)  # of its own, for other threads
-    world = _world(device, meeting, store, client)
+    return _world(device, meeting, store, client), store
+
+
+@contextmanager
+def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | None = None) -> Iterator[None]:
+    """Form the process group of ranks that have met, for as long as the context lasts."""
+    backend = backend or ("nccl" if world.device.type == "cuda" else "gloo")
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(world.generation, store),
-        rank=meeting.rank,
-        world_size=meeting.size,
+        rank=world.rank,
+        world_size=world.size,
         timeout=timedelta(seconds=timeout),
-        device_id=device if backend == "nccl" else None,
+        device_id=world.device if backend == "nccl" else None,
     )
     try:
-        yield world
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -11,7 +11,6 @@ import main_multi_gpu
 from multigpu_cli.commands import doctor, doctor_wire
 from multigpu_cli.commands.doctor import examined, gathered, with_nvml
 from multigpu_cli.commands.doctor_findings import Finding, lines
-from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
@@ -71,12 +70,6 @@ def test_what_nvml_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (bare.no_nvml, bare.hidden) == ("nvidia-ml-py is not installed", "3")
     four = with_nvml(bare, Nvml([a100()] * 4))
     assert (len(four.gpus), len(four.links), four.driver_cuda) == (4, 6, (12, 4))
-
-
-def test_it_is_no_worker_itself() -> None:
-    with pytest.raises(RequestError, match="doctor under torchrun"):
-        examined(Config(), {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"})
-    assert main_multi_gpu.run(["doctor", "--dry-run"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Interfaces and TCP probes; firewalls are in tests/together/test_doctor_nodes.py."""
+
+import errno
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from multigpu_cli.commands import doctor_reach
+from multigpu_cli.commands.doctor_reach import Listener, Reached, chosen, interfaces, probed, probed_port
+
+THERE = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "wanted", "address"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", "10.1.0.1"),
+        ("NCCL_SOCKET_IFNAME", "ib", "10.1.0.1"),
+        ("NCCL_SOCKET_IFNAME", "=eth0", "10.0.0.1"),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", "10.1.0.1"),
+        ("GLOO_SOCKET_IFNAME", None, "10.0.0.1"),
+    ],
+)
+def test_an_interface_gives_its_address(variable: str, wanted: str | None, address: str) -> None:
+    assert chosen(variable, wanted, THERE, "10.0.0.1") == (address, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "resolved", "said"),
+    [
+        ("eth7", "10.0.0.1", "GLOO_SOCKET_IFNAME=eth7 is no interface with an address here"),
+        ("eth", "10.0.0.1", "GLOO_SOCKET_IFNAME=eth is no interface"),
+        ("lo", "10.0.0.1", "GLOO_SOCKET_IFNAME=lo is the loopback"),
+        (None, "127.0.1.1", "own name stands for 127.0.1.1, which no other node reaches"),
+        (None, None, "own name stands for no address, and GLOO_SOCKET_IFNAME names no interface"),
+    ],
+)
+def test_one_that_no_other_node_can_use_is_told(wanted: str | None, resolved: str | None, said: str) -> None:
+    trouble = chosen("GLOO_SOCKET_IFNAME", wanted, THERE, resolved)[1]
+    assert said in trouble
+    assert "eth0 (10.0.0.1)" in trouble or "loopback" in trouble
+
+
+def test_this_machine_has_a_loopback() -> None:
+    assert interfaces()["lo"] == "127.0.0.1"
+
+
+def test_a_listener_is_reached_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_reach, "_BULK", 2**20)
+    with Listener("127.0.0.1") as listener:
+        way = probed("127.0.0.1", listener.port, speed=True)
+        assert way.outcome == "ok"
+        assert 0 < (way.latency or 0) < 0.1
+        assert (way.rate or 0) > 1e6
+        assert probed("127.0.0.1", listener.port).rate is None, "and again"
+        assert probed_port("127.0.0.1", listener.port) == Reached("ok")
+    assert threading.active_count() < 10
+
+
+@pytest.mark.parametrize(
+    ("error", "closed", "outcome"),
+    [
+        (ConnectionRefusedError(), None, "refused"),
+        (TimeoutError(), ConnectionRefusedError(), "alive"),
+        (TimeoutError(), TimeoutError(), "dropped"),
+        (OSError(errno.EHOSTUNREACH, "no route"), None, "unreachable"),
+    ],
+)
+def test_outcomes_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, closed: OSError | None, outcome: str
+) -> None:
+    def connect(place: tuple[str, int], **_: Any) -> socket.socket:
+        raise error if place[1] == 4000 or closed is None else closed
+
+    monkeypatch.setattr(doctor_reach.socket, "create_connection", connect)
+    assert probed("10.0.0.9", 4000) == probed_port("10.0.0.9", 4000) == Reached(outcome)

@@ -1,0 +1,130 @@
+"""deploy/slurm.sbatch with stand-ins for SLURM's commands on the PATH."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.together.launcher import options
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "deploy" / "slurm.sbatch"
+STAND_INS = {
+    "scontrol": """echo "scontrol $*" >> "$CALLS"
+        if [ "$1" = show ]; then printf 'alpha07\\nalpha08\\n'; fi""",
+    "srun": 'echo "srun $*" >> "$CALLS"; shift; trap "kill -USR1 \\$job" USR1; "$@" & job=$!; '
+    "while true; do wait $job; code=$?; kill -0 $job 2>/dev/null || exit $code; done",
+    "torchrun": 'echo "torchrun $*" >> "$CALLS"; eval "$TRAINER"',
+}
+Job = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """Starts the script as SLURM would; `trainer` is what torchrun does, in shell."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, does in STAND_INS.items():
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (tools / name).chmod(0o755)
+
+    def start(
+        *words: str, trainer: str = "exit 0", environ: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        given = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha[07-08]"}
+        given |= {"PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "TRAINER": trainer}
+        process = subprocess.Popen(
+            ["bash", str(SCRIPT), *words],
+            env=os.environ | given | dict(environ or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    started: list[subprocess.Popen[str]] = []
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:  # closes its pipes
+            process.wait()
+
+
+def calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+
+
+def test_the_nodes_meet_at_the_first_one_and_the_trainer_gets_its_words(job: Job, tmp_path: Path) -> None:
+    done = job("--config", "har", "--save-dir", "my runs/har")
+    assert (done.wait(20), done.communicate()[1]) == (0, "")
+    show, srun, torchrun = calls(tmp_path)
+    assert show == "scontrol show hostnames alpha[07-08]"
+    assert "--nnodes=2 --nproc-per-node=gpu --rdzv-id=4711" in torchrun
+    assert "--rdzv-endpoint=alpha07:24711" in torchrun
+    assert torchrun.endswith("-m main_multi_gpu --config har --save-dir my runs/har")
+    assert srun.startswith("srun --kill-on-bad-exit=1 torchrun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_is_queued_again(job: Job, tmp_path: Path, number: signal.Signals) -> None:
+    """The trainer takes a moment to save, and torchrun ends with 1 whatever its workers say."""
+    saving = (
+        'trap "sleep 0.3; echo saved >> $CALLS; exit 1" USR1; echo begun >> "$CALLS"; while true; do sleep 0.05; done'
+    )
+    running = job("--save-dir", "run", trainer=saving)
+    until = time.monotonic() + 20
+    while "begun" not in calls(tmp_path) and time.monotonic() < until:
+        time.sleep(0.02)
+    running.send_signal(number)
+    assert running.wait(20) == 0
+    assert calls(tmp_path)[-2:] == ["saved", "scontrol requeue 4711"]
+    assert "queued again" in running.communicate()[0]
+
+
+def test_a_failure_of_its_own_is_not_repeated(job: Job, tmp_path: Path) -> None:
+    failed = job("--save-dir=run", trainer="exit 1")
+    assert failed.wait(20) == 1
+    failed.communicate()
+    assert not any("requeue" in call for call in calls(tmp_path))
+
+
+def test_without_a_save_dir_it_could_not_go_on(job: Job, tmp_path: Path) -> None:
+    refused = job("--config", "har")
+    assert refused.wait(20) == 2
+    assert "--save-dir" in refused.communicate()[1]
+    assert calls(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_real_run_goes_on_where_it_stopped_and_ends_as_if_nothing_had_been(job: Job, tmp_path: Path) -> None:
+    does = {"torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"'}
+    does["scontrol"] = 'echo "scontrol $*" >> "$CALLS"; echo localhost'
+    for name, code in does.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+    here = {"SLURM_JOB_NUM_NODES": "1", "MULTIGPU_PER_NODE": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    flags = {"data": "tests.own:tensors", "model": "tests.own:net", "exact": True, "epochs": 40, "batch_size": 5}
+    words = options(flags | {"global_batch_size": 20, "log_interval": 1, "quiet": True})
+    run = tmp_path / "run"
+    stopped = job(*words, "--save-dir", str(run), environ=here | {"OWN_PAUSE": "0.05"})
+    until = time.monotonic() + 100
+    while not (run / "journal.jsonl").exists() or '"train"' not in (run / "journal.jsonl").read_text():
+        assert time.monotonic() < until, stopped.poll()
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGUSR1)
+    assert (stopped.wait(100), calls(tmp_path)[-1]) == (0, "scontrol requeue 4711"), stopped.communicate()
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    again, whole = (job(*words, "--save-dir", str(folder), environ=here) for folder in (run, tmp_path / "whole"))
+    assert (again.wait(150), whole.wait(150)) == (0, 0), again.communicate()
+    ends = [json.loads((folder / "summary.json").read_text()) for folder in (run, tmp_path / "whole")]
+    assert ends[0]["fingerprint"] == ends[1]["fingerprint"]
+    assert ends[0]["resumed_from"] is not None
