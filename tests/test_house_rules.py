@@ -15,7 +15,7 @@ FLOORS = (
     {"planning"},
     {"config"},
     {"runtime"},
-    {"data", "models", "strategies", "optimizers", "checkpoint", "monitor", "faults"},
+    {"data", "environments", "models", "strategies", "optimizers", "checkpoint", "monitor", "faults"},
     {"tasks"},
     {"run"},
     {"engine", "launch"},

@@ -1,0 +1,6 @@
+"""The environments by name; nothing is imported until one is asked for."""
+
+ENVIRONMENTS = {
+    "gym": "multigpu_cli.environments.gym:group",
+}
+"""`gym` takes a gymnasium id after a colon: gym:CartPole-v1."""
