@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.lock import owned
-from multigpu_cli.config.schema import CheckpointConfig, Config
+from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults.stop import StopRequest
@@ -23,6 +23,7 @@ from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.returning import note_recovery
+from multigpu_cli.run.rhythm import Rhythm
 from multigpu_cli.run.settle import Settled, settle
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, be_fast, seed_micro_batch
@@ -55,28 +56,20 @@ def run(
     """
     began = time.perf_counter()
     with ExitStack() as stack:
-        patience = choice.timeout or max(LONG, config.fault.hang_timeout)
-        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
-        stop = stack.enter_context(StopRequest())
-        watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
-        settled = settle(config, choice, world, brought=brought)
+        settled, guards = _settled(config, choice, meeting, last_words, stack, brought)
         if settled.nothing_to_do and not dry_run:
             console.note(f"{settled.start.folder} is complete: nothing to do")
             console.report(settled.start.summary or {})
             if brought:
-                brought.recall(settled.start.folder, world)
+                brought.recall(settled.start.folder, guards.world)
             return settled.start.summary or {}
-        if settled.config.reproducibility.exact:
-            be_deterministic()
-        else:
-            be_fast(world.device)
         if dry_run:
             console.plan(settled.plan.rows(), "Plan")
             console.data(settled.plan.as_dict())
             return settled.plan.as_dict()
-        parts, notes = _assembled(settled, choice, world, console, stop, watch, stack)
+        parts, notes = _assembled(settled, choice, guards, console, stack)
         parts.progress.startup_seconds += time.perf_counter() - began
-        return _trained(parts, notes, last_attempt=world.restarts_left <= 0)
+        return _trained(parts, notes, last_attempt=guards.world.restarts_left <= 0)
 
 
 def set_up(
@@ -98,39 +91,54 @@ def set_up(
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
     began = time.perf_counter()
-    patience = choice.timeout or max(LONG, config.fault.hang_timeout)
-    world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
-    stop = stack.enter_context(StopRequest())
-    watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
-    settled = settle(config, choice, world, brought=brought)
+    settled, guards = _settled(config, choice, meeting, last_words, stack, brought)
     if settled.nothing_to_do:
         raise RequestError(f"{settled.start.folder} is complete", remedy="another --save-dir, or more --epochs")
-    if settled.config.reproducibility.exact:
-        be_deterministic()
-    else:
-        be_fast(world.device)
-    run, notes = _assembled(settled, choice, world, console, stop, watch, stack)
+    run, notes = _assembled(settled, choice, guards, console, stack)
     run.progress.startup_seconds += time.perf_counter() - began
     record.open_run(run, notes)
     return run
 
 
-def _assembled(
-    settled: Settled,
+class _Guards(NamedTuple):
+    """What is there before anything is settled: the other ranks, and who listens and watches meanwhile."""
+
+    world: World
+    stop: StopRequest
+    watch: Watch
+
+
+def _settled(
+    config: Config,
     choice: Choice,
-    world: World,
-    console: Console,
-    stop: StopRequest,
-    watch: Watch,
+    meeting: Rendezvous | None,
+    last_words: Callable[[TrainingError], None],
     stack: ExitStack,
+    brought: Brought | None,
+) -> tuple[Settled, _Guards]:
+    """Meet the other ranks and settle the request with them."""
+    patience = choice.timeout or max(LONG, config.fault.hang_timeout)
+    world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+    stop = stack.enter_context(StopRequest())
+    watch = stack.enter_context(Watch(world, config.fault.hang_timeout, last_words))
+    settled = settle(config, choice, world, brought=brought)
+    if settled.config.reproducibility.exact:
+        be_deterministic()
+    else:
+        be_fast(world.device)
+    return settled, _Guards(world, stop, watch)
+
+
+def _assembled(
+    settled: Settled, choice: Choice, guards: _Guards, console: Console, stack: ExitStack
 ) -> tuple[Run, list[str]]:
     """The parts, rehearsed, in a folder that is ours; and what went wrong in the rehearsal, and was mended."""
-    learner = build_learner(settled, choice, world)
+    learner = build_learner(settled, choice, guards.world)
     notes = rehearse(learner)
     console.plan(learner.plan.rows(), "Plan")
     folder = stack.enter_context(ExitStack())
-    decided(world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
-    return assemble(learner, console, stop, watch, stack), notes
+    decided(guards.world, lambda: folder.enter_context(owned(Path(settled.start.folder))))
+    return assemble(learner, console, guards.stop, guards.watch, stack), notes
 
 
 def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def _trained(run: Run, notes: list[str], *, last_attempt: bool) -> dict[str, Any
     return found
 
 
-def fit(run: Run, every: "Rhythm | None" = None, *, until: int | None = None) -> str:
+def fit(run: Run, every: Rhythm | None = None, *, until: int | None = None) -> str:
     """Train until the planned steps are done, nothing improves any more, or somebody asks us to stop.
 
     Args:
@@ -194,26 +202,30 @@ def fit(run: Run, every: "Rhythm | None" = None, *, until: int | None = None) ->
     return "completed"
 
 
-def after(run: Run, outcome: Outcome, every: "Rhythm") -> str:
+def after(run: Run, outcome: Outcome, every: Rhythm) -> str:
     """At the edge of a step: count, log, judge and save; "", or why training ends here: finished or stopped."""
     progress, batches, total = run.progress, run.plan.batches, run.plan.schedule.total_steps
-    progress.step += 1
-    run.meters.step(batches.samples_in((progress.step - 1) % batches.steps_per_epoch))
+    before, progress.step = progress.step, min(total, run.train.follows(progress.step, batches))
+    run.meters.step(batches.samples_in(before % batches.steps_per_epoch))
     run.bar.update(progress.step)
     if run.before:
         note_recovery(run)
-    logged = progress.step % run.config.log.interval == 0 or progress.step == total
+    interval = run.config.log.interval
+    logged = progress.step // interval > before // interval or progress.step == total
     if logged:
         record.log_step(run, outcome)
     epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
     if epoch_ended:
         record.judge(run)
     finished = progress.step == total or progress.stopped_early
+    edge = epoch_ended or not run.train.whole_epochs
     run.watch.at(progress.step, "agreeing")
-    stopping, late = run.agreement.on(progress.step, (run.stop.signal is not None, every.overdue()))
+    wishes = (run.stop.signal is not None, every.overdue())
+    stopping, late = run.agreement.on(progress.step, wishes) if edge else (False, False)
     if (stopping or finished) and not logged:
         record.log_step(run, outcome)
-    if stopping or late or finished or every.due(progress.step, epoch_ended=epoch_ended):
+    due = every.due(before, progress.step, epoch_ended=epoch_ended)
+    if edge and (stopping or late or finished or due):
         record.save(run)
         every.saved()
     if finished:
@@ -276,24 +288,3 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
 
 def _limit(config: Config) -> float | None:
     return None if config.optimizer.max_grad_norm == "off" else float(config.optimizer.max_grad_norm)
-
-
-class Rhythm:
-    """When checkpoints are due: at the end of each epoch, or every so many steps or minutes."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        text = config.every or ""
-        self._minutes = float(text[:-1]) if text.endswith("m") else None
-        self._steps = int(text) if text.isdigit() else None
-        self._last = time.monotonic()
-
-    def due(self, step: int, *, epoch_ended: bool) -> bool:
-        """By step number: the same on every rank."""
-        return step % self._steps == 0 if self._steps else epoch_ended and self._minutes is None
-
-    def overdue(self) -> bool:
-        """By this rank's clock: the ranks have to agree on it."""
-        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
-
-    def saved(self) -> None:
-        self._last = time.monotonic()

@@ -155,7 +155,7 @@ class MultiGPUConfig:
         if faults:
             raise all_wrong(faults)
         config = _with(Config(), values)
-        broken = rules.broken(config, datasets=(), models=(), tasks=(), environ={}, untold=["data"])
+        broken = rules.broken(config, datasets=(), environments=(), models=(), tasks=(), environ={}, untold=["data"])
         if broken:
             raise in_python(all_wrong(broken))
         return config

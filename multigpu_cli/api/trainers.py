@@ -22,6 +22,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.run import ending, record
 from multigpu_cli.run.parts import Run
+from multigpu_cli.run.rhythm import Rhythm
 from multigpu_cli.runtime.collectives import total
 from multigpu_cli.tasks.criterion import Loss
 
@@ -112,7 +113,7 @@ class MultiGPUTrainer(Functions):
         with ExitStack() as opening:
             self.run = self._opened(frozen, choice, meeting, brought, opening)
             self._stack = opening.pop_all()
-        self._every = engine.Rhythm(self.run.config.checkpoint)
+        self._every = Rhythm(self.run.config.checkpoint)
         self.run.watch.resting = True
         atexit.register(self.close)
         return brought.model, TrainLoader(self.run), self.run.val

@@ -55,12 +55,13 @@ class Kept:
         """Plain values and tensors in host memory; see `begin_capture`."""
         return self.begin_capture(into).finish()
 
-    def begin_capture(self, into: dict[str, Any] | None = None) -> "Snapshot":
+    def begin_capture(self, into: dict[str, Any] | None = None, task: dict[str, Any] | None = None) -> "Snapshot":
         """Take what moves at any time, and leave what only the optimizer moves to `Snapshot.finish`.
 
         Args:
             into: an earlier capture that nobody reads any more; its memory is used again, which is several times faster
                 than asking the system for fresh pages.
+            task: what the task keeps beside these.
         """
         state = {
             "model": self.model.state_dict(),
@@ -69,6 +70,7 @@ class Kept:
             "average": self.average.state_dict() if self.average else None,
             "progress": asdict(self.progress),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "task": task or {},
         }
         moving = {buffer.data_ptr() for buffer in self.model.buffers()}  # forward moves them
         later: list[tuple[Tensor, Tensor]] = []

@@ -11,6 +11,7 @@ import typer
 from multigpu_cli.config.recipes import available
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
 
@@ -25,7 +26,7 @@ def of(key: str, metavar: str) -> Offer | None:
         metavar: how help shows the value; the words in auto|on|off are offered.
     """
     offers: dict[str, Offer] = {
-        "data": _among(DATASETS),
+        "data": _among([*DATASETS, *ENVIRONMENTS]),
         "model": _among(MODELS),
         "task": _among(TASKS),
         "config": lambda incomplete: _among(available())(incomplete),  # late: reads folders

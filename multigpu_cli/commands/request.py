@@ -7,6 +7,7 @@ from multigpu_cli.config import rules
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import gather
 from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
@@ -31,7 +32,7 @@ def requested(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
     if readable:
         config = rules.yielding(config, filed, environ)
-        names = {"datasets": DATASETS, "models": MODELS, "tasks": TASKS}
+        names = {"datasets": DATASETS, "environments": ENVIRONMENTS, "models": MODELS, "tasks": TASKS}
         faults += rules.broken(config, **names, environ=environ, untold=broken)
     if wrong or faults:
         raise all_wrong([*wrong, *faults])

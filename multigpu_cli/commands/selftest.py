@@ -25,6 +25,7 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.source import open_source
+from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_workers
 from multigpu_cli.models.registry import MODELS
@@ -230,7 +231,7 @@ def _place(config: Config) -> Choice:
 def _no_exact(config: Config) -> str:
     """Why --exact is out of the question for these settings; empty where it is not."""
     tried = with_settings(config, {"exact": True})
-    faults = rules.broken(tried, datasets=DATASETS, models=MODELS, tasks=TASKS, environ={})
+    faults = rules.broken(tried, datasets=DATASETS, environments=ENVIRONMENTS, models=MODELS, tasks=TASKS, environ={})
     return faults[0].problem if faults else ""
 
 

@@ -8,7 +8,7 @@ from multigpu_cli.config.schema import SETTINGS, Config, Setting
 from multigpu_cli.errors import RequestError, all_wrong
 
 OF_THE_COMMAND = {"save_dir", "resume"}
-_LENGTH = {"epochs", "max_steps", "env_steps", "data_dir"}
+_LENGTH = {"epochs", "max_steps", "env_steps", "episodes", "data_dir"}
 
 
 def settings(config: Config) -> dict[str, Any]:

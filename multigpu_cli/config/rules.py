@@ -20,11 +20,12 @@ class Facts(NamedTuple):
     """What the rules know besides the settings.
 
     Attributes:
-        datasets, models, tasks: the built-in names.
+        datasets, environments, models, tasks: the built-in names.
         environ: the process environment.
     """
 
     datasets: Collection[str]
+    environments: Collection[str]
     models: Collection[str]
     tasks: Collection[str]
     environ: Mapping[str, str]
@@ -41,6 +42,7 @@ def broken(
     config: Config,
     *,
     datasets: Collection[str],
+    environments: Collection[str],
     models: Collection[str],
     tasks: Collection[str],
     environ: Mapping[str, str],
@@ -50,11 +52,11 @@ def broken(
 
     Args:
         config: the resolved settings.
-        datasets, models, tasks: the built-in names; a name with a colon is the user's own and not looked up.
+        datasets, environments, models, tasks: the built-in names; one with a colon is the user's own, not looked up.
         environ: the process environment, for what torchrun has set.
         untold: keys whose values are unfit and were reported already.
     """
-    facts = Facts(datasets, models, tasks, environ)
+    facts = Facts(datasets, environments, models, tasks, environ)
     rules = [rule for rule in RULES if not set(rule.keys.split()) & set(untold)]
     return [fault for rule in rules for fault in rule.check(config, facts)]
 
@@ -69,7 +71,7 @@ def yielding(config: Config, filed: Collection[str], environ: Mapping[str, str])
     """
 
     def faults(config: Config) -> int:
-        facts = Facts((), (), (), environ)
+        facts = Facts((), (), (), (), environ)
         return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, facts))
 
     said = any(key in config.explicit and key not in filed for key in _WHERE)
@@ -81,12 +83,12 @@ def yielding(config: Config, filed: Collection[str], environ: Mapping[str, str])
 
 def _names(config: Config, facts: Facts) -> Iterator[RequestError]:
     asked = (
-        ("--data", config.data.name, facts.datasets),
+        ("--data", config.data.name, [*facts.datasets, *facts.environments]),
         ("--model", config.model.name, facts.models),
         ("--task", config.task.name, facts.tasks),
     )
     for flag, name, known in asked:
-        if name is None or name in known:
+        if name is None or name in known or (flag == "--data" and name.partition(":")[0] in facts.environments):
             continue
         if ":" not in name:
             yield RequestError(
@@ -180,10 +182,17 @@ def _data_parallel(config: Config, facts: Facts) -> Iterator[RequestError]:
 
 def _reinforcement(config: Config, facts: Facts) -> Iterator[RequestError]:
     task = config.task
-    if task.name == "ppo" or (task.name is not None and ":" in task.name):
+    acts = config.data.name.partition(":")[0] in facts.environments
+    if acts and task.name not in (None, "ppo") and ":" not in task.name:
+        yield RequestError(
+            f"--task {task.name} together with --data {config.data.name}: that is no dataset but environments",
+            remedy="--task ppo, or leave it out",
+        )
+    if acts or task.name == "ppo" or (task.name is not None and ":" in task.name):
         return
-    for flag, value in (("--num-envs", task.num_envs), ("--env-steps", task.env_steps)):
-        if value is not None:
+    for key in ("num_envs", "env_group", "env_steps", "episodes"):
+        if config.get(key) is not None:
+            flag = "--" + key.replace("_", "-")
             yield RequestError(f"{flag} is for reinforcement learning only", remedy="--task ppo, or leave it out")
 
 
@@ -202,7 +211,7 @@ RULES = (
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
-    Rule("task num_envs env_steps", _reinforcement),
+    Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
     Rule("data_dir init_from save_dir resume", _places),
 )

@@ -108,7 +108,9 @@ class TaskConfig:
     args: dict[str, Any] = _arguments("task.args")
     label_smoothing: float = setting("label_smoothing", 0.0, number(0, 1, below=True), "softens one-hot targets")
     num_envs: int | None = setting("num_envs", None, integer(1), "PPO: environments in total")
+    env_group: int | None = setting("env_group", None, integer(1), "PPO: environments that are stepped as one batch")
     env_steps: int | None = setting("env_steps", None, integer(1), "PPO: length in environment steps", free=True)
+    episodes: int | None = setting("episodes", None, integer(1), "PPO: length in episodes", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +120,7 @@ class LengthConfig:
     PANEL = "Length and batch"
     epochs: int = setting("epochs", 20, integer(1, 10**9), "passes over the training data", free=True)
     max_steps: int | None = setting("max_steps", None, integer(1), "optimizer steps at most", free=True)
-    patience: int | None = setting(
-        "early_stopping_patience", None, integer(1), "stop after N epochs without improvement"
-    )
+    patience: int | None = setting("early_stopping_patience", None, integer(1), "stop after N epochs without gain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +232,7 @@ class LogConfig:
 
     PANEL = "Logging"
     interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
-    trace_samples: bool = setting(
-        "trace_samples", False, kinds.switch, "write each step's sample numbers to samples.jsonl", free=True
-    )
+    trace_samples: bool = setting("trace_samples", False, kinds.switch, "write sample numbers to a file", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)

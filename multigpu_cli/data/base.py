@@ -1,8 +1,8 @@
 """What a dataset is to the rest of the house."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -54,6 +54,9 @@ class Source:
         remark: what is special about the samples, for the plan.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         fetching: how samples come to the device.
+        offers: what else a network's factory may ask for.
+        pieces: samples of a micro-batch and of a global batch, where the user's settings don't say.
+        epochs: how many there are, where --epochs does not say.
         transformed: a mark of what else was learned from the training part and went into the samples.
         model, task: what suits this dataset where the user names none.
     """
@@ -74,6 +77,9 @@ class Source:
     new: Dataset[Any] | None = None
     order: Order | None = None
     fetching: Fetching = Fetching()
+    offers: Mapping[str, Any] = field(default_factory=dict)
+    pieces: tuple[int, int] | None = None
+    epochs: int | None = None
     model: str = "mlp"
     task: str = "classification"
 

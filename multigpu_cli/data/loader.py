@@ -50,6 +50,8 @@ class Loader:
         workers_here: loaders of other workers on this machine share its cores.
     """
 
+    whole_epochs = False  # a run may go on from any step
+
     def __init__(
         self,
         split: Dataset[Any],
@@ -71,6 +73,14 @@ class Loader:
     def close(self) -> None:
         """End the loader processes, if there are any."""
         self._fetch.close()
+
+    def follows(self, step: int, plan: BatchPlan) -> int:
+        """The step after this one, counted over the run."""
+        return step + 1
+
+    def samples_after(self, step: int, plan: BatchPlan) -> int:
+        """Samples trained in so many steps."""
+        return plan.samples_after(step)
 
     def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[Iterator[Batch]]:
         """The steps of an epoch from step `start` on: each an iterator over this worker's batches.

@@ -35,7 +35,7 @@ class Box:
             else torch.tensor(bound, dtype=actions.dtype, device=actions.device).view(self.shape)
             for bound in (self.low, self.high)
         )
-        return actions.clamp(low, high)
+        return torch.minimum(torch.maximum(actions, low), high)
 
 
 class Stepped(NamedTuple):

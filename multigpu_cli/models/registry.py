@@ -7,4 +7,7 @@ MODELS = {
     "har-convnet": "multigpu_cli.models.har_convnet:build",
     "transformers": "multigpu_cli.models.hugging_face:build",
     "gpt": "multigpu_cli.models.gpt:build",
+    "actor-critic": "multigpu_cli.models.actor_critic:build",
+    "lstm-actor-critic": "multigpu_cli.models.actor_critic:build_lstm",
+    "clstm-actor-critic": "multigpu_cli.models.clstm:build",
 }

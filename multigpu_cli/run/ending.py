@@ -84,7 +84,7 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
         "precision": run.plan.precision,
         "epochs": progress.step // batches.steps_per_epoch,
         "steps": progress.step,
-        "samples": batches.samples_after(progress.step),
+        "samples": run.train.samples_after(progress.step, batches),
         "global_batch_size": batches.global_batch,
         "train_seconds": seconds,
         "startup_seconds": progress.startup_seconds,

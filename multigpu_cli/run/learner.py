@@ -18,6 +18,7 @@ from multigpu_cli.config.kinds import shown
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.feed import Feed
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sample import shapes
 from multigpu_cli.errors import RequestError
@@ -56,9 +57,10 @@ class Learner:
     kept: Kept
     precision: Precision
     strategy: Strategy
-    train: Loader
+    train: Feed
     val: Loader | None
     test: Loader | None
+    resumed_without: str  # what a checkpoint could not bring back, in words
     compiled: Compiled | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -98,40 +100,42 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
-    train, val, test = together(world, lambda: _loaders(settled, world))
-    task, kept, precision = together(world, lambda: _on_this_rank(settled, world, train))
+    task = together(world, lambda: task_of(settled.config, settled.source, settled.brought))
+    config = settled.config
+    train, val, test = together(world, lambda: task.loaders(config.data, world, config.reproducibility.seed))
+    kept, precision = together(world, lambda: _on_this_rank(settled, world, task, train))
     if settled.brought:
         make_alike(kept.model, world)
         if kept.average:
             kept.average.module.load_state_dict(kept.model.state_dict())
-    _restore(kept, settled, world)
+    resumed_without = _restore(kept, task, settled, world)
     model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
     settled = _with_buckets(settled, kept.model, world)
     strategy = _strategy(model, choice, world, settled)
     some = min(settled.plan.batches.micro_batch, train.size)
     strategy.warm_up(lambda: task.loss_sum(strategy.callable, first_batch(train, some)))
-    learner = Learner(settled, choice, world, task, kept, precision, strategy, train, val, test)
+    learner = Learner(settled, choice, world, task, kept, precision, strategy, train, val, test, resumed_without)
     if isinstance(model, Compiled):
         learner.compiled, model.size = model, lambda: learner.plan.batches.micro_batch
     return learner
 
 
-def _on_this_rank(settled: Settled, world: World, train: Loader) -> tuple[Task, Kept, Precision]:
+def _on_this_rank(settled: Settled, world: World, task: Task, train: Feed) -> tuple[Kept, Precision]:
     """What can be built without communication, so that errors can be compared."""
     config, source = settled.config, settled.source
     live = settled.brought
-    task = task_of(config, source, live)
     model = prepared(adapted(live.model), config.model, settled.model) if live else fresh_model(config, source)
     if config.model.init_from and not settled.start.checkpoint:
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
     precision = Precision(settled.plan.precision, world.device)
+    task.begin(model, precision)
     _lay_out(settled, task, model, precision, first_batch(train, min(2, train.size)))
     ema = config.optimizer.ema
     average = None if ema == "off" else averaged(model, float(ema))
     optimizer = (live and live.ready_optimizer(model)) or build_optimizer(model, config.optimizer)
     scheduler = live.scheduler if live else None
-    return task, Kept(model, optimizer, precision, average, Progress(), scheduler), precision
+    return Kept(model, optimizer, precision, average, Progress(), scheduler), precision
 
 
 def fresh_model(config: Config, source: Source) -> nn.Module:
@@ -142,7 +146,7 @@ def fresh_model(config: Config, source: Source) -> nn.Module:
         "task": config.task.name or source.task,
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
-    }
+    } | dict(source.offers)
     seed_weights(config.reproducibility.seed)
     return build_model(config.model, config.model.name or source.model, offered)
 
@@ -197,18 +201,7 @@ def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], erro
     return RequestError("\n".join(told), remedy=remedy + whole)
 
 
-def _loaders(settled: Settled, world: World) -> tuple[Loader, Loader | None, Loader | None]:
-    source, config = settled.source, settled.config
-
-    def loader(split: Any) -> Loader:
-        seed, here = config.reproducibility.seed, world.local_size
-        return Loader(split, source, config.data, device=world.device, seed=seed, workers_here=here)
-
-    val, test = (None if split is None else loader(split) for split in (source.val, source.test))
-    return loader(source.train), val, test
-
-
-def first_batch(loader: Loader, size: int) -> Batch:
+def first_batch(loader: Feed, size: int) -> Batch:
     """The first samples, unshuffled: alike on every rank, and at every start."""
     return next(loader.held_out(size, 0, 1))
 
@@ -228,8 +221,9 @@ def build_task(config: Config, source: Source) -> Task:
     return task
 
 
-def _restore(kept: Kept, settled: Settled, world: World) -> None:
+def _restore(kept: Kept, task: Task, settled: Settled, world: World) -> str:
     """One rank reads the checkpoint; the others get it from there, so only one machine needs the file."""
+    told = ""
     if settled.start.checkpoint:
         path = Path(settled.start.checkpoint)
         state: dict[str, Any] = decided(
@@ -238,6 +232,9 @@ def _restore(kept: Kept, settled: Settled, world: World) -> None:
         kept.restore(state, settled.start.checkpoint)
         if not settled.same_length:  # more epochs are a new chance for a run that had stopped early
             kept.progress.stopped_early, kept.progress.stale_epochs = False, 0
+        if state.get("task"):
+            told = task.load_state(state["task"], world)
+    return told
 
 
 def _with_buckets(settled: Settled, model: nn.Module, world: World) -> Settled:

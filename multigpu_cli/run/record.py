@@ -57,6 +57,8 @@ def open_run(run: Run, faults: list[str]) -> None:
     if start.manifest:
         before = start.manifest["world_size"]
         run.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)
+        if run.resumed_without:
+            note_fault(run, "resume", run.resumed_without)
         if not run.settled.same_length:
             run.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
 
@@ -87,7 +89,7 @@ def log_step(run: Run, outcome: Outcome) -> None:
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": -(-progress.step // batches.steps_per_epoch),
-        "samples": batches.samples_after(progress.step),
+        "samples": run.train.samples_after(progress.step, batches),
         "loss": fsum(value for row in everyone for value in row[: len(losses)]) / max(1, int(run.units.last)),
         "lr": float(run.kept.optimizer.param_groups[0]["lr"]),
         **figures.of_the_gradient(run, rows, float(outcome.norm)),
@@ -96,6 +98,7 @@ def log_step(run: Run, outcome: Outcome) -> None:
         "step_ms": rates["step_ms"],
         **figures.of_all(rows, rates, steps),
         **figures.of_the_device(run, rates["samples_per_second"]),
+        **run.task.told(steps * rates["step_ms"] / 1e3),
     }
     run.progress.last["train_loss"] = fields["loss"]
     run.console.train(run.journal.write("train", **fields))
@@ -190,12 +193,16 @@ def judge(run: Run) -> None:
     look_for_nonfinite(run)
     if run.tally:
         progress.last["epoch_loss"] = run.tally.read()
-    if run.val is None:
+    epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
+    if reached := run.task.enough():
+        progress.stopped_early = True
+        run.console.note(f"ending early: {reached}")
+    last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
+    if run.val is None or not (last or run.task.evaluates(epoch)):
         return
     found = evaluate(run, "val", run.val)
     score = list(run.task.score(found.metrics))
     if not progress.score or score > progress.score:
-        epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in found.metrics.items()}
         progress.best = {"epoch": epoch, "step": progress.step, **found.metrics, **named}
@@ -217,11 +224,12 @@ def save(run: Run) -> None:
     run.watch.at(run.progress.step, "saving")
     with run.meters.paused():
         check_replicas(run.kept.model, run.world, run.progress.step)
+        more = run.task.state(run.world)
         if not run.world.main:
             return
         began = time.perf_counter()
         _hear_of_the_last(run)
-        step, best, snapshot = run.progress.step, run.best, _captured(run)
+        step, best, snapshot = run.progress.step, run.best, _captured(run, more)
         best_metrics, run.best_sent = dict(run.progress.best), best
         stalled = time.perf_counter() - began
 
@@ -251,11 +259,11 @@ def _hear_of_the_last(run: Run) -> None:
     run.best_sent = None
 
 
-def _captured(run: Run) -> Snapshot:
+def _captured(run: Run, task: dict[str, Any]) -> Snapshot:
     """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
     live = run.progress
     before, live.train_seconds = live.train_seconds, live.train_seconds + run.meters.seconds
-    snapshot = run.kept.begin_capture(run.snapshot)
+    snapshot = run.kept.begin_capture(run.snapshot, task)
     run.snapshot, live.train_seconds = snapshot.state, before
     return snapshot
 

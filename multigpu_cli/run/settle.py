@@ -12,8 +12,6 @@ from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_se
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
@@ -22,14 +20,15 @@ from multigpu_cli.run.alike import check_same_data
 from multigpu_cli.run.beginning import agreed_start
 from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
-from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.sources import maker_of, opened
 
 _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
+_LENGTH = ("epochs", "max_steps", "env_steps", "episodes")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Settled:
     def same_length(self) -> bool:
         """Whether the run is as long as when its checkpoint was written."""
         stored = self.start.manifest["settings"] if self.start.manifest else None
-        return stored is not None and all(self.words.get(key) == stored[key] for key in ("epochs", "max_steps"))
+        return stored is not None and all(self.words.get(key) == stored[key] for key in _LENGTH)
 
 
 def settle(
@@ -141,7 +140,7 @@ def _opened(config: Config, choice: Choice, world: World, source: Source | None)
     """The dataset; what is wrong with it is told together with what is wrong with the device."""
     wrong = list(beyond_the_device(config, choice, world))
     try:
-        source = source or open_source(config.data, config.reproducibility.seed)
+        source = source or opened(config)
     except RequestError as error:
         wrong.append(error)
         raise all_wrong(wrong) from error
@@ -177,12 +176,14 @@ def _plan(
     brought: Brought | None,
 ) -> Plan:
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
+    size, whole = source.pieces or (config.batch.size, config.batch.global_size)
+    epochs = source.epochs or config.length.epochs
     batches = plan_batches(
         samples=source.samples,
-        micro_batch=_PROVISIONAL if config.batch.size == "auto" else int(config.batch.size),
+        micro_batch=_PROVISIONAL if size == "auto" else int(size),
         workers=workers,
         accumulation=config.batch.grad_accum_steps,
-        global_batch=config.batch.global_size,
+        global_batch=whole,
         drop_last=config.batch.drop_last,
     )
     rate = _rate(config, batches, brought, pinned=start.manifest is not None)
@@ -200,7 +201,7 @@ def _plan(
             peak=rate.value,
             shape=config.rate.schedule,
             steps_per_epoch=batches.steps_per_epoch,
-            epochs=config.length.epochs,
+            epochs=epochs,
             max_steps=config.length.max_steps,
             warmup_epochs=config.rate.warmup_epochs,
             args=config.rate.args,
@@ -213,7 +214,7 @@ def _plan(
         start=start.because,
         idle=_without_effect(words, choice, brought),
         save_dir=start.folder,
-        epochs=config.length.epochs,
+        epochs=epochs,
         size_because="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=share_threads(here, cores(), exact=config.reproducibility.exact),
     )
@@ -223,7 +224,7 @@ def _without_effect(words: Config, choice: Choice, brought: Brought | None) -> l
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
     if not brought:
-        about_data -= inspect.signature(plugins.find(words.data.name, DATASETS, flag="--data")).parameters.keys()
+        about_data -= inspect.signature(maker_of(words)).parameters.keys()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
     said = [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & words.explicit)]

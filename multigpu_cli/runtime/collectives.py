@@ -70,6 +70,21 @@ def from_main(world: World, value: Any, *, source: int = 0) -> Any:
     return torch.load(io.BytesIO(wire.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
 
 
+def collected(world: World, value: Any) -> list[Any]:
+    """Everybody's value, in rank order, on every rank: anything that `torch.load(weights_only=True)` reads back."""
+    if world.size == 1:
+        return [value]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(world.device)
+    sizes = [int(size) for size in gathered(world, torch.tensor(mine.numel(), device=world.device))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
+    padded[: mine.numel()] = mine
+    parts = zip(gathered(world, padded), sizes, strict=True)
+    found = (part[:size].cpu().numpy().tobytes() for part, size in parts)
+    return [torch.load(io.BytesIO(content), weights_only=True, map_location="cpu") for content in found]
+
+
 def together(world: World, work: Callable[[], Result]) -> Result:
     """Do something that may fail on any rank; if it does anywhere, the first such rank's error is raised everywhere.
 

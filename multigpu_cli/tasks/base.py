@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.feed import Feed
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import total
@@ -69,6 +70,25 @@ class Task(ABC):
     def __init__(self, source: Source, config: TaskConfig) -> None:
         self.source, self.config = source, config
 
+    def loaders(self, config: DataConfig, world: World, seed: int) -> tuple[Feed, Any, Any]:
+        """What serves the splits to this worker: a task may bring a stream of micro-batches of its own."""
+        source = self.source
+        train, val, test = (
+            None
+            if split is None
+            else Loader(split, source, config, device=world.device, seed=seed, workers_here=world.local_size)
+            for split in (source.train, source.val, source.test)
+        )
+        assert train is not None
+        return train, val, test
+
+    def begin(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
+        """Take a look at the network that will be trained, before its first batch.
+
+        Raises:
+            RequestError: it is none for this task.
+        """
+
     @abstractmethod
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """(): the loss of one micro-batch, summed (not averaged) over its units."""
@@ -100,6 +120,30 @@ class Task(ABC):
             RequestError: the task has no such table.
         """
         raise RequestError(f"--task {type(self).__name__}: it has no predictions to write", remedy="a task that has")
+
+    def evaluates(self, epoch: int) -> bool:
+        """Whether the validation split is looked at after so many epochs; after the last one it always is."""
+        return True
+
+    def enough(self) -> str:
+        """What has been reached and ends the run, in words; empty while it goes on."""
+        return ""
+
+    def told(self, seconds: float) -> dict[str, Any]:
+        """More fields of a `train` line; all ranks ask together.
+
+        Args:
+            seconds: of training since the line before.
+        """
+        return {}
+
+    def state(self, world: World) -> dict[str, Any]:
+        """What a checkpoint has to keep of this task, of all ranks, who ask together: plain values and tensors."""
+        return {}
+
+    def load_state(self, state: dict[str, Any], world: World) -> str:
+        """Go on where `state` was taken, perhaps on another number of ranks; what could not be kept up, in words."""
+        return ""
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         """Orders results: the greater is the better one."""

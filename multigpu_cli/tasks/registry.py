@@ -5,4 +5,5 @@ TASKS = {
     "multi-label": "multigpu_cli.tasks.multi_label:MultiLabel",
     "regression": "multigpu_cli.tasks.regression:Regression",
     "language-model": "multigpu_cli.tasks.language_model:LanguageModel",
+    "ppo": "multigpu_cli.tasks.ppo.task:PPO",
 }

@@ -37,7 +37,9 @@ OTHER = {  # a valid value for each setting that is not its default
     "task.args": {"x": 1},
     "label_smoothing": 0.1,
     "num_envs": 8,
+    "env_group": 4,
     "env_steps": 100,
+    "episodes": 50,
     "epochs": 7,
     "max_steps": 9,
     "early_stopping_patience": 2,
@@ -177,7 +179,7 @@ def test_two_commands_mean_the_same_run(key: str) -> None:
     """Where and how fast it runs, and what is logged and kept, do not count; its length and data do."""
     other, same = asked(**{key: OTHER[key]}), settings(Config())
     assert same_run(Config(), same)
-    assert same_run(other, same) == (key in FREE - {"epochs", "max_steps", "env_steps", "data_dir"})
+    assert same_run(other, same) == (key in FREE - {"epochs", "max_steps", "env_steps", "episodes", "data_dir"})
 
 
 def test_places_are_of_the_command_alone() -> None:

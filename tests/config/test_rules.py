@@ -11,7 +11,12 @@ from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.rules import broken, yielding
 from multigpu_cli.config.sources import gather, resolve
 
-NAMES: dict[str, Any] = {"datasets": ["digits", "har"], "models": ["mlp"], "tasks": ["classification", "ppo"]}
+NAMES: dict[str, Any] = {
+    "datasets": ["digits", "har"],
+    "environments": ["gym"],
+    "models": ["mlp"],
+    "tasks": ["classification", "ppo"],
+}
 TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "2",

@@ -10,7 +10,7 @@ FLAGS = """
 --max-grad-norm --label-smoothing --ema --amp --compile --num-workers --data-on-device --early-stopping-patience
 --save-dir --resume --checkpoint-every --keep --log-interval --trace-samples --seed --exact --nonfinite --on-oom
 --hang-timeout --max-restarts --sync-bn --grad-checkpointing --find-unused-parameters --freeze --init-from
---bucket-cap-mb --grad-compression --num-envs --env-steps --multi-gpu --gpu-ids --nproc-per-node
+--bucket-cap-mb --grad-compression --num-envs --env-group --env-steps --episodes --multi-gpu --gpu-ids --nproc-per-node
 """
 DEFAULTS = {
     "data": "digits",

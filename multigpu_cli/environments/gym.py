@@ -1,0 +1,158 @@
+"""Any environment of gymnasium, by its id: a loop over E of them, whose episodes can be told again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, Stepped
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.keys import key
+
+
+class GymGroup(EnvironmentGroup):
+    """E environments of one id, on the CPU; tensors go to the device.
+
+    An episode begins with `reset(seed=…)`, so it is told in full by its seed and the actions that were taken: that is
+    the state. It comes back by taking them again; where the observation is then another one, because an environment has
+    randomness that its seed does not govern, the episode is begun anew.
+
+    Args:
+        id: as in gymnasium.make.
+        hide: numbers of the elements of a flat observation that the policy does not get to see.
+        options: further arguments of gymnasium.make.
+    """
+
+    def __init__(
+        self, id: str, numbers: Sequence[int], seed: int, device: torch.device, hide: Sequence[int], options: Any
+    ) -> None:
+        self._numbers, self._seed, self._device = list(numbers), seed, device
+        self._all = [_made(id, options) for _ in self._numbers]
+        observed, acted = self._all[0].observation_space, self._all[0].action_space
+        if hide and (len(observed.shape) != 1 or not set(hide) < set(range(observed.shape[0]))):
+            raise RequestError(f"data.args.hide: {list(hide)} of an observation of shape {observed.shape}")
+        self._seen = [at for at in range(observed.shape[0]) if at not in set(hide)] if hide else None
+        self.observation_shape = (len(self._seen),) if self._seen else tuple(observed.shape)
+        self.action, self._first_action = _action(id, acted), int(getattr(acted, "start", 0))
+        self._episodes = [0] * len(self._all)
+        self._taken: list[list[Any]] = [[] for _ in self._all]  # of the running episodes
+        self._now = numpy.zeros((len(self._all), *observed.shape), dtype=numpy.float32)
+
+    def reset(self) -> Tensor:
+        self._now = numpy.empty_like(self._now)
+        for at in range(len(self._all)):
+            self._begin(at, 0)
+        return self._shown(self._now)
+
+    def step(self, actions: Tensor) -> Stepped:
+        size = len(self._all)
+        rewards, terminated, truncated = numpy.zeros(size, numpy.float32), [False] * size, [False] * size
+        self._now = numpy.empty_like(self._now)  # what was shown before shares its memory
+        ended = []
+        for at, action in enumerate(self._understood(actions)):
+            self._taken[at].append(action)
+            self._now[at], rewards[at], terminated[at], truncated[at], _ = self._all[at].step(action)
+            if terminated[at] or truncated[at]:
+                ended.append(at)
+        shown = last_shown = self._shown(self._now)
+        if ended:
+            self._now = self._now.copy()
+            for at in ended:
+                self._begin(at, self._episodes[at] + 1)
+            shown = self._shown(self._now)
+        flags = torch.tensor([terminated, truncated], device=self._device)
+        return Stepped(shown, torch.from_numpy(rewards).to(self._device), flags[0], flags[1], last_shown)
+
+    def state(self) -> dict[str, Tensor]:
+        longest = max(map(len, self._taken))
+        kind = torch.int64 if isinstance(self.action, Discrete) else torch.float32
+        shape = () if isinstance(self.action, Discrete) else self.action.shape
+        actions = torch.zeros((len(self._all), longest, *shape), dtype=kind)
+        for row, taken in zip(actions, self._taken, strict=True):
+            row[: len(taken)] = torch.as_tensor(numpy.array(taken, dtype=actions.numpy().dtype).reshape(-1, *shape))
+        return {
+            "episode": torch.tensor(self._episodes),
+            "length": torch.tensor([len(taken) for taken in self._taken]),
+            "actions": actions,
+            "observation": torch.from_numpy(self._now.copy()),
+        }
+
+    def load_state(self, state: dict[str, Tensor]) -> tuple[Tensor, int]:
+        self._now, restarted = numpy.empty_like(self._now), 0
+        for at, episode in enumerate(state["episode"].tolist()):
+            self._begin(at, episode)
+            for action in self._understood(state["actions"][at, : int(state["length"][at])], from_zero=False):
+                self._taken[at].append(action)
+                self._now[at] = self._all[at].step(action)[0]
+            if not numpy.array_equal(self._now[at], state["observation"][at].numpy(), equal_nan=True):
+                restarted += 1
+                self._begin(at, episode)
+        return self._shown(self._now), restarted
+
+    def _begin(self, at: int, episode: int) -> None:
+        number = key(self._seed, self._numbers[at], episode) & 0x7FFFFFFF
+        self._now[at], _ = self._all[at].reset(seed=number)
+        self._episodes[at] = episode
+        self._taken[at] = []
+
+    def _understood(self, actions: Tensor, *, from_zero: bool = True) -> list[Any]:
+        """One action for each environment, or each step, as gymnasium takes it."""
+        if isinstance(self.action, Box):
+            return list(actions.cpu().numpy())
+        first = self._first_action if from_zero else 0
+        return [action + first for action in actions.tolist()]
+
+    def _shown(self, observations: numpy.ndarray) -> Tensor:
+        whole = torch.from_numpy(observations).to(self._device)
+        return whole[:, self._seen] if self._seen else whole
+
+
+def group(
+    id: str,
+    numbers: Sequence[int],
+    seed: int,
+    device: torch.device,
+    hide: Sequence[int] = (),
+    options: dict[str, Any] | None = None,
+) -> GymGroup:
+    """gym:ID, as --data names it.
+
+    Raises:
+        RequestError: gymnasium is not installed, has no such environment, or one whose actions we can't choose.
+    """
+    return GymGroup(id, numbers, seed, device, hide, options or {})
+
+
+def _made(id: str, options: dict[str, Any]) -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise RequestError(
+            f"--data gym:{id}: the package gymnasium is not installed", remedy="pip install 'multigpu-cli[rl]'"
+        ) from error
+    try:
+        made: Any = gymnasium.make(id, disable_env_checker=True, **options)
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        raise RequestError(f"--data gym:{id}: {error}", remedy="an id that gymnasium.make takes") from error
+    return made if isinstance(made.observation_space, gymnasium.spaces.Box) else _flat(made)
+
+
+def _flat(made: Any) -> Any:
+    from gymnasium.wrappers import FlattenObservation
+
+    return FlattenObservation(made)
+
+
+def _action(id: str, space: Any) -> Discrete | Box:
+    import gymnasium
+
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return Discrete(int(space.n))
+    if isinstance(space, gymnasium.spaces.Box) and numpy.issubdtype(space.dtype, numpy.floating):
+        bounds = (tuple(map(float, bound.ravel())) for bound in (space.low, space.high))
+        return Box(tuple(space.shape), *bounds)
+    raise RequestError(
+        f"--data gym:{id}: its actions are {space}", remedy="an environment with Discrete or real Box actions"
+    )

@@ -1,0 +1,126 @@
+"""Actor and critic side by side, with or without a memory."""
+
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.models.normalizer import Normalizer
+
+
+class Heads(nn.Module):
+    """From features to a policy's outputs: logits, or means with a deviation that does not depend on the features.
+
+    Args:
+        features: of the actor.
+        outputs: numbers that the policy takes.
+        action: the space of actions; one with a `shape` (Box) has means and logarithms of deviations as outputs.
+    """
+
+    def __init__(self, features: int, outputs: int, action: Any) -> None:
+        super().__init__()
+        real = hasattr(action, "shape")
+        self.actor = orthogonal(nn.Linear(features, outputs // 2 if real else outputs), 0.01)
+        self.log_deviation = nn.Parameter(torch.zeros(outputs // 2)) if real else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        said: Tensor = self.actor(features)
+        if self.log_deviation is None:
+            return said
+        return torch.cat([said, self.log_deviation.expand_as(said)], -1)
+
+
+class ActorCritic(nn.Module):
+    """Two perceptrons with tanh, as in CleanRL's ppo.py."""
+
+    memory_size = 0
+
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, action: Any, width: int, depth: int) -> None:
+        super().__init__()
+        self.normalizer = Normalizer(input_shape)
+        self.dimensions = len(input_shape)
+        self.actor, self.critic = (_perceptron(prod(input_shape), width, depth) for _ in range(2))
+        self.heads = Heads(width, outputs, action)
+        self.value = orthogonal(nn.Linear(width, 1), 1.0)
+
+    def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen = self.normalizer(observations).flatten(observations.ndim - self.dimensions)
+        return self.heads(self.actor(seen)), self.value(self.critic(seen)).squeeze(-1), memory
+
+
+class RecurrentActorCritic(nn.Module):
+    """A perceptron, an LSTM over time, and linear actor and critic on what it says (CleanRL's ppo_atari_lstm.py)."""
+
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, action: Any, width: int, hidden: int) -> None:
+        super().__init__()
+        self.memory_size = 2 * hidden
+        self.normalizer = Normalizer(input_shape)
+        self.dimensions = len(input_shape)
+        self.features = _perceptron(prod(input_shape), width, 1)
+        self.lstm = orthogonal_lstm(nn.LSTM(width, hidden))
+        self.heads = Heads(hidden, outputs, action)
+        self.value = orthogonal(nn.Linear(hidden, 1), 1.0)
+
+    def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen = self.normalizer(observations).flatten(observations.ndim - self.dimensions)
+        said, memory = unrolled(self.lstm, self.features(seen), begun, memory)
+        return self.heads(said), self.value(said).squeeze(-1), memory
+
+
+def unrolled(lstm: nn.LSTM, inputs: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """An LSTM over (T, n, features), forgetting everything where an episode begins.
+
+    Between two such steps, of whichever sequence, the whole batch goes through the library's kernel at once.
+
+    Args:
+        begun: (T, n), not 0 at the first step of an episode.
+        memory: (n, 2 · hidden) before the first step: hidden state and cell state.
+
+    Returns:
+        (T, n, hidden), and the memory after the last step.
+    """
+    kept = (begun == 0).to(inputs.dtype).unsqueeze(-1)
+    steps = len(inputs)
+    cuts = [0] if steps == 1 else [0, *(int(at) for at in (begun[1:] != 0).any(1).nonzero().flatten() + 1)]
+    parts = []
+    hidden, cell = memory.to(inputs.dtype).unsqueeze(0).chunk(2, -1)
+    for first, stop in zip(cuts, [*cuts[1:], steps], strict=True):
+        hidden, cell = hidden * kept[first], cell * kept[first]
+        said, (hidden, cell) = lstm(inputs[first:stop], (hidden.contiguous(), cell.contiguous()))
+        parts.append(said)
+    return torch.cat(parts), torch.cat([hidden, cell], -1).squeeze(0)
+
+
+def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
+    """Orthogonal weights and no bias: as PPO is usually begun."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def orthogonal_lstm(lstm: nn.LSTM) -> nn.LSTM:
+    """Orthogonal weights and no biases."""
+    for name, parameter in lstm.named_parameters():
+        (nn.init.zeros_ if "bias" in name else nn.init.orthogonal_)(parameter)
+    return lstm
+
+
+def _perceptron(features: int, width: int, depth: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [orthogonal(nn.Linear(features, width), sqrt(2)), nn.Tanh()]
+        features = width
+    return nn.Sequential(*layers)
+
+
+def build(input_shape: tuple[int, ...], num_classes: int, action: Any, width: int = 64, depth: int = 2) -> nn.Module:
+    """Actor and critic of `depth` hidden layers each."""
+    return ActorCritic(input_shape, num_classes, action, width, depth)
+
+
+def build_lstm(
+    input_shape: tuple[int, ...], num_classes: int, action: Any, width: int = 64, hidden: int = 64
+) -> nn.Module:
+    """Actor and critic that share an LSTM of `hidden` units."""
+    return RecurrentActorCritic(input_shape, num_classes, action, width, hidden)

@@ -1,0 +1,35 @@
+"""Observations brought to mean 0 and deviation 1 by statistics that are kept with the weights."""
+
+import torch
+from torch import Tensor, nn
+
+_FARTHEST = 10.0  # deviations; what lies beyond is an outlier
+
+
+class Normalizer(nn.Module):
+    """Passes observations on as they are until it is given statistics; then scales and clips them.
+
+    Args:
+        shape: of one observation.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    farthest: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("deviation", torch.ones(shape))
+        self.register_buffer("farthest", torch.tensor(torch.inf))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        away = (observations - self.mean) / self.deviation
+        return away.clamp(-self.farthest, self.farthest)
+
+    @torch.no_grad()
+    def adopt(self, mean: Tensor, deviation: Tensor) -> None:
+        """Use these statistics from now on, one number for each element of an observation."""
+        self.mean.copy_(mean.view_as(self.mean))
+        self.deviation.copy_(deviation.view_as(self.deviation))
+        self.farthest.fill_(_FARTHEST)

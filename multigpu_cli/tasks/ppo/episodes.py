@@ -1,0 +1,69 @@
+"""Evaluation: whole episodes in environments of their own, the same ones every time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.environments.base import EnvironmentGroup
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.ppo.acting import Acting
+from multigpu_cli.tasks.ppo.collecting import Network
+from multigpu_cli.tasks.ppo.policy import Policy
+
+_LONGEST = 1_000_000  # steps
+
+
+class Episodes:
+    """The first episode of so many environments of a split, each played by one worker.
+
+    Attributes:
+        size: how many episodes.
+    """
+
+    def __init__(self, source: Acting, split: str, world: World, size: int) -> None:
+        self.source, self.split, self.world, self.size = source, split, world, size
+        self.where = "played"
+        self._groups: dict[int, EnvironmentGroup] = {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def played(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
+        """Numbers of the episodes of each group of this worker, and their figures, (E,) each: reward, length, …
+
+        The likeliest action is taken everywhere.
+        """
+        count, size = -(-self.size // self.source.group), self.source.group
+        rank, workers = self.world.rank, self.world.size
+        for number in range(count * rank // workers, count * (rank + 1) // workers):
+            numbers = range(number * size, min((number + 1) * size, self.size))
+            if number not in self._groups:
+                self._groups[number] = self.source.make(self.split, numbers, self.world.device)
+            yield numbers, _first_episodes(self._groups[number], network, policy, len(numbers), memory)
+
+
+def _first_episodes(
+    environments: EnvironmentGroup, network: Network, policy: Policy, size: int, memory: int
+) -> dict[str, Tensor]:
+    observation = environments.reset()
+    device = observation.device
+    state, begun = torch.zeros(size, memory, device=device), torch.ones(size, device=device)
+    running = torch.ones(size, dtype=torch.bool, device=device)
+    found = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in ("reward", "length")}
+    for _ in range(_LONGEST):
+        outputs, _, state = network(observation[None], begun[None], state)
+        stepped = environments.step(policy.acted(policy.chosen(outputs[0].float(), None)))
+        found["reward"] += torch.where(running, stepped.reward, 0.0)
+        found["length"] += running
+        over = stepped.terminated | stepped.truncated
+        if bool((over & running).any()):
+            for name, values in environments.figures().items():
+                before = found.setdefault(name, torch.zeros_like(found["reward"]))
+                found[name] = torch.where(over & running, values.double(), before)
+            running &= ~over
+            if not bool(running.any()):
+                return found
+        observation, begun = stepped.observation, over.to(torch.float32)
+    raise TrainingError(f"an episode of an evaluation did not end in {_LONGEST:,} steps", remedy="a time limit")

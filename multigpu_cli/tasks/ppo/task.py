@@ -1,0 +1,133 @@
+"""Proximal policy optimisation: acting in environments, and learning from what came of it."""
+
+from collections.abc import Callable
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import DataConfig, TaskConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.feed import Feed
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import collected, total
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import Evaluation, Measured, Task
+from multigpu_cli.tasks.ppo.acting import Acting
+from multigpu_cli.tasks.ppo.episodes import Episodes
+from multigpu_cli.tasks.ppo.objective import losses
+from multigpu_cli.tasks.ppo.policy import policy_of
+from multigpu_cli.tasks.ppo.rollouts import Rollouts
+from multigpu_cli.tasks.ppo.settings import Settings
+
+
+class PPO(Task):
+    """An epoch is one update: a rollout in all environments, and some passes over it in minibatches.
+
+    Networks are called with observations (T, n, *shape), begun (T, n) and memory (n, S), and return outputs (T, n, k),
+    values (T, n) and the memory after the last step; their attribute `memory_size` is S, 0 for those without memory.
+    The better result has the greater mean reward of an episode.
+
+    Raises:
+        RequestError: the source is a dataset.
+    """
+
+    expects = "outputs (T, n, k), values (T, n) and memory (n, S), for observations (T, n, …), begun (T, n), memory"
+
+    def __init__(self, source: Source, config: TaskConfig, **args: Any) -> None:
+        super().__init__(source, config)
+        if not isinstance(source, Acting):
+            raise RequestError("--task ppo acts in environments, and there is only a dataset", remedy="another --task")
+        self.acting, self.settings, self.policy = source, Settings(**args), policy_of(source.action)
+
+    def loaders(self, config: DataConfig, world: World, seed: int) -> tuple[Feed, Any, Any]:
+        self.rollouts = Rollouts(self.acting, self.policy, world, seed)
+        size = self.settings.evaluate_episodes
+        val, test = (Episodes(self.acting, split, world, size) for split in ("val", "test"))
+        return self.rollouts, val, test
+
+    def begin(self, model: nn.Module, precision: Precision) -> None:
+        """Raises RequestError where the network is no actor-critic, or its sequences can't be dealt out."""
+        if not isinstance(memory := getattr(model, "memory_size", None), int):
+            raise RequestError(
+                f"--model: a {type(model).__name__} is no actor-critic: it has no memory_size",
+                remedy="--model actor-critic, lstm-actor-critic or clstm-actor-critic",
+            )
+        if self.settings.normalize_observations and not hasattr(model, "normalizer"):
+            raise RequestError(
+                f"task.args.normalize_observations: a {type(model).__name__} has no normalizer to keep the statistics",
+                remedy="leave it out, or self.normalizer = multigpu_cli.models.normalizer.Normalizer(input_shape)",
+            )
+        parts = self.acting.group * self.settings.rollout // self.acting.pieces[0]  # type: ignore[index]
+        if memory and self.acting.group % parts:
+            raise RequestError(
+                f"--env-group {self.acting.group}: a network with a memory learns from whole sequences, and {parts} "
+                "minibatches do not divide the environments of a group",
+                remedy="fewer task.args.minibatches (a larger --batch-size), or a larger --env-group",
+            )
+        self.rollouts.begin(model, precision)
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        seen, then = batch.inputs, batch.targets
+        outputs, values, _ = model(seen.observations, seen.begun, seen.memory)
+        log_probabilities, entropies = self.policy.judged(outputs.float(), then.actions)
+        loss, figures = losses(log_probabilities, entropies, values.float(), then, self.settings)
+        self.rollouts.told.step(seen.slot, batch.index, figures)
+        return loss.sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        seen = batch.inputs
+        outputs, values, memory = model(seen.observations, seen.begun, seen.memory)
+        found = [tuple(value.shape) for value in (outputs, values, memory)]
+        wanted = [(*seen.begun.shape, self.policy.outputs), tuple(seen.begun.shape), tuple(seen.memory.shape)]
+        if found != wanted:
+            raise ValueError(f"outputs, values and memory of shapes {found}, not {wanted}")
+        return Measured(values.double().sum(), torch.zeros(1, dtype=torch.int64))
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return (metrics["reward"],)
+
+    def evaluates(self, epoch: int) -> bool:
+        return epoch % self.settings.evaluate_every == 0
+
+    def enough(self) -> str:
+        wanted = self.config.episodes
+        return f"{self.rollouts.told.episodes:,} episodes" if wanted and self.rollouts.told.episodes >= wanted else ""
+
+    def told(self, seconds: float) -> dict[str, Any]:
+        return self.rollouts.told.read(seconds)
+
+    def state(self, world: World) -> dict[str, Any]:
+        mine = self.rollouts.state()
+        groups = [group for part in collected(world, mine.pop("groups")) for group in part]
+        return mine | {"groups": groups}
+
+    def load_state(self, state: dict[str, Any], world: World) -> str:
+        anew = torch.tensor(float(self.rollouts.load_state(state["groups"], state)), device=world.device)
+        count = int(total(world, anew))
+        return f"{count} environments could not be brought back and began their episode anew" if count else ""
+
+    @torch.inference_mode()
+    def evaluate(
+        self, model: nn.Module, loader: Any, world: World, precision: Precision, batch_size: int
+    ) -> Evaluation:
+        """Every episode played once, by one worker, the likeliest action taken everywhere."""
+
+        def network(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with precision.autocast():
+                return model(observations, begun, memory)  # type: ignore[no-any-return]
+
+        was_training = model.training
+        model.eval()
+        played = list(loader.played(network, self.policy, int(model.memory_size)))  # type: ignore[arg-type]
+        model.train(was_training)
+        names = next(part for part in collected(world, [list(found) for _, found in played]) if part)[0]
+        slots = torch.zeros(len(names), loader.size, dtype=torch.float64, device=world.device)
+        for numbers, found in played:
+            for row, name in zip(slots, names, strict=True):
+                row[numbers.start : numbers.stop] = found[name]
+        means = {name: fsum(row) / loader.size for name, row in zip(names, total(world, slots).tolist(), strict=True)}
+        return Evaluation(means, loader.size, {})
