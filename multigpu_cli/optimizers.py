@@ -87,15 +87,13 @@ def _without_compiler() -> None:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW or SGD with Nesterov momentum 0.9; weight decay on matrices and kernels only, not on biases and norms.
 
+    A model's `rate_factors` names parts, by how their parameters' names begin, that learn at a share of the rate.
+
     Raises:
         RequestError: optimizer.args that torch's optimizer does not take.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = _groups(model, config.weight_decay)
     kind, offered = _KINDS[config.name]
     _without_compiler()
     if taken := sorted(config.args.keys() & {"lr", "params", "weight_decay"}):
@@ -118,10 +116,26 @@ def _laid_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter).copy_(value)
 
 
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters by their share of the rate, matrices before the others; first those that learn at the full rate."""
+    factors: dict[str, float] = getattr(model, "rate_factors", {})
+    groups: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): [], (1.0, False): []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            factor = next((share for part, share in factors.items() if name.startswith(part)), 1.0)
+            groups.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": weight_decay if matrices else 0.0}
+        | ({"rate_factor": factor} if factor != 1 else {})
+        for (factor, matrices), members in groups.items()
+        if members
+    ]
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group the schedule's rate."""
+    """Give every group the schedule's rate, or its share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:

@@ -31,7 +31,7 @@ def advantages(
     following = torch.where(going_on, following, torch.where(truncated & ~terminated, cut_values, 0.0))
     surprise = rewards + gamma * following - values
     found, carried = torch.empty_like(rewards), torch.zeros_like(after)
-    weight = gamma * gae_lambda * going_on
+    weight = gamma * gae_lambda * going_on.to(rewards.dtype)
     for step in reversed(range(len(rewards))):
         carried = surprise[step] + weight[step] * carried
         found[step] = carried

@@ -13,6 +13,7 @@ from multigpu_cli.tasks.ppo.collecting import Network
 from multigpu_cli.tasks.ppo.policy import Policy
 
 _LONGEST = 1_000_000  # steps
+_TOGETHER = 32  # episodes that are played as one batch, on any number of workers
 
 
 class Episodes:
@@ -35,10 +36,10 @@ class Episodes:
 
         The likeliest action is taken everywhere.
         """
-        count, size = -(-self.size // self.source.group), self.source.group
+        count = -(-self.size // _TOGETHER)
         rank, workers = self.world.rank, self.world.size
         for number in range(count * rank // workers, count * (rank + 1) // workers):
-            numbers = range(number * size, min((number + 1) * size, self.size))
+            numbers = range(number * _TOGETHER, min((number + 1) * _TOGETHER, self.size))
             if number not in self._groups:
                 self._groups[number] = self.source.make(self.split, numbers, self.world.device)
             yield numbers, _first_episodes(self._groups[number], network, policy, len(numbers), memory)
