@@ -188,6 +188,7 @@ def fit(run: Run, every: Rhythm | None = None, *, until: int | None = None) -> s
     while progress.step < min(total, until or total) and not progress.stopped_early:
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
+        run.watch.at(progress.step, "fetching data")
         for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
             try:
                 outcome = step(run, progress.step, work)

@@ -57,8 +57,13 @@ def shrink(learner: Learner) -> str:
         TrainingError: it can't be halved, or must not be.
     """
     size, config = learner.plan.batches.micro_batch, learner.config
-    if config.fault.on_oom == "stop" or config.reproducibility.exact or size == 1:
-        why = "--on-oom stop" if config.fault.on_oom == "stop" else "--exact" if size > 1 else "one sample"
+    reasons = {
+        "--on-oom stop": config.fault.on_oom == "stop",
+        "one sample": size == 1,
+        "--exact": config.reproducibility.exact,
+        "whole groups of environments": learner.settled.source.pieces is not None,
+    }
+    if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise TrainingError(f"out of memory with micro-batches of {size} ({why})", remedy=_REMEDY)
     learner.settled = with_batch(learner.settled, size // 2, learner.choice, learner.world)
     kinds = {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}

@@ -13,6 +13,7 @@ from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.ppo.acting import acts
 
 
 def raise_all(wrong: Iterable[RequestError]) -> None:
@@ -34,6 +35,8 @@ def exact_pins(plan: Plan) -> dict[str, Any]:
 def beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[RequestError]:
     """What was asked for and this device, or this strategy, has not."""
     on_cpu = world.device.type == "cpu"
+    if choice.strategy == "dp" and acts(config):
+        yield RequestError("--multi-gpu dp can't act in environments", remedy="--multi-gpu ddp")
     try:
         choose_format(config.precision.amp, world.device)
     except RequestError as error:

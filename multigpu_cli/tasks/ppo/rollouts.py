@@ -65,6 +65,7 @@ class Rollouts:
         self._rollouts: list[Rollout] = []
         self._advantages = self._returns = torch.empty(0)  # (groups, T, E) of all workers
         self._orders = self._shift = self._scale = torch.empty(0)
+        self._far = False  # the epoch has moved the policy too far and is over
 
     def begin(self, model: nn.Module, precision: Precision) -> None:
         """Take the network that acts and learns, and begin the environments of this worker."""
@@ -100,10 +101,12 @@ class Rollouts:
             start: the step to begin with; what was decided then is forgotten, and there is another rollout.
         """
         self._collect(epoch)
-        parts = self._parts
+        self._far = False
         for step in range(start, plan.steps_per_epoch):
-            if step == start or step % parts == 0:
-                self._deal(epoch, step // parts)
+            if self._far:
+                return
+            if step == start or step % self._parts == 0:
+                self._deal(epoch, step // self._parts)
             passes = plan.passes(step, rank, lanes)
             yield (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in passes)
 
@@ -114,8 +117,8 @@ class Rollouts:
         self.told.decisions += plan.samples_in(within)
         if not settings.target_kl or (within + 1) % self._parts:
             return step + 1
-        far = self.told.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
-        return step - within + plan.steps_per_epoch if far else step + 1
+        self._far = self.told.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
+        return step - within + plan.steps_per_epoch if self._far else step + 1
 
     def samples_after(self, step: int, plan: BatchPlan) -> int:
         """Decisions that the optimizer has learned from, each as often as it did."""
