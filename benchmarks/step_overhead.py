@@ -7,7 +7,7 @@ step, each against a hand-written loop on the same tensors with the same optimiz
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def _bare(turns: int) -> list[Row]:
     """The step alone, no clipping on either side; and with the check for gradients that are not finite, which stays."""
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second, ExitStack() as stack:
         runs = [
-            _assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
+            assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
             for folder in (first, second)
         ]
         runs[0].precision.commit = _unchecked  # type: ignore[method-assign]
@@ -100,8 +100,8 @@ def _steps(run: Run) -> Iterator[None]:
             yield
 
 
-def _assembled(flags: dict[str, str], stack: ExitStack) -> Run:
-    config = resolve(flags, [], None)
+def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
+    config = resolve(flags, sets, None)
     choice, world = Choice("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
     learner = build_learner(settle(config, choice, world, attempt=0), choice, world)
     stack.enter_context(owned(Path(flags["save_dir"])))

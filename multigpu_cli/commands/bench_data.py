@@ -16,6 +16,7 @@ from multigpu_cli.data.source import open_source
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.devices import cores, visible_gpus
+from multigpu_cli.tasks.sources import of_samples
 
 _SECONDS = 3.0  # of each pass at most
 _ENOUGH = 0.95  # of the best rate
@@ -45,6 +46,7 @@ def loading(config: Config, repetitions: int) -> Loading:
     Raises:
         RequestError: the dataset can't be opened.
     """
+    of_samples(config, "bench --of data")
     source = open_source(config.data, config.reproducibility.seed)
     in_memory = isinstance(source.train, TensorDataset)
     processes = [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= cores()), cores()})

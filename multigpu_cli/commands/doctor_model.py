@@ -16,6 +16,7 @@ from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.ppo.acting import acts
 
 _GIB = 2.0**30
 
@@ -26,6 +27,9 @@ def fitting(config: Config) -> Iterator[Finding]:
     Raises:
         RequestError: the settings can't be carried out at all.
     """
+    if acts(config):
+        yield Finding("model", "ok", "it acts in environments: nothing to try before there are rollouts")
+        return
     alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
     choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
     world = World(choice.devices[0])

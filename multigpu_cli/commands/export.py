@@ -14,6 +14,7 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.learner import first_batch
+from multigpu_cli.tasks.sources import of_samples
 
 _SAMPLES = 9
 
@@ -73,6 +74,7 @@ def show(found: Exported, *, as_json: bool) -> None:
 def _rebuilt(found: Trained, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
     """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
     run = restored(found, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
+    of_samples(run.config, "export to this format (.safetensors and .pt do not)")
     inputs = _samples(run.config, run.source)
     if not isinstance(inputs, Tensor):
         raise RequestError("the model's input is not one tensor", remedy="--to ….safetensors, for the weights alone")

@@ -31,6 +31,7 @@ from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.tasks.sources import of_samples
 
 _STEPS, _WARM_UP = 12, 3
 _LONGEST_WAIT = 300.0  # seconds
@@ -66,6 +67,7 @@ def measured(config: Config, counts: list[int]) -> Alone:
     Raises:
         RequestError, TrainingError: as a training would.
     """
+    of_samples(config, "a forecast")
     alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
     choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
     world = World(choice.devices[0])

@@ -13,10 +13,10 @@ from multigpu_cli.checkpoint.weights import check_fit
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.source import open_source
 from multigpu_cli.data.vocabulary import recalled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.learner import fresh_model
+from multigpu_cli.tasks.sources import environments_of_ours, opened
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ def restored(found: Trained, changes: Mapping[str, Any], *, own_code: bool) -> R
         RequestError: code that nobody has allowed, a dataset that is not there, or one that the weights don't fit.
     """
     config = _config(found, changes)
-    _check_allowed(found, [config.model.name, found.settings.get("data"), config.task.name], own_code=own_code)
-    source = open_source(config.data, config.reproducibility.seed)
+    data = None if environments_of_ours(config) else found.settings.get("data")
+    _check_allowed(found, [config.model.name, data, config.task.name], own_code=own_code)
+    source = opened(config)
     before = found.settings.get("learned")
     if before is not None and before != source.learned():
         raise RequestError(

@@ -34,6 +34,7 @@ from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.tasks.registry import TASKS
+from multigpu_cli.tasks.sources import of_samples
 
 _WORKERS = 2
 _LONGEST_WAIT = 120.0  # seconds in a collective; a test is not worth ten minutes
@@ -168,6 +169,7 @@ def prepared(config: Config, workers: int, steps: int) -> tuple[Source, Config]:
     Raises:
         RequestError: the batch does not fit the data or the workers.
     """
+    of_samples(config, "selftest")
     if config.batch.size == "auto":
         raise RequestError("selftest with --batch-size auto", remedy="a number: --batch-size 32")
     micro_batch = int(config.batch.size)

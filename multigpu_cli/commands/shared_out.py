@@ -12,7 +12,6 @@ from multigpu_cli.commands.restored import restored
 from multigpu_cli.commands.run_request import Asked
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.unanswered import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_workers
@@ -44,7 +43,7 @@ class Pass:
     world: World
     model: nn.Module
     task: Task
-    loader: Loader
+    loader: Any
     precision: Precision
     batch_size: int
     answered: bool
@@ -88,22 +87,15 @@ def _prepared(wish: Asked, found: Trained, world: World, *, judged: bool) -> Pas
     changed: dict[str, Any] = {name: guessing} if guessing else {}
     source = replace(run.source, **changed)
     amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
-    loader = Loader(
-        guessing or split,
-        source,
-        config.data,
-        device=world.device,
-        seed=config.reproducibility.seed,
-        workers_here=world.local_size,
-    )
+    task = build_task(config, source)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
     return Pass(
         origin=str(found.origin),
         split=name,
         world=world,
         model=run.model.to(world.device),
-        task=build_task(config, source),
-        loader=loader,
+        task=task,
+        loader=task.loader(name, config.data, world, config.reproducibility.seed),
         precision=Precision(choose_format(amp, world.device).name, world.device),
         batch_size=wish.batch_size or usual,
         answered=guessing is None and name != "new",

@@ -93,7 +93,7 @@ def status_of(run: Path, now: float) -> Status:
         total_steps=plan.get("total_steps"),
         epoch=last.get("epoch"),
         loss=_float(last.get("loss")),
-        val={name: value for name, value in evals.get("val", {}).items() if name in ("loss", "accuracy")},
+        val={name: value for name, value in evals.get("val", {}).items() if name in ("loss", "accuracy", "reward")},
         samples_per_second=_float(last.get("samples_per_second")),
         eta_seconds=_eta(history, attempt, now) if state in _RUNNING else None,
         checkpoint_step=saved.get("step"),

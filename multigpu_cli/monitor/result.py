@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MANY_CLASSES = 20
-_SHORT = {"event", "time", "samples", "samples_per_second", "tokens_per_second", "loss", "step", "epoch", "lr"}
+_UNITS = ("env_steps", "tokens", "samples")
+_SHOWN = ("epoch", "episode_reward", "episode_length", "loss", "lr")
+_SHORT = {"event", "time", "samples", "step", *_SHOWN, *(f"{unit}_per_second" for unit in _UNITS)}
 _WIDEST_NAME = 32  # letters
 
 
@@ -12,7 +14,7 @@ def train_line(fields: Mapping[str, Any], total_steps: int) -> str:
     """A `train` event as a line, with the time left at the pace of the steps since the last one."""
     total = f"/{total_steps}" if total_steps else ""
     parts = [f"step {fields['step']}{total}"]
-    parts += [f"{name} {number(fields[name])}" for name in ("epoch", "loss", "lr") if fields.get(name) is not None]
+    parts += [f"{label(name)} {number(fields[name])}" for name in _SHOWN if fields.get(name) is not None]
     parts += _rate(fields)
     if total_steps > fields["step"] and fields.get("step_ms"):
         parts.append(f"{duration((total_steps - fields['step']) * fields['step_ms'] / 1e3)} left")
@@ -62,7 +64,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def one_line(summary: Mapping[str, Any]) -> str:
     """The result of a run for --quiet."""
-    shown = ("status", "test accuracy", "test loss", "val accuracy", "save dir")
+    shown = ("status", "test accuracy", "test reward", "test loss", "val accuracy", "val reward", "save dir")
     return "  ".join(f"{name} {text}" for name, text in rows(summary) if name in shown)
 
 
@@ -119,9 +121,9 @@ def number(value: Any) -> str:
 
 
 def _rate(fields: Mapping[str, Any]) -> list[str]:
-    unit = "tokens" if "tokens_per_second" in fields else "samples"
+    unit = next((unit for unit in _UNITS if f"{unit}_per_second" in fields), "samples")
     rate = fields.get(f"{unit}_per_second")
-    return [] if rate is None else [f"{rate:,.0f} {unit}/s"]
+    return [] if rate is None else [f"{rate:,.0f} {label(unit)}/s"]
 
 
 def _readable(name: str, value: Any) -> str:

@@ -13,7 +13,16 @@ from typing import Any, BinaryIO, Self
 from multigpu_cli.monitor.lines import Warn
 
 _SYSTEM = {
-    *("samples_per_second", "step_ms", "step_p50_ms", "step_p95_ms", "own_ms", "mfu"),
+    *(
+        "samples_per_second",
+        "env_steps_per_second",
+        "rollout_steps_per_second",
+        "step_ms",
+        "step_p50_ms",
+        "step_p95_ms",
+        "own_ms",
+        "mfu",
+    ),
     *("data_wait_share", "comm_share", "straggler_share", "memory", "memory_reserved"),
     *("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used"),
 }
@@ -21,6 +30,7 @@ _LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names 
     "Learning": {
         "loss": ["Multiline", ["train/loss", "val/loss"]],
         "validation accuracy": ["Multiline", ["val/accuracy"]],
+        "reward of an episode": ["Multiline", ["train/episode_reward", "val/reward"]],
         "learning rate": ["Multiline", ["train/lr"]],
         "gradient norm": ["Multiline", ["train/grad_norm"]],
     },

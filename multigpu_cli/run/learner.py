@@ -101,8 +101,7 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     task = together(world, lambda: task_of(settled.config, settled.source, settled.brought))
-    config = settled.config
-    train, val, test = together(world, lambda: task.loaders(config.data, world, config.reproducibility.seed))
+    train, val, test = together(world, lambda: _loaders(settled, world, task))
     kept, precision = together(world, lambda: _on_this_rank(settled, world, task, train))
     if settled.brought:
         make_alike(kept.model, world)
@@ -199,6 +198,13 @@ def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], erro
     remedy = "another --model, or --task" if outputs else "a model for these inputs"
     whole = "" if settled.brought else "; --debug shows the whole way to where it failed"
     return RequestError("\n".join(told), remedy=remedy + whole)
+
+
+def _loaders(settled: Settled, world: World, task: Task) -> tuple[Feed, Any, Any]:
+    source, data, seed = settled.source, settled.config.data, settled.config.reproducibility.seed
+    held_out = {"val": source.val, "test": source.test}
+    val, test = (None if part is None else task.loader(name, data, world, seed) for name, part in held_out.items())
+    return task.feed(data, world, seed), val, test
 
 
 def first_batch(loader: Feed, size: int) -> Batch:

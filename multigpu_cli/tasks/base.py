@@ -70,17 +70,14 @@ class Task(ABC):
     def __init__(self, source: Source, config: TaskConfig) -> None:
         self.source, self.config = source, config
 
-    def loaders(self, config: DataConfig, world: World, seed: int) -> tuple[Feed, Any, Any]:
-        """What serves the splits to this worker: a task may bring a stream of micro-batches of its own."""
-        source = self.source
-        train, val, test = (
-            None
-            if split is None
-            else Loader(split, source, config, device=world.device, seed=seed, workers_here=world.local_size)
-            for split in (source.train, source.val, source.test)
-        )
-        assert train is not None
-        return train, val, test
+    def feed(self, config: DataConfig, world: World, seed: int) -> Feed:
+        """What this worker is trained on: a task may bring a stream of micro-batches of its own."""
+        return self.loader("train", config, world, seed)  # type: ignore[no-any-return]
+
+    def loader(self, split: str, config: DataConfig, world: World, seed: int) -> Any:
+        """What `evaluate` goes through: this worker's part of a split."""
+        data, here = getattr(self.source, split), world.local_size
+        return Loader(data, self.source, config, device=world.device, seed=seed, workers_here=here)
 
     def begin(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
         """Take a look at the network that will be trained, before its first batch.

@@ -7,6 +7,8 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.source import open_source
+from multigpu_cli.environments.registry import ENVIRONMENTS
+from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import plugins
 from multigpu_cli.tasks.ppo.acting import acts, maker, open_environments
 
@@ -20,6 +22,24 @@ def opened(config: Config) -> Source:
     return open_environments(config) if acts(config) else open_source(config.data, config.reproducibility.seed)
 
 
+def of_samples(config: Config, what: str) -> None:
+    """Refuse environments where something needs samples that lie ready.
+
+    Raises:
+        RequestError: --data names environments.
+    """
+    if acts(config):
+        raise RequestError(
+            f"{what} needs the samples of a dataset, and --data {config.data.name} has environments to act in",
+            remedy="another --data; train, evaluate, status, report and verify know environments",
+        )
+
+
 def maker_of(config: Config) -> Callable[..., Any]:
     """The factory that --data names."""
     return maker(config)[0] if acts(config) else plugins.find(config.data.name, DATASETS, flag="--data")
+
+
+def environments_of_ours(config: Config) -> bool:
+    """Whether --data names built-in environments (gym:CartPole-v1), in spite of its colon."""
+    return config.data.name.partition(":")[0] in ENVIRONMENTS

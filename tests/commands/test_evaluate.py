@@ -87,3 +87,15 @@ def test_weights_from_before_the_mark_are_still_read(run: Path, capsys: pytest.C
     assert best["config"].pop("learned")
     torch.save(best, "run/best.pt")
     assert told(capsys, "run", *OWN)["samples"] == 22
+
+
+def test_a_policy_plays_the_episodes_of_the_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    acting = {"data": "tests.acting:corridor", "task": "ppo", "model": "actor-critic", "num_envs": 2, "epochs": 1}
+    final = trained(**acting, save_dir="acted", sets=["task.args.rollout=16"]).summary["final"]
+    found = told(capsys, "acted", *OWN)
+    assert (found["samples"], found["reward"], found["length"]) == (20, final["test_reward"], final["test_length"])
+    assert main_multi_gpu.run(["predict", "acted", "--own-code", "--out", "said.csv"]) == 2
+    assert "--task ppo has episodes" in capsys.readouterr().err

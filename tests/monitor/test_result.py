@@ -15,6 +15,11 @@ def test_a_training_line_leaves_out_what_is_unknown() -> None:
     assert result.train_line(rated, 50).endswith("  5,230 samples/s"), "nothing is left"
 
 
+def test_a_line_of_acting_tells_of_episodes() -> None:
+    fields = {"step": 16, "episode_reward": 21.5, "env_steps_per_second": 9120.0, "samples_per_second": 36e3}
+    assert result.train_line(fields, 0) == "step 16  episode reward 21.50  9,120 env steps/s"
+
+
 def test_verbose_names_every_other_number_as_people_read_it() -> None:
     more = {
         "comm_share": None,

@@ -1,12 +1,13 @@
 """Evaluation: whole episodes in environments of their own, the same ones every time."""
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from multigpu_cli.environments.base import EnvironmentGroup
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.acting import Acting
 from multigpu_cli.tasks.ppo.collecting import Network
@@ -30,6 +31,14 @@ class Episodes:
 
     def close(self) -> None:
         """Nothing is open."""
+
+    def held_out(self, batch_size: int, rank: int, workers: int) -> NoReturn:
+        """There are no samples to have in batches.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError("--task ppo has episodes, not samples with predictions", remedy="multigpu evaluate")
 
     def played(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
         """Numbers of the episodes of each group of this worker, and their figures, (E,) each: reward, length, …

@@ -43,11 +43,12 @@ class PPO(Task):
             raise RequestError("--task ppo acts in environments, and there is only a dataset", remedy="another --task")
         self.acting, self.settings, self.policy = source, Settings(**args), policy_of(source.action)
 
-    def loaders(self, config: DataConfig, world: World, seed: int) -> tuple[Feed, Any, Any]:
+    def feed(self, config: DataConfig, world: World, seed: int) -> Feed:
         self.rollouts = Rollouts(self.acting, self.policy, world, seed)
-        size = self.settings.evaluate_episodes
-        val, test = (Episodes(self.acting, split, world, size) for split in ("val", "test"))
-        return self.rollouts, val, test
+        return self.rollouts
+
+    def loader(self, split: str, config: DataConfig, world: World, seed: int) -> Episodes:
+        return Episodes(self.acting, split, world, self.settings.evaluate_episodes)
 
     def begin(self, model: nn.Module, precision: Precision) -> None:
         """Raises RequestError where the network is no actor-critic, or its sequences can't be dealt out."""
