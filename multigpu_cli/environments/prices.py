@@ -1,0 +1,156 @@
+"""Daily prices of several symbols, from a folder of CSV files, one file a symbol."""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from multigpu_cli.errors import RequestError, all_wrong, counted, did_you_mean
+
+_COLUMNS = ("open", "high", "low", "close")
+_ADJUSTED = ("adj close", "adj_close", "adjclose", "adjusted close")
+_LAYOUT = "one CSV file a symbol, with columns Date, Open, High, Low, Close and a line for each day, oldest first"
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What each symbol cost on each date.
+
+    Attributes:
+        symbols: n names.
+        dates: T dates on which all of them were traded, oldest first.
+        open, high, low, close: (T, n) float64.
+        remark: where they come from, for the plan.
+    """
+
+    symbols: tuple[str, ...]
+    dates: tuple[date, ...]
+    open: np.ndarray
+    high: np.ndarray
+    low: np.ndarray
+    close: np.ndarray
+    remark: str = ""
+
+    def __len__(self) -> int:
+        return len(self.dates)
+
+
+def read(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = True) -> Prices:
+    """The files of a folder, on the dates that all of them have.
+
+    Args:
+        symbols: names of the files, without .csv, in the order of the actions; none takes all, by name.
+        adjusted: all prices of a day times Adj Close / Close where every file has that column, so that dividends count
+            as gains. The factor holds later dividends, so nothing may look at a price as such, only at ratios.
+
+    Raises:
+        RequestError: a folder or file that is missing or damaged; names each file and line.
+    """
+    files = _files(Path(data_dir).expanduser(), symbols)
+    tables, faults = [], []
+    for file in files:
+        try:
+            tables.append(_table(file))
+        except RequestError as fault:
+            faults.append(fault)
+    if faults:
+        raise faults[0] if len(faults) == 1 else all_wrong(faults)
+    common = sorted(set.intersection(*(set(table) for table in tables)))
+    if len(common) < 2:
+        spans = "\n".join(f"  {file}: {min(table)} to {max(table)}" for file, table in zip(files, tables, strict=True))
+        raise RequestError(
+            f"--data trading: the symbols share {counted(len(common), 'date')}\n{spans}",
+            remedy="--set data.args.symbols=[…] with those that were traded on the same dates",
+        )
+    rows = np.array([[table[day] for table in tables] for day in common])  # (T, n, 5)
+    with_dividends = adjusted and bool(np.isfinite(rows[..., 4]).all())
+    factor = rows[..., 4] / rows[..., 3] if with_dividends else 1.0
+    left_out = max(map(len, tables)) - len(common)
+    remark = f"{counted(len(files), 'symbol')}, {counted(len(common), 'date')}, {common[0]} to {common[-1]}"
+    remark += ", adjusted for dividends" if with_dividends else ", dividends left out"
+    remark += f"; {counted(left_out, 'date')} that not all of them have left out" if left_out else ""
+    opened, high, low, close = (rows[..., at] * factor for at in range(len(_COLUMNS)))
+    names = tuple(file.stem for file in files)
+    return Prices(names, tuple(common), open=opened, high=high, low=low, close=close, remark=remark)
+
+
+def _files(folder: Path, symbols: Sequence[str]) -> list[Path]:
+    if not folder.is_dir():
+        raise RequestError(f"--data-dir {folder} is not a folder", remedy=_LAYOUT)
+    there = {path.stem: path for path in sorted(folder.glob("*.csv"))}
+    if not there:
+        raise RequestError(f"--data trading: {folder} holds no .csv file", remedy=_LAYOUT)
+    chosen = [symbols] if isinstance(symbols, str) else [str(symbol) for symbol in symbols]
+    for symbol in chosen:
+        if symbol not in there:
+            raise RequestError(f"data.args.symbols: {folder} holds no {symbol}.csv", remedy=did_you_mean(symbol, there))
+    if len(set(chosen)) < len(chosen):
+        raise RequestError(f"data.args.symbols: {', '.join(chosen)}: one of them twice", remedy="each one once")
+    return [there[symbol] for symbol in chosen] or list(there.values())
+
+
+def _table(file: Path) -> dict[date, tuple[float, ...]]:
+    """Open, high, low, close and adjusted close (NaN where the file has none) by date."""
+    found: dict[date, tuple[float, ...]] = {}
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as text:
+            lines = csv.reader(text)
+            head = [name.strip().lower() for name in next(lines, [])]
+            places = _places(file, head)
+            last: date | None = None
+            for row in lines:
+                if not row:
+                    continue
+                where = f"{file}:{lines.line_num}"
+                if len(row) != len(head):
+                    raise _wrong(where, f"{counted(len(row), 'cell')} for {counted(len(head), 'column')}")
+                day = _day(where, row[places[0]])
+                if last is not None and day <= last:
+                    fault = "comes twice" if day == last else f"comes after {last}"
+                    raise _wrong(where, f"{day} {fault}", "one line a day, oldest first; leave intraday prices out")
+                found[day] = _numbers(where, row, places[1:])
+                last = day
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise _wrong(str(file), str(error), "a CSV file in UTF-8") from error
+    if not found:
+        raise _wrong(str(file), "no prices")
+    return found
+
+
+def _places(file: Path, head: list[str]) -> list[int]:
+    """Where the date and the prices stand; -1 for an adjusted close that there is not."""
+    missing = [name.title() for name in ("date", *_COLUMNS) if name not in head]
+    if missing:
+        raise _wrong(f"{file}:1", f"no column {', '.join(missing)}; there are {', '.join(head) or 'none'}")
+    adjusted = next((head.index(name) for name in _ADJUSTED if name in head), -1)
+    return [*(head.index(name) for name in ("date", *_COLUMNS)), adjusted]
+
+
+def _day(where: str, cell: str) -> date:
+    try:
+        return date.fromisoformat(cell.strip()[:10])  # some files have a time of day behind it
+    except ValueError as error:
+        raise _wrong(where, f"{cell!r} is no date", "dates such as 2017-09-01") from error
+
+
+def _numbers(where: str, row: list[str], places: list[int]) -> tuple[float, ...]:
+    values = []
+    for place in places:
+        try:
+            value = float(row[place]) if place >= 0 else math.nan
+        except ValueError:
+            value = 0.0
+        if place >= 0 and not 0 < value < math.inf:
+            raise _wrong(where, f"{row[place]!r} is no price above 0", "leave the day out, or mend the price")
+        values.append(value)
+    if values[2] > values[1]:
+        raise _wrong(where, f"the low {values[2]:g} is above the high {values[1]:g}", "mend or leave out the day")
+    return tuple(values)
+
+
+def _wrong(where: str, fault: str, remedy: str = _LAYOUT) -> RequestError:
+    return RequestError(f"--data trading: {where}: {fault}", remedy=remedy)
