@@ -28,8 +28,9 @@ class TradingLoop(gymnasium.Env[np.ndarray, np.ndarray]):
         self.beginning_cash, self.max_shares, self.cost, self.reward_scale = cash, max_shares, cost, reward_scale
         self.window, self.dtype, self.symbols = window, dtype, len(market.symbols)
         self.fill, self.close = market.fill.tolist(), market.close.tolist()
-        self.features, self.stopped = market.features, market.stopped.tolist()
-        features = market.features.shape[1] + 1 + self.symbols
+        self.features, self.stopped = market.features.astype(dtype), market.stopped.tolist()
+        self.count = market.features.shape[1]
+        features = self.count + 1 + self.symbols
         shape = (features,) if window is None else (window, features)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape)
         self.action_space = gymnasium.spaces.Box(-1, 1, (self.symbols,))
@@ -38,7 +39,7 @@ class TradingLoop(gymnasium.Env[np.ndarray, np.ndarray]):
         super().reset(seed=seed)
         self.day, self.cash, self.held, self.trades = self.first, self.beginning_cash, [0] * self.symbols, 0
         self.worth = self.cash
-        self.shares = [[1.0] + [0.0] * self.symbols] * (self.window or 1)
+        self.shares = np.array([[1.0] + [0.0] * self.symbols] * (self.window or 1), dtype=self.dtype)
         return self._observation(), {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
@@ -65,11 +66,15 @@ class TradingLoop(gymnasium.Env[np.ndarray, np.ndarray]):
         values = [count * price for count, price in zip(self.held, self.close[self.day], strict=True)]
         worth = self.cash + sum(values)
         reward, self.worth = (worth - self.worth) * self.reward_scale, worth
-        self.shares = [*self.shares[1:], [self.cash / worth] + [value / worth for value in values]]
+        self.shares[:-1] = self.shares[1:]
+        self.shares[-1] = [self.cash / worth] + [value / worth for value in values]
         return self._observation(), reward, False, self.day == self.last, {}
 
     def _observation(self) -> np.ndarray:
+        seen = np.empty(self.observation_space.shape, dtype=self.dtype)
         if self.window is None:
-            return np.concatenate([self.features[self.day], self.shares[0]]).astype(self.dtype)
-        seen = self.features[self.day + 1 - self.window : self.day + 1]
-        return np.concatenate([seen, self.shares], axis=1).astype(self.dtype)
+            seen[: self.count], seen[self.count :] = self.features[self.day], self.shares[0]
+        else:
+            seen[:, : self.count] = self.features[self.day + 1 - self.window : self.day + 1]
+            seen[:, self.count :] = self.shares
+        return seen
