@@ -11,32 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from multigpu_cli.commands.report_run import Series, Told, smoothed
+from multigpu_cli.monitor.picture_style import INK, STYLE, colour
 
-_COLOURS = ("#0067a5", "#d1495b", "#2a9d6f", "#b5651d", "#7b4fa3", "#008b9a", "#c2185b", "#5d6d7e")
-_INK, _FAINT = "#22303c", "#dfe4e8"
-STYLE: Any = {  # matplotlib's own type lists every name
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": "#9aa5ae",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _FAINT,
-    "grid.linewidth": 0.8,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "svg.hashsalt": "report",  # the same picture is the same text
-}
 _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
 _SIZE = (4.4, 2.9)  # inches
 _GIB = 2.0**-30
@@ -87,11 +63,6 @@ def pictures(runs: Sequence[Told]) -> Iterator[Picture]:
         yield from _time_axis(runs)
         for run in runs:
             yield from _confusion(run, alone=len(runs) == 1)
-
-
-def colour(number: int) -> str:
-    """The colour of a run, the same in all pictures."""
-    return _COLOURS[number % len(_COLOURS)]
 
 
 def _abscissa(runs: Sequence[Told]) -> tuple[str, str]:
@@ -252,7 +223,7 @@ def _confusion(run: Told, *, alone: bool) -> Iterator[Picture]:
     for true, row in enumerate(counts if few else []):
         for said, count in enumerate(row):
             if count:
-                ink = "white" if shares[true][said] > 0.6 else _INK
+                ink = "white" if shares[true][said] > 0.6 else INK
                 axes.text(said, true, str(count), ha="center", va="center", color=ink, fontsize=8)
     short = [name if len(name) <= 12 else name[:11] + "…" for name in names]
     if len(counts) <= 40:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from multigpu_cli.commands import report_tables
-from multigpu_cli.commands.report_figures import Picture, colour
+from multigpu_cli.commands.report_figures import Picture
 from multigpu_cli.commands.report_run import Told
 from multigpu_cli.commands.report_tables import Table, headline
+from multigpu_cli.monitor.picture_style import colour
 
 _CSS = """
 :root { color-scheme: light; --ink: #22303c; --soft: #5d6d7e; --line: #dfe4e8; --back: #f5f7f8; }

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,10 +69,12 @@ class EnvironmentGroup(ABC):
     Attributes:
         observation_shape: of one environment; observations are float32.
         action: what a policy may choose.
+        remark: what they are made of, for the plan.
     """
 
     observation_shape: tuple[int, ...]
     action: Discrete | Box
+    remark: str = ""
 
     @abstractmethod
     def reset(self) -> Tensor:
@@ -104,4 +106,8 @@ class EnvironmentGroup(ABC):
 
         Their means over episodes stand beside reward and length in an evaluation.
         """
+        return {}
+
+    def details(self) -> dict[str, Any]:
+        """What else there is to tell of the first environment's last episode, as plain values for a run's summary."""
         return {}

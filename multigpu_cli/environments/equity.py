@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +105,11 @@ class Curves:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("policy", self.policy), ("buy_and_hold", self.buy_and_hold), ("equal_weight", self.equal_weight))
+
+    def told(self) -> dict[str, Any]:
+        """Plain values: the dates, what each portfolio was worth on them, and what the prices are."""
+        values = {name: found.tolist() for name, found in self.named()}
+        return {"dates": [str(day) for day in self.dates], "values": values, "prices": self.remark}
 
     def rivals(self) -> dict[str, float]:
         """Figures of the two that need no policy, by name."""

@@ -7,6 +7,7 @@ everything is sold. Where the cash does not suffice, all purchases shrink in pro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +56,6 @@ class Trading(EnvironmentGroup):
         numbers: of the E environments.
         dtype: of observations and rewards; money is float64 throughout.
         recording: keep each day's value, and count trades, for the figures; else there is only the return.
-
-    Attributes:
-        curves: of the first environment's last episode, where recorded.
     """
 
     _first: Tensor  # (E,) day on which the episode began
@@ -88,12 +86,12 @@ class Trading(EnvironmentGroup):
         count = len(market.symbols)
         shape = (self._features.shape[1] + 1 + count,)
         self.observation_shape = shape if rules.window is None else (rules.window, *shape)
-        self.action = Box((count,), -1.0, 1.0)
+        self.action, self.remark = Box((count,), -1.0, 1.0), market.shown()
         each = torch.ones(count, dtype=torch.float64, device=device)
         self._each, self._bids, self._asks = each, (1 - rules.cost) * each, (1 + rules.cost) * each
         self._nobody = torch.zeros(len(self._numbers), dtype=torch.bool, device=device)
         self._figures: dict[str, Tensor] = {}
-        self.curves: Curves | None = None
+        self._curves: Curves | None = None
 
     def reset(self) -> Tensor:
         return self._begun(0)
@@ -185,14 +183,17 @@ class Trading(EnvironmentGroup):
         """Figures of the episodes that have just ended."""
         if not self._recording:
             return {"cumulative_return": self._worth / self._rules.cash - 1}
-        self.curves = Curves.over(
+        self._curves = Curves.over(
             self.market, int(self._first[0]), self._values[0].cpu(), self._rules.cash, self._rules.cost
         )
-        others = {name: torch.full_like(self._worth, value) for name, value in self.curves.rivals().items()}
+        others = {name: torch.full_like(self._worth, value) for name, value in self._curves.rivals().items()}
         return figures(self._values) | {"trades": self._trades} | others
 
     def figures(self) -> dict[str, Tensor]:
         return self._figures
+
+    def details(self) -> dict[str, Any]:
+        return {"equity_curve": self._curves.told()} if self._curves else {}
 
     def state(self) -> dict[str, Tensor]:
         numbers = torch.tensor([[self._episode, self._elapsed]], device=self._device).repeat(len(self._numbers), 1)

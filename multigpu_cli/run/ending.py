@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
@@ -106,9 +107,17 @@ def close_run(run: Run, found: dict[str, Any]) -> None:
         if spoke := who_spoke(run.folder / "logs", run.world.size):
             run.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_of(run.folder / 'logs', spoke[0])}")
         _leave_summary(run, found)
+        if found["status"] == "completed":
+            _leave_pictures(run, found)
         if run.tensorboard and found["status"] == "completed":
             run.tensorboard.hyperparameters(settings(run.settled.words), found["final"])
     run.journal.write("end", status=found["status"], step=run.progress.step, fingerprint=found["fingerprint"])
+
+
+def _leave_pictures(run: Run, found: dict[str, Any]) -> None:
+    for name, content in run.task.pictures(found).items():
+        with needed(run.folder):
+            publish(run.folder / name, content)
 
 
 def _leave_summary(run: Run, found: dict[str, Any]) -> None:

@@ -142,6 +142,10 @@ class Task(ABC):
         """Go on where `state` was taken, perhaps on another number of ranks; what could not be kept up, in words."""
         return ""
 
+    def pictures(self, found: dict[str, Any]) -> dict[str, bytes]:
+        """Files for the run folder by name, drawn from what the summary of a completed run holds."""
+        return {}
+
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         """Orders results: the greater is the better one."""
         return (-metrics["loss"],)

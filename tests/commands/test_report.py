@@ -8,8 +8,8 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.commands.report import place, reported
-from multigpu_cli.commands.report_figures import colour
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.picture_style import colour
 from tests.browser import pixels, screenshot
 from tests.commands.runs import interrupted_run, run_folder
 

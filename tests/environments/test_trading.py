@@ -196,5 +196,5 @@ def test_figures_are_those_of_the_days_values():
     assert ((found["trades"] - trades) >= 0).all()
     assert ((found["trades"] - trades) <= 3).all()  # those of the last day
     assert found["buy_and_hold_sharpe_ratio"].shape == (2,)
-    assert len(group.curves.dates) == days + 1
-    torch.testing.assert_close(group.curves.policy, torch.stack(values, 1)[0], atol=1.0, rtol=0)
+    assert len(group.details()["equity_curve"]["dates"]) == days + 1
+    np.testing.assert_allclose(group.details()["equity_curve"]["values"]["policy"], torch.stack(values, 1)[0], atol=1)

@@ -72,6 +72,7 @@ def open_environments(config: Config) -> Acting:
         enough = -(-config.task.env_steps // (environments * settings.rollout))
         iterations = min(enough, iterations) if "epochs" in config.explicit else enough
     episodes: Any = range(settings.evaluate_episodes)
+    more = f"; {probe.remark}" if probe.remark else ""
     return Acting(
         train=range(environments * settings.rollout * settings.passes),  # type: ignore[arg-type]
         val=episodes,
@@ -79,7 +80,7 @@ def open_environments(config: Config) -> Acting:
         input_shape=probe.observation_shape,
         num_classes=policy_of(probe.action).outputs,
         offers={"action": probe.action},
-        remark=f"{environments} environments in groups of {group}, {settings.rollout} steps a rollout: ",
+        remark=f"{environments} environments in groups of {group}, {settings.rollout} steps a rollout{more}: ",
         pieces=(micro_batch, environments * settings.rollout // (rollout // micro_batch)),
         epochs=iterations,
         model="actor-critic",

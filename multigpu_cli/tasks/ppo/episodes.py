@@ -1,7 +1,7 @@
 """Evaluation: whole episodes in environments of their own, the same ones every time."""
 
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Episodes:
             if number not in self._groups:
                 self._groups[number] = self.source.make(self.split, numbers, self.world.device)
             yield numbers, _first_episodes(self._groups[number], network, policy, len(numbers), memory)
+
+    def details(self) -> dict[str, Any]:
+        """What else there is to tell of the first episode, on the worker that played it."""
+        return self._groups[0].details() if 0 in self._groups else {}
 
 
 def _first_episodes(

@@ -131,4 +131,12 @@ class PPO(Task):
             for row, name in zip(slots, names, strict=True):
                 row[numbers.start : numbers.stop] = found[name]
         means = {name: fsum(row) / loader.size for name, row in zip(names, total(world, slots).tolist(), strict=True)}
-        return Evaluation(means, loader.size, {})
+        details: dict[str, Any] = next(filter(None, collected(world, loader.details())), {})
+        return Evaluation(means, loader.size, details)
+
+    def pictures(self, found: dict[str, Any]) -> dict[str, bytes]:
+        if "equity_curve" not in found:
+            return {}
+        from multigpu_cli.monitor.equity_picture import drawn  # matplotlib, and only where there is something to draw
+
+        return {"equity_curve.png": drawn(**found["equity_curve"])}
