@@ -125,7 +125,8 @@ def _places(file: Path, head: list[str]) -> list[int]:
     """Where the date and the prices stand; -1 for an adjusted close that there is not."""
     missing = [name.title() for name in ("date", *_COLUMNS) if name not in head]
     if missing:
-        raise _wrong(f"{file}:1", f"no column {', '.join(missing)}; there are {', '.join(head) or 'none'}")
+        fault = f"no column {', '.join(missing)}; there are {', '.join(head) or 'none'}"
+        raise _wrong(f"{file}:1", fault, f"{_LAYOUT}; data.args.symbols=[…] leaves other files out")
     adjusted = next((head.index(name) for name in _ADJUSTED if name in head), -1)
     return [*(head.index(name) for name in ("date", *_COLUMNS)), adjusted]
 
