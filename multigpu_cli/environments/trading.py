@@ -55,7 +55,8 @@ class Trading(EnvironmentGroup):
         span: first and last day of the split.
         numbers: of the E environments.
         dtype: of observations and rewards; money is float64 throughout.
-        recording: keep each day's value, and count trades, for the figures; else there is only the return.
+        recording: keep each day's value, and count trades, for the figures; else there is only the return. The rivals'
+            figures are those of the first environment's dates.
     """
 
     _first: Tensor  # (E,) day on which the episode began
@@ -196,14 +197,17 @@ class Trading(EnvironmentGroup):
         return {"equity_curve": self._curves.told()} if self._curves else {}
 
     def state(self) -> dict[str, Tensor]:
-        numbers = torch.tensor([[self._episode, self._elapsed]], device=self._device).repeat(len(self._numbers), 1)
+        told = [self._episode, self._elapsed, self._days, self.market.mark]
+        numbers = torch.tensor([told], device=self._device).repeat(len(self._numbers), 1)
         money = {"cash": self._cash, "held": self._held, "worth": self._worth, "values": self._values}
         found = {"numbers": numbers, "first": self._first, "trades": self._trades, "shares": self._shares()} | money
         return {name: tensor.clone() for name, tensor in found.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> tuple[Tensor, int]:
         there = {name: tensor.to(self._device, copy=True) for name, tensor in state.items()}
-        self._episode, self._elapsed = there["numbers"][0].tolist()
+        self._episode, self._elapsed, days, mark = there["numbers"][0].tolist()
+        if (days, mark) != (self._days, self.market.mark):  # somebody has brought other prices
+            return self._begun(self._episode), len(self._numbers)
         self._first, self._trades, self._values = there["first"], there["trades"], there["values"]
         self._cash, self._held, self._worth = there["cash"], there["held"], there["worth"]
         return self._look_ahead(there["shares"]), 0

@@ -155,6 +155,18 @@ def test_it_goes_on_exactly_from_its_state(window, recording, at):
         assert torch.equal(trading(**rules).load_state(state)[0], observation)
 
 
+def test_where_prices_have_changed_the_episode_begins_anew():
+    changed = build(drawn(2, symbols=3, days=300), period=10, turbulence=None)
+    group, other = trading(length=20), trading(length=20, market=changed)
+    group.reset()
+    for action in actions(27, 4):
+        group.step(action)
+    observation, anew = other.load_state(group.state())
+    assert anew == 4
+    assert observation[:, -4:].tolist() == [[1, 0, 0, 0]] * 4
+    assert other.state()["numbers"][0, :2].tolist() == [1, 0]
+
+
 def test_what_was_observed_is_not_written_over():
     group = trading(window=5, length=70)
     seen, kept = [group.reset()], []
