@@ -38,7 +38,9 @@ class AdamW(torch.optim.AdamW):
                 continue
             states = [self.state[p] for p in parameters]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1 if self.found_inf is None else 1 - self.found_inf)
+            torch._foreach_add_(steps, 1)
+            if self.found_inf is not None:  # in a list: of a lone tensor the host would read the number, and wait
+                torch._foreach_sub_(steps, [self.found_inf] * len(steps))
             torch._fused_adamw_(
                 parameters,
                 [p.grad for p in parameters],

@@ -1,18 +1,25 @@
 import gc
+import io
 import json
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multigpu_cli import engine
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor import journal
+from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.parts import Run
+from multigpu_cli.runtime.devices import Choice
 from tests.trained import trained
 
 RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}
@@ -389,3 +396,43 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
     monkeypatch.setattr(engine, "fit", watched)
     assert trained(**RUN | {"epochs": 1}).summary["status"] == "completed"
     assert json.loads(Path("seen.json").read_text()) == [True, True]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: reading a number, or a result whose size depends on values."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.__name__.partition(".")[0]) in self.WAITING:
+            self.found.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("flags", [{}, {"max_grad_norm": "off"}, {"batch_size": "5", "global_batch_size": "20"}])
+def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
+    """Its numbers are read once a log line. Steps on a CPU, told that they are on a GPU, where waiting costs."""
+    words = {
+        "data": "tests.own:tensors",
+        "model": "tests.own:net",
+        "save_dir": "run",
+        "global_batch_size": "20",
+    } | flags
+    console = Console("quiet", io.StringIO())
+    choice = Choice("single", (torch.device("cpu"),), 0, "test")
+    with ExitStack() as stack:
+        run = engine.set_up(resolve(words, [], None), choice, None, console, stack, last_words=print, brought=None)
+        works = run.train.epoch(run.plan.batches, 0, 0, 0, 1)
+        engine.step(run, 0, next(works))
+        run.precision.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        with Waits() as waits:
+            engine.step(run, 1, next(works))
+            assert waits.found == []
+            float(run.trained[0].sum())
+            assert waits.found == ["_local_scalar_dense"], "it can see"
+        run.precision.device = torch.device("cpu")
+        run.bar.close()
