@@ -432,7 +432,7 @@ def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
         with Waits() as waits:
             engine.step(run, 1, next(works))
             assert waits.found == []
-            float(run.trained[0].sum())
+            float(run.trained[0].detach().sum())
             assert waits.found == ["_local_scalar_dense"], "it can see"
         run.precision.device = torch.device("cpu")
         run.bar.close()
