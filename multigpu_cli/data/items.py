@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.base import Fetching
 from multigpu_cli.data.sample import Collate, inner, sample_of, samples_of
+from multigpu_cli.data.transfer import Fetched, moved
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime.parent import die_with_parent
@@ -25,8 +26,6 @@ HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: the
 _MOST_PROCESSES = 8  # for each worker
 _HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
 _LONGEST_LOOK = 0.5  # seconds
-
-Fetched = tuple[Any, Any, Tensor]  # inputs, targets, and which samples they are
 
 
 class Items:
@@ -63,21 +62,12 @@ class Items:
         asked, chunks = tee(chunks)
         self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in asked)
         with _without_traceback():
-            for indices, (inputs, targets) in zip(chunks, self._loader, strict=True):
-                yield self._moved(inputs), self._moved(targets), indices
+            fetched = zip(chunks, self._loader, strict=True)
+            yield from moved(((inputs, targets, indices) for indices, (inputs, targets) in fetched), self.device)
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
         _end_processes(self._loader)
-
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(self.device, non_blocking=True)
-        if isinstance(value, dict):
-            return {name: self._moved(entry) for name, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._moved(entry) for entry in value)
-        return value
 
 
 class _Chunks:

@@ -11,8 +11,9 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import Draws
 from multigpu_cli.data.base import Fetching, Source
-from multigpu_cli.data.items import HELD_OUT, Fetched, Items
+from multigpu_cli.data.items import HELD_OUT, Items
 from multigpu_cli.data.sampler import epoch_order
+from multigpu_cli.data.transfer import Fetched, moved
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 
@@ -147,12 +148,10 @@ class _Memory:
         """Nothing is open."""
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        home = self.inputs.device
+        batches = self._picked(chunks)
+        return batches if self.inputs.device == self.device else moved(batches, self.device, pin=self._pin)
+
+    def _picked(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = indices.to(home)
-            inputs, targets = self.inputs.index_select(0, at), self.targets.index_select(0, at)
-            if home != self.device:
-                inputs, targets = (
-                    (t.pin_memory() if self._pin else t).to(self.device, non_blocking=True) for t in (inputs, targets)
-                )
-            yield inputs, targets, indices
+            at = indices.to(self.inputs.device)
+            yield self.inputs.index_select(0, at), self.targets.index_select(0, at), indices

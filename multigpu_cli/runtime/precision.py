@@ -30,7 +30,8 @@ def choose_format(wanted: str, device: torch.device) -> Format:
     if wanted != "auto":
         return Format(wanted, f"--amp {wanted}")
     if device.type != "cuda":
-        return Format("off", "on CPU, fp32")
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return Format("off", "on CPU, fp32" + ("; its bf16 instructions are there for --amp bf16" if native else ""))
     with torch.cuda.device(device):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     return Format("bf16", "the GPU has it") if native else Format("fp16", "the GPU has no bf16")

@@ -46,6 +46,15 @@ def data_parallel_twice(folder: Path) -> dict[str, Any]:
     return finished([sys.executable, __file__, "dp-twice", str(folder)])
 
 
+def on_and_beside(folder: Path) -> dict[str, Any]:
+    """Batches that a stream of their own brings in time are those that lie on the GPU."""
+    flags = ("--multi-gpu", "none", "--exact", "--data-on-device")
+    beside, there = (front_door(folder / word, *flags, word) for word in ("off", "on"))
+    if beside["fingerprint"] != there["fingerprint"]:
+        raise AssertionError(f"fingerprints {beside['fingerprint']} and {there['fingerprint']}")
+    return there
+
+
 def in_this_process(kind: str, folder: Path) -> None:
     """Run the engine on devices that the front door would not choose."""
     import torch
@@ -74,6 +83,7 @@ CHECKS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "DDP over nccl, one process": lambda folder: front_door(folder, "--multi-gpu", "ddp", torchrun=1),
     "DDP over gloo, two processes on one GPU": two_ranks_on_one_gpu,
     "DataParallel over [0, 0]": data_parallel_twice,
+    "data on the GPU and beside it, same bits": on_and_beside,
     "torch.compile": lambda folder: front_door(folder, "--multi-gpu", "none", "--compile", "default"),
     "gradient checkpointing, accumulation 2": lambda folder: front_door(
         folder, "--multi-gpu", "none", "--grad-checkpointing", "--grad-accum-steps", "2"

@@ -10,8 +10,13 @@ from multigpu_cli.runtime.precision import Precision, choose_format
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_auto_is_full_precision_on_cpu() -> None:
-    assert choose_format("auto", CPU).name == "off"
+@pytest.mark.parametrize("native", [True, False])
+def test_auto_is_full_precision_on_cpu_and_offers_what_is_faster(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    name, because = choose_format("auto", CPU)
+    assert name == "off"
+    assert ("--amp bf16" in because) == native
 
 
 @pytest.mark.parametrize("wanted", ["off", "bf16"])

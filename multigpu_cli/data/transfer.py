@@ -1,0 +1,45 @@
+"""Batches on their way from host memory to a GPU, one ahead of the step that needs it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Fetched = tuple[Any, Any, Tensor]  # inputs, targets, and which samples they are
+
+
+def moved(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
+    """The same batches with inputs and targets on the device.
+
+    On CUDA the next batch travels on a stream of its own while the current one is being computed with.
+
+    Args:
+        pin: copy to page-locked memory first, where the host's tensors are not.
+    """
+    if device.type != "cuda":
+        yield from ((_there(inputs, device), _there(targets, device), indices) for inputs, targets, indices in batches)
+        return
+    stream = torch.cuda.Stream(device)
+    ready: Fetched | None = None
+    for inputs, targets, indices in batches:
+        with torch.cuda.stream(stream):
+            there = _there(inputs, device, pin=pin), _there(targets, device, pin=pin)
+        if ready:
+            yield ready
+        now = torch.cuda.current_stream(device)
+        now.wait_stream(stream)  # for the step that comes next: the one under way has been queued
+        for tensor in tree_leaves(there):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(now)
+        ready = (*there, indices)
+    if ready:
+        yield ready
+
+
+def _there(value: Any, device: torch.device, *, pin: bool = False) -> Any:
+    """Every tensor in a nest of dicts, lists and tuples on the device; whatever else is in there stays."""
+    return tree_map_only(
+        Tensor, lambda tensor: (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True), value
+    )
