@@ -16,10 +16,12 @@ def written(wish: Asked, prompt: str, *, count: int, temperature: float, top_k: 
     Raises:
         RequestError: the run is none of a language model, or the prompt holds what it does not know.
     """
-    found = remembered(trained_weights(wish.run), own_code=wish.own_code)
+    weights = trained_weights(wish.run)
+    task = weights.settings.get("built_for", {}).get("task", "language-model")
+    if task != "language-model":
+        raise RequestError(f"{wish.run}: only a language model writes text, and this run's task is {task}")
+    found = remembered(weights, own_code=wish.own_code)
     source = found.source
-    if source.task != "language-model":
-        raise RequestError(f"{wish.run}: only a language model writes text, and this run's task is {source.task}")
     known = source.vocabulary or Numbers(source.num_classes)
     start = known.encode(prompt)
     if not start:

@@ -66,5 +66,5 @@ def test_a_run_continues_a_prompt_in_its_own_characters(run: str, capsys: pytest
 
 def test_only_a_language_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(save_dir=str(tmp_path / "run"), epochs=1)
-    assert main_multi_gpu.run(["sample", str(tmp_path / "run"), "--own-code"]) == 2
+    assert main_multi_gpu.run(["sample", str(tmp_path / "run")]) == 2, "before its network is made"
     assert "this run's task is classification" in capsys.readouterr().err
