@@ -21,10 +21,8 @@ from typing import Annotated, Any, NoReturn
 try:
     import typer
 except ModuleNotFoundError as missing:  # the first command of whoever has not called the environment's python
-    sys.exit(
-        f"error: {sys.executable} has no package {missing.name!r}\n"
-        "  try: make quickstart, then: source .venv/bin/activate (or: pip install .)"
-    )
+    way_out = "make quickstart, then: source .venv/bin/activate (or: pip install .)"
+    sys.exit(f"error: {sys.executable} has no package {missing.name!r}\n  try: {way_out}")
 
 from multigpu_cli.commands import explained, seeing, using
 from multigpu_cli.commands.completion import run_argument
