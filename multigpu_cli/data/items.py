@@ -5,10 +5,11 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import tee
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -26,6 +27,9 @@ HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: the
 _MOST_PROCESSES = 8  # for each worker
 _HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
 _LONGEST_LOOK = 0.5  # seconds
+
+
+Result = TypeVar("Result")
 
 
 class Items:
@@ -123,20 +127,29 @@ def _loader_processes(dataset: Keyed, wanted: int | str, workers_here: int) -> t
     spare = min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
     if spare < 1:
         return 0, ": no core to spare"
-    seconds = _seconds_a_sample(dataset)
+    seconds = elsewhere(partial(_seconds_a_sample, dataset))
     return (spare if seconds > _HANDED_OVER else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
 
 
-def _seconds_a_sample(dataset: Keyed) -> float:
-    """Measured in a process of its own: a file that is opened here, before the fork, would be shared."""
-    timing: DataLoader[float] = DataLoader(
-        _Timed(dataset), batch_size=None, num_workers=1, persistent_workers=True, worker_init_fn=_belong_to_trainer
+def elsewhere(work: Callable[[], Result]) -> Result:
+    """What `work` returns in a process of its own: a file that a dataset opens here, before the fork, would be shared.
+
+    Raises:
+        RequestError: the user's dataset failed.
+    """
+    there: DataLoader[Result] = DataLoader(
+        _Once(work),
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=1,
+        persistent_workers=True,
+        worker_init_fn=_belong_to_trainer,
     )
     try:
         with _without_traceback():
-            return float(next(iter(timing)))
+            return next(iter(there))  # type: ignore[no-any-return]
     finally:
-        _end_processes(timing)
+        _end_processes(there)
 
 
 @contextmanager
@@ -158,21 +171,30 @@ def _end_processes(loader: DataLoader[Any]) -> None:
         loader._iterator = None
 
 
-class _Timed(Dataset[float]):
-    """One item: the seconds that a sample takes, the least of a few, since the first may open files."""
+class _Once(Dataset[Any]):
+    """One item: the result of some work."""
 
-    def __init__(self, dataset: Keyed) -> None:
-        self._dataset = dataset
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> float:
-        taken: list[float] = []
-        for index in range(min(8, len(self._dataset.dataset))):  # type: ignore[arg-type]
-            began = time.perf_counter()
-            self._dataset[HELD_OUT, index]
-            taken.append(time.perf_counter() - began)
-            if sum(taken) > _LONGEST_LOOK:
-                break
-        return min(taken, default=0.0)
+    def __getitem__(self, _: int) -> Any:
+        return self._work()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _seconds_a_sample(dataset: Keyed) -> float:
+    """The least of a few, since the first may open files."""
+    taken: list[float] = []
+    for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
+        began = time.perf_counter()
+        dataset[HELD_OUT, index]
+        taken.append(time.perf_counter() - began)
+        if sum(taken) > _LONGEST_LOOK:
+            break
+    return min(taken, default=0.0)

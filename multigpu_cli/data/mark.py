@@ -1,6 +1,7 @@
 """A cheap mark of what a dataset holds: alike where two machines have the same data, whatever rounds their floats."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.items import Keyed
+from multigpu_cli.data.items import Keyed, elsewhere
 from multigpu_cli.errors import RequestError
 
 _ALL = 2**24  # values; of a larger tensor only some rows are looked at
@@ -29,17 +30,25 @@ def mark_of(source: Source, seed: int) -> tuple[list[int], list[float]]:
         if split is None:
             exact.update(b"none")
             continue
-        exact.update(str(len(split)).encode())  # type: ignore[arg-type]
-        for value in _looked_at(split, seed):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                exact.update(f"{value.dtype} {tuple(value.shape)}".encode())
-                sums[4 * place : 4 * place + 4] += _sums(value)
-            else:
-                exact.update(_bytes(value))
+        look = partial(_looked_at, split, seed)
+        digest, sums[4 * place : 4 * place + 4] = look() if isinstance(split, TensorDataset) else elsewhere(look)
+        exact.update(digest)
     return numpy.frombuffer(exact.digest(), dtype=numpy.int64).tolist(), sums.tolist()
 
 
-def _looked_at(split: Dataset[Any], seed: int) -> Iterator[Any]:
+def _looked_at(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:
+    """SHA-256 of length, shapes, whole numbers and bytes of one split, and the sums of what is floating."""
+    exact, sums = sha256(str(len(split)).encode()), numpy.zeros(4)  # type: ignore[arg-type]
+    for value in _values(split, seed):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            exact.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            sums += _sums(value)
+        else:
+            exact.update(_bytes(value))
+    return exact.digest(), sums.tolist()
+
+
+def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     if isinstance(split, TensorDataset):
         yield from (_rows(tensor) for tensor in split.tensors)
         return

@@ -69,3 +69,18 @@ def test_samples_that_are_fetched_one_by_one_are_looked_at_too() -> None:
     assert same(fetched(Files()), fetched(Files()))
     assert not same(fetched(Files()), fetched(Files("b")))
     assert same(fetched(Files(own_noise=True)), fetched(Files(own_noise=True))), "its own randomness marks nothing"
+
+
+def test_a_users_dataset_is_looked_at_in_another_process() -> None:
+    """One that opens its file at the first sample would otherwise share it with all its loader processes."""
+
+    class Lazy(Files):
+        opened = False
+
+        def __getitem__(self, index: int) -> Any:
+            self.opened = True
+            return super().__getitem__(index)
+
+    dataset = Lazy()
+    mark_of(fetched(dataset), 42)
+    assert not dataset.opened
