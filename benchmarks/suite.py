@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.pairs import ONE_THREAD, ROOT, Row, table
 
-PARTS = ("startup", "step_overhead", "data_path", "end_to_end", "ddp", "checkpoints", "trading", "peers")
+PARTS = ("startup", "step_overhead", "data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo", "peers")
 RESULTS = ROOT / "benchmarks" / "results"
 
 

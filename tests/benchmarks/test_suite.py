@@ -19,7 +19,7 @@ def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data_path", "end_to_end", "ddp", "checkpoints", "trading", "peers"])
+@pytest.mark.parametrize("name", ["data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo", "peers"])
 def test_the_longer_ones_too(name: str) -> None:
     assert part(name, tiny=True)
 

@@ -136,7 +136,7 @@ def _sizes(config: Config, settings: Settings) -> tuple[int, int, int]:
     if config.batch.size == "auto":
         raise RequestError("--batch-size auto measures samples of a dataset", remedy="a number, with --task ppo")
     for name in ("global_batch_size", "grad_accum_steps", "drop_last"):
-        if name in config.explicit:
+        if name in config.explicit and config.get(name):
             raise RequestError(
                 f"--{name.replace('_', '-')}: with --task ppo a step is one micro-batch of each group of environments",
                 remedy="--num-envs, --env-group and --batch-size",

@@ -55,7 +55,7 @@ def task(model: nn.Module, *sets: str, groups: int = 3, workers: int = 1, rank: 
     config = resolve(flags, given, None)
     source = open_environments(config)
     made = PPO(source, config.task, **config.task.args)
-    made.loaders(config.data, World(CPU, rank, workers, rank, workers), 7)
+    made.feed(config.data, World(CPU, rank, workers, rank, workers), 7)
     torch.manual_seed(0)
     made.begin(model, Precision("off", CPU))
     assert source.pieces is not None
