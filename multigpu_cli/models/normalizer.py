@@ -21,7 +21,7 @@ class Normalizer(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("deviation", torch.ones(shape))
-        self.register_buffer("farthest", torch.tensor(torch.inf))
+        self.register_buffer("farthest", torch.tensor(torch.finfo(torch.float32).max))
 
     def forward(self, observations: Tensor) -> Tensor:
         away = (observations - self.mean) / self.deviation
