@@ -63,15 +63,12 @@ def turbulence(close: np.ndarray, window: int) -> np.ndarray:
     """
     returns = close[1:] / close[:-1] - 1  # row t - 1 belongs to day t
     found = np.zeros(len(close))
-    if len(returns) <= window:
-        return found
-    past = sliding_window_view(returns[:-1], window, axis=0)  # (T - 1 - window, n, window)
-    mean = past.mean(axis=2)
-    centred = past - mean[..., None]
-    covariance = centred @ centred.transpose(0, 2, 1) / (window - 1)
-    distance = returns[window:] - mean
-    inverse = np.linalg.pinv(covariance, hermitian=True)  # symbols that move alike make it singular
-    found[1 + window :] = np.einsum("ti,tij,tj->t", distance, inverse, distance)
+    for day in range(1 + window, len(close)):
+        past = returns[day - 1 - window : day - 1]
+        mean = past.mean(axis=0)
+        away, centred = returns[day - 1] - mean, past - mean
+        covariance = centred.T @ centred / (window - 1)
+        found[day] = away @ np.linalg.pinv(covariance, hermitian=True) @ away  # symbols that move alike: singular
     return np.maximum(found, 0)
 
 

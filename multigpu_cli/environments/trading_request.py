@@ -48,7 +48,19 @@ def group(
     Raises:
         RequestError: prices that are missing or damaged, or arguments that make no market.
     """
-    _check(window, length, start, cash, max_shares, cost, turbulence, turbulence_window, period, fill, reward_scale)
+    _check(
+        window=window,
+        length=length,
+        start=start,
+        cash=cash,
+        max_shares=max_shares,
+        cost=cost,
+        turbulence=turbulence,
+        turbulence_window=turbulence_window,
+        period=period,
+        fill=fill,
+        reward_scale=reward_scale,
+    )
     training = split == "train"
     market = build(
         _prices(data_dir, symbols, adjusted, made_days, made_seed),
@@ -84,38 +96,26 @@ def _prices(
     return prices.read(data_dir, symbols or (), adjusted=adjusted)
 
 
-def _check(
-    window: Any,
-    length: Any,
-    start: Any,
-    cash: Any,
-    max_shares: Any,
-    cost: Any,
-    turbulence: Any,
-    turbulence_window: Any,
-    period: Any,
-    fill: Any,
-    reward_scale: Any,
-) -> None:
-    def whole(value: Any, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _check(**given: Any) -> None:
+    def whole(name: str, least: int) -> bool:
+        return isinstance(given[name], int) and not isinstance(given[name], bool) and given[name] >= least
 
-    def number(value: Any, low: float, high: float) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high
+    def number(name: str, low: float, high: float) -> bool:
+        return isinstance(given[name], int | float) and not isinstance(given[name], bool) and low <= given[name] <= high
 
     rules = [
-        ("window", window, window is None or whole(window, 1), "1 or more days, or null"),
-        ("length", length, length is None or whole(length, 1), "1 or more days, or null"),
-        ("start", start, start in ("random", "beginning"), "random or beginning"),
-        ("cash", cash, number(cash, 1e-6, 1e15), "an amount above 0"),
-        ("max_shares", max_shares, whole(max_shares, 1), "1 or more"),
-        ("cost", cost, number(cost, 0, 1), "a share from 0 to below 1"),
-        ("turbulence", turbulence, turbulence is None or number(turbulence, 0, 1.000001), "a quantile, or null"),
-        ("turbulence_window", turbulence_window, whole(turbulence_window, 2), "2 or more days"),
-        ("period", period, whole(period, 2), "2 or more days"),
-        ("fill", fill, fill in ("close", "open"), "close, or open of the next day"),
-        ("reward_scale", reward_scale, number(reward_scale, 1e-12, 1e12), "a number above 0"),
+        ("window", given["window"] is None or whole("window", 1), "1 or more days, or null"),
+        ("length", given["length"] is None or whole("length", 1), "1 or more days, or null"),
+        ("start", given["start"] in ("random", "beginning"), "random or beginning"),
+        ("cash", number("cash", 1e-6, 1e15), "an amount above 0"),
+        ("max_shares", whole("max_shares", 1), "1 or more"),
+        ("cost", number("cost", 0, 0.999), "a share from 0 to below 1"),
+        ("turbulence", given["turbulence"] is None or number("turbulence", 0, 1), "a quantile, or null"),
+        ("turbulence_window", whole("turbulence_window", 2), "2 or more days"),
+        ("period", whole("period", 2), "2 or more days"),
+        ("fill", given["fill"] in ("close", "open"), "close, or open for that of the next day"),
+        ("reward_scale", number("reward_scale", 1e-12, 1e12), "a number above 0"),
     ]
-    for name, value, holds, right in rules:
+    for name, holds, right in rules:
         if not holds:
-            raise RequestError(f"data.args.{name}: {value!r} makes no trading environment", remedy=right)
+            raise RequestError(f"data.args.{name}: {given[name]!r} makes no trading environment", remedy=right)
