@@ -3,8 +3,9 @@
     python -m benchmarks.trading
 
 The same rules, prices, first days and actions on both sides, in one process with one thread, in turns; CPU time for
-each environment step. The plain one (benchmarks.trading_loop) keeps its books in Python's own floats, which for five
-symbols is faster than NumPy. Prices are made up: what they are makes no difference.
+each environment step. Ours steps in inference mode, as a rollout does. The plain one (benchmarks.trading_loop) keeps its
+books in Python's own floats, which for five symbols is faster than NumPy. Prices are made up: what they are makes no
+difference.
 """
 
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def _group(count: int, symbols: int, window: int | None) -> Trading:
 
 
 def _stepped(environments: Trading, actions: torch.Tensor) -> Callable[[], object]:
+    @torch.inference_mode()
     def work() -> None:
         for each in actions:
             environments.step(each)
