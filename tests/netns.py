@@ -44,7 +44,7 @@ class Host:
     """
 
     def __init__(self, name: str, number: int, space: str, switch: str, scratch: Path) -> None:
-        self.name, self.address, self._space, self._switch = name, f"10.77.0.{number}", space, switch
+        self.name, self.address, self.space, self._switch = name, f"10.77.0.{number}", space, switch
         self._port, self._scratch = f"port{number}", scratch
         self.folder = scratch / name
         self.folder.mkdir()
@@ -59,7 +59,7 @@ class Host:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with open(self.log(log), "ab") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._space, *inside],
+                ["ip", "netns", "exec", self.space, *inside],
                 cwd=folder or self.folder,
                 env=environment | {"GLOO_SOCKET_IFNAME": "eth0"} | environ,
                 stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class Host:
         return self._scratch / f"{self.name}.{name}"
 
     def processes(self) -> list[int]:
-        return [int(word) for word in _ip("netns", "pids", self._space).split()]
+        return [int(word) for word in _ip("netns", "pids", self.space).split()]
 
     def kill(self) -> None:
         """The host loses power: all its processes are gone at once."""
@@ -109,7 +109,7 @@ class Host:
 
     def inside(self, *command: str) -> str:
         """A command of the system's in this namespace: ip, tc, iptables."""
-        done = subprocess.run(["ip", "netns", "exec", self._space, *command], capture_output=True, text=True)
+        done = subprocess.run(["ip", "netns", "exec", self.space, *command], capture_output=True, text=True)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

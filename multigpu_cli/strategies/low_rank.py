@@ -5,6 +5,7 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compressio
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,8 @@ class LowRank:
         self._state = PowerSGDState(
             None, matrix_approximation_rank=_RANK, start_powerSGD_iter=plain_steps, orthogonalization_epsilon=_TINY
         )
-        ddp.register_comm_hook(self._state, powerSGD_hook)
+        in_turn = dist.get_backend(ddp.process_group) == "gloo"
+        ddp.register_comm_hook(self._state, _one_by_one if in_turn else powerSGD_hook)
 
     @torch.no_grad()
     def undo(self, skipped: Tensor) -> None:
@@ -31,3 +33,13 @@ class LowRank:
         for factor in self._state.q_memory_dict.values():
             spread = torch.arange(factor.numel(), device=factor.device, dtype=factor.dtype).add_(1).sin_()
             factor.copy_(torch.where(skipped.bool(), spread.view_as(factor), factor))
+
+
+def _one_by_one(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's hook waits for its second reduction within the end of the first, on one of gloo's two threads.
+
+    With two buckets at once both threads wait, and nobody is left to reduce.
+    """
+    found = powerSGD_hook(state, bucket)
+    found.wait()
+    return found

@@ -123,7 +123,8 @@ def test_a_real_run_goes_on_where_it_stopped_and_ends_as_if_nothing_had_been(job
     stopped.send_signal(signal.SIGUSR1)
     assert (stopped.wait(100), calls(tmp_path)[-1]) == (0, "scontrol requeue 4711"), stopped.communicate()
     assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
-    again, whole = (job(*words, "--save-dir", str(folder), environ=here) for folder in (run, tmp_path / "whole"))
+    again = job(*words, "--save-dir", str(run), environ=here)
+    whole = job(*words, "--save-dir", str(tmp_path / "whole"), environ=here | {"SLURM_JOB_ID": "4712"})
     assert (again.wait(150), whole.wait(150)) == (0, 0), again.communicate()
     ends = [json.loads((folder / "summary.json").read_text()) for folder in (run, tmp_path / "whole")]
     assert ends[0]["fingerprint"] == ends[1]["fingerprint"]

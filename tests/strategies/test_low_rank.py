@@ -45,3 +45,20 @@ def test_the_first_steps_are_plain_and_the_mean_is_kept_afterwards() -> None:
 def test_a_skipped_step_leaves_nothing_behind() -> None:
     first, _ = gradients(9, 2, nan_at=5)
     assert first[-1] < 0.05
+
+
+def test_several_buckets_do_not_wait_for_each_other() -> None:
+    """gloo has two threads; the hook, left to itself, lets each bucket hold one while it waits for the other."""
+
+    def work(world: World) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
+        LowRank(ddp, plain_steps=3)
+        for _ in range(8):
+            ddp(torch.randn(4, 96)).sum().backward()
+            model.zero_grad(set_to_none=False)
+        return float(next(model.parameters()).detach().sum())
+
+    first, second = each_rank(2, work)
+    assert first == second
