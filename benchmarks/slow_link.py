@@ -3,7 +3,7 @@
     python -m benchmarks.slow_link --rate 100 --delay 20 --target 0.2
 
 The hosts are network namespaces; the link between them has so many Mbit/s each way, and so many ms there and back. The
-kernel's netem shapes it where there is one; else two tunnel devices, and a process between them that holds packets back.
+kernel's netem shapes it where there is one, else two tunnel devices and a process between that holds packets back.
 """
 
 import argparse

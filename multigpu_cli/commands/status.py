@@ -31,6 +31,7 @@ class Status:
         eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
         checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
         silent_seconds: since the last line.
+        recovery_seconds: from the last progress of the attempt before to the next finished step, the last time.
         alarms: what somebody should look at.
     """
 
@@ -51,6 +52,7 @@ class Status:
     checkpoint_age: float | None
     silent_seconds: float
     attempts: int
+    recovery_seconds: float | None = None
     alarms: list[str] = field(default_factory=list)
 
 
@@ -100,6 +102,7 @@ def status_of(run: Path, now: float) -> Status:
         checkpoint_age=max(0.0, now - saved["time"]) if saved else None,
         silent_seconds=silent,
         attempts=len(history.attempts),
+        recovery_seconds=history.recoveries[-1]["seconds"] if history.recoveries else None,
         alarms=list(_alarms(history, attempt, state, silent)),
     )
 
@@ -135,6 +138,8 @@ def lines(found: Sequence[Status]) -> Iterator[str]:
         if status.checkpoint_age is not None:
             saved = f"checkpoint of step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago"
         tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
+        if status.recovery_seconds is not None:
+            tries += f", {duration(status.recovery_seconds)} after the one before"
         yield f"  {where}; {saved}; last line {duration(status.silent_seconds)} ago{tries}"
         yield from (f"  ! {alarm}" for alarm in status.alarms)
 

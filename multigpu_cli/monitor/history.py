@@ -38,7 +38,7 @@ class History:
     Attributes:
         attempts: in order; the last one may still be running.
         train, evals: the events that count, by step (and split): after a resume, steps beyond it are written anew.
-        checkpoints, faults: all of them, of every attempt.
+        checkpoints, faults, recoveries: all of them, of every attempt.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -46,6 +46,7 @@ class History:
     evals: dict[tuple[int, str], Event] = field(default_factory=dict)
     checkpoints: list[Event] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
+    recoveries: list[Event] = field(default_factory=list)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -89,6 +90,8 @@ class History:
                 self.checkpoints.append(event)
             case "fault":
                 self.faults.append(event)
+            case "recovery":
+                self.recoveries.append(event)
             case "end":
                 now.end = event
 

@@ -138,3 +138,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_torch_is_not_needed() -> None:
     code = "import sys, multigpu_cli.commands.status; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_what_a_new_attempt_has_cost_is_shown(tmp_path: Path) -> None:
+    back = line(1052, "recovery", step=11, seconds=8.2, lost_steps=10, cause="rank 2 ended without a word")
+    again = [line(1050, "start", plan=PLAN, resumed_from="run"), line(1051, "resume", step=10), back]
+    found = status_of(run(tmp_path / "run", [*BEGUN, *again]), 1060.0)
+    assert found.recovery_seconds == 8.2
+    assert "attempt 2, 8 s after the one before" in "\n".join(lines([found]))
