@@ -138,7 +138,8 @@ def _readable(name: str, value: Any) -> str:
 def _status(summary: Mapping[str, Any]) -> str:
     steps = f"{summary['steps']:,} steps" if summary.get("steps") is not None else ""
     seconds = f"in {summary['train_seconds']:.1f} s" if summary.get("train_seconds") is not None else ""
-    return " ".join(part for part in (str(summary.get("status", "")), steps, seconds) if part)
+    how = " ".join(part for part in (str(summary.get("status", "")), steps, seconds) if part)
+    return f"{how}; the same command goes on" if summary.get("status") == "stopped" else how
 
 
 def _speed(summary: Mapping[str, Any]) -> str:

@@ -79,6 +79,7 @@ def test_rows_put_the_test_accuracy_first_and_leave_out_what_is_missing() -> Non
         ("save dir", "runs/x"),
     ]
     assert result.rows({"status": "failed"}) == [("status", "failed")]
+    assert result.rows({"status": "stopped", "steps": 3}) == [("status", "stopped 3 steps; the same command goes on")]
 
 
 def test_class_rows_are_named_and_aligned() -> None:
