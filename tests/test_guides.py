@@ -22,6 +22,7 @@ from tests.walkthrough import Block, blocks
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE, REFERENCE = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md"
 GUIDES = (GUIDE, REFERENCE)
+PAGES = (*GUIDES, ROOT / "README.md")
 BEGIN, END = "<!-- python -m tests.test_guides writes this table -->", "<!-- end of the table -->"
 OTHER_FILES = {
     "CHANGELOG.md": "What changed for users, newest first.",
@@ -153,7 +154,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+@pytest.mark.parametrize("guide", PAGES, ids=lambda guide: guide.name)
 def test_links_lead_somewhere(guide: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(guide)):
         if target.startswith("https://"):
@@ -165,7 +166,7 @@ def test_links_lead_somewhere(guide: Path) -> None:
             assert place in map(anchor, re.findall(r"^#+ (.+)$", aim.read_text(), re.MULTILINE)), target
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+@pytest.mark.parametrize("guide", PAGES, ids=lambda guide: guide.name)
 def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
     group = typer.main.get_group(main_multi_gpu.app)
     ours = {flag for each in (group, *group.commands.values()) for option in each.params for flag in option.opts}
@@ -189,8 +190,9 @@ def test_what_is_not_there_yet_is_said() -> None:
 
 def commands() -> list[str]:
     """Every call of the front door in a bash block, run or not, and in the text."""
-    found = [line for _, block in of_both() if block.language == "bash" for line in logical_lines(block.text)]
-    found += [code for guide in GUIDES for code in CODE.findall(prose(guide))]
+    typed = [block.text for page in PAGES for block in blocks(page.read_text()) if block.language == "bash"]
+    found = [line for text in typed for line in logical_lines(text)]
+    found += [code for page in PAGES for code in CODE.findall(prose(page))]
     return [line for line in dict.fromkeys(found) if re.search(rf"(python|torchrun)\b.* {FRONT_DOOR}", line)]
 
 
