@@ -1,4 +1,4 @@
-"""What --verbose adds to a run: what was found out and chosen, every number, and each checkpoint."""
+"""What --verbose adds to a run: what was chosen, every number, each checkpoint; and where other ranks speak."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,12 @@ import torch
 from tests.trained import trained
 
 
-def test_verbose_says_what_was_chosen_and_each_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
-    ended = trained(
-        2, screen="verbose", save_dir=str(folder), batch_size=10, epochs=2, log_interval=3, freeze=["2.weight"]
-    )
+    flags = {"save_dir": str(folder), "batch_size": 10, "epochs": 2, "log_interval": 3, "freeze": ["2.weight"]}
+    ended = trained(2, screen="verbose", environ={"OWN_DEED": "1:6:SIGCONT"}, **flags)  # rank 1 says so, and goes on
     assert ended.error == ""
     out = capfd.readouterr().out
     shown = dict(
@@ -26,6 +27,9 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint(tmp_path: Path, capfd:
     assert shown["checkpoints"] == "every epoch, 3 are kept"
     assert re.fullmatch(r"gloo, buckets of \d+ MiB", shown["gradients"])
     assert shown["other ranks"] == f"print to {folder}/logs/rank_1.log"
-    assert (folder / "logs" / "rank_1.log").read_text().startswith("--- rank 1, attempt 1, ")
+    assert f"\noutput of rank 1: {folder}/logs/rank_1.log\n" in out
+    head, *said = (folder / "logs" / "rank_1.log").read_text().splitlines()
+    assert (head[:23], said) == ("--- rank 1, attempt 1, ", ["rank 1 does it"])
+    assert "does it" not in out
     assert len(re.findall(r"^  grad norm .* memory \d+ MiB / \d+ MiB ", out, re.MULTILINE)) == 2
     assert re.search(r"^checkpoint of step 3: 0\.0 MiB in [\d.]+ s, ", out, re.MULTILINE)
