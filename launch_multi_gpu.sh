@@ -346,7 +346,7 @@ make_plan() { # plan is the trainer's, problem what it said instead
 }
 
 read_plan() { # what the questions need of it, and in plan the text that people see
-    { read -r folder && read -r start && read -r size && plan=$(cat); } < <("$python" -c 'import json, sys
+    local layout='import json, sys
 plan = json.loads(sys.argv[1])
 scaled = "{lr_rule} rule, from {base_lr:g} at batch size {base_batch_size}"
 plan["how"] = "as given" if plan["base_lr"] is None else scaled.format(**plan)
@@ -359,7 +359,8 @@ print("""\
   length           {total_steps} steps, {steps_per_epoch} per epoch, {warmup_steps} of warm-up
   device           {device}, mixed precision {precision}
   starts           {resume}
-  saves to         {save_dir}""".format(**plan))' "$plan")
+  saves to         {save_dir}""".format(**plan))'
+    { read -r folder && read -r start && read -r size && plan=$(cat); } < <("$python" -c "$layout" "$plan")
 }
 
 measure_memory() { # of one device: what `plan` says of it, after a few real steps
