@@ -103,7 +103,7 @@ def _steps(run: Run) -> Iterator[None]:
 def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
     choice, world = Choice("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
-    learner = build_learner(settle(config, choice, world, attempt=0), choice, world)
+    learner = build_learner(settle(config, choice, world), choice, world)
     stack.enter_context(owned(Path(flags["save_dir"])))
     watch = stack.enter_context(Watch(world, config.fault.hang_timeout, lambda error: None))
     return assemble(learner, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)

@@ -3,7 +3,7 @@
     python -m benchmarks.trading
 
 The same rules, prices, first days and actions on both sides, in one process with one thread, in turns; CPU time for
-each environment step. Ours steps in inference mode, as a rollout does. The plain one (benchmarks.trading_loop) keeps its
+each step. Ours steps in inference mode, as a rollout does. The plain one (benchmarks.trading_loop) has its
 books in Python's own floats, which for five symbols is faster than NumPy. Prices are made up: what they are makes no
 difference.
 """

@@ -24,7 +24,7 @@ _ELSEWHERE = {
     "--dropout": "--set model.args.dropout=0.1",
     "--fp16": "--amp fp16",
     "--bf16": "--amp bf16",
-    "--local-rank": "torchrun in the place of torch.distributed.launch, which adds it",
+    "--local-rank": "--nproc-per-node N, or torchrun in the place of torch.distributed.launch",
 }
 """What flags of other programs are called here, where no likeness of letters tells."""
 

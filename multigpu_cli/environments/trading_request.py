@@ -1,6 +1,6 @@
 """From what a user asks for (--data trading, --data-dir, data.args) to a group of trading environments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,19 +48,7 @@ def group(
     Raises:
         RequestError: prices that are missing or damaged, or arguments that make no market.
     """
-    _check(
-        window=window,
-        length=length,
-        start=start,
-        cash=cash,
-        max_shares=max_shares,
-        cost=cost,
-        turbulence=turbulence,
-        turbulence_window=turbulence_window,
-        period=period,
-        fill=fill,
-        reward_scale=reward_scale,
-    )
+    _check(locals())
     training = split == "train"
     market = build(
         _prices(data_dir, symbols, adjusted, made_days, made_seed),
@@ -96,7 +84,7 @@ def _prices(
     return prices.read(data_dir, symbols or (), adjusted=adjusted)
 
 
-def _check(**given: Any) -> None:
+def _check(given: Mapping[str, Any]) -> None:
     def whole(name: str, least: int) -> bool:
         return isinstance(given[name], int) and not isinstance(given[name], bool) and given[name] >= least
 

@@ -163,4 +163,4 @@ def test_ranks_that_see_different_data_are_told_apart() -> None:
         MINE + "\nimport os\ndef unlike(split):\n    return Words(split, 40 + int(os.environ.get('RANK', 0)))\n"
     )
     ended = trained(2, **RUN | WAYS["ragged"] | {"data": "mine_here:unlike"})
-    assert "from 40 to 41 training samples" in ended.error
+    assert "rank 1 and the others see different data: 41 training samples instead of 40" in ended.error
