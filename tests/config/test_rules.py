@@ -61,6 +61,9 @@ def said(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
         ({"multi_gpu": "none", "max_restarts": "2"}, ["--max-restarts", "--multi-gpu none"]),
         ({"num_envs": "8"}, ["--num-envs", "--task ppo"]),
         ({"env_steps": "8", "task": "classification"}, ["--env-steps", "--task ppo"]),
+        ({"episodes": "8", "env_group": "2"}, ["--episodes is for", "--env-group is for"]),
+        ({"data": "gym:Pole-v1", "task": "classification"}, ["--data gym:Pole-v1: that is no dataset", "--task ppo"]),
+        ({"data": "gyn:Pole-v1"}, ["--data gyn:Pole-v1: must be module:factory"]),
     ],
 )
 def test_what_cannot_go_together_is_refused(flags: dict[str, Any], words: list[str]) -> None:
@@ -74,6 +77,7 @@ def test_what_cannot_go_together_is_refused(flags: dict[str, Any], words: list[s
         {},
         {"data": "my.data:load", "model": "net:Net.build", "task": "ppo", "num_envs": "4", "env_steps": "100"},
         {"task": "mine:Task", "num_envs": "4"},
+        {"data": "gym:CartPole-v1", "num_envs": "4", "episodes": "9"},
         {"lr": "1", "lr_scaling": "none", "base_batch_size": "32"},
         {"warmup_epochs": "1.5", "epochs": "2"},
         {"warmup_epochs": "0"},

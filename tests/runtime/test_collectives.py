@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime.collectives import decided, from_main, gathered, greatest, shorten, together, total
+from multigpu_cli.runtime.collectives import collected, decided, from_main, gathered, greatest, shorten, together, total
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 
@@ -24,6 +24,7 @@ def verbs(world: World) -> dict[str, Any]:
         "in place": summed is value,
         "greatest": greatest(world, [world.rank, -world.rank, 0.5]),
         "gathered": [part.tolist() for part in gathered(world, torch.tensor([world.rank, 7]))],
+        "collected": [str(part) for part in collected(world, {"rows": torch.arange(world.rank), "who": world.rank})],
         "from_main": {name: str(value) for name, value in _told(world).items()},
         "from_last": from_main(world, ["from", world.rank], source=world.size - 1),
         "decided": decided(world, lambda: world.rank),
@@ -42,6 +43,7 @@ def test_a_world_of_one_talks_to_itself() -> None:
         "in place": True,
         "greatest": [0, 0, 0.5],
         "gathered": [[0, 7]],
+        "collected": ["{'rows': tensor([], dtype=torch.int64), 'who': 0}"],
         "from_main": {"who": "0", "tensor": "tensor([0])", "none": "None"},
         "from_last": ["from", 0],
         "decided": 0,
@@ -55,6 +57,7 @@ def test_three_ranks_hear_the_same() -> None:
         assert heard["in place"]
         assert heard["greatest"] == [2, 0, 0.5]
         assert heard["gathered"] == [[0, 7], [1, 7], [2, 7]]
+        assert [part[-2:] for part in heard["collected"]] == ["0}", "1}", "2}"], "of unlike sizes"
         assert heard["from_main"] == {"who": "0", "tensor": "tensor([0])", "none": "None"}
         assert heard["from_last"] == ["from", 2]
         assert heard["decided"] == 0

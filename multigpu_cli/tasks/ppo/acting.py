@@ -111,7 +111,7 @@ def _group(
 ) -> EnvironmentGroup:
     seed = key(config.reproducibility.seed, _SPLITS[split])
     offered = {"split": split, "data_dir": config.data.dir, "numbers": tuple(numbers), "seed": seed, "device": device}
-    found = plugins.call(factory, offered | dict(told), config.data.args, where="data")
+    found = plugins.call(factory, offered, {**told, **config.data.args}, where="data")
     if not isinstance(found, EnvironmentGroup):
         raise RequestError(
             f"--data {config.data.name}: the factory returned a {type(found).__name__}, not an EnvironmentGroup",
