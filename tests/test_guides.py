@@ -35,7 +35,7 @@ OTHER_FILES = {
     "pyproject.toml": "What is installed, what it needs, and the settings of ruff, mypy and pytest.",
 }
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard and the launcher
-    *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"),
+    *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--nodes"),
     *(
         "--redirects",
         "--tee",

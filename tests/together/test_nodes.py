@@ -16,17 +16,19 @@ from multigpu_cli.monitor import journal
 from tests.netns import FRONT_DOOR, Host, hosts, missing, torchrun, wait_for
 from tests.together.launcher import options, ran
 
+GUIDE = Path(__file__).resolve().parents[2] / "MULTI_GPU_GUIDE.md"
 NO_SPACES = missing()
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(NO_SPACES), reason=NO_SPACES)]
 
 FLAGS: dict[str, Any] = {"data": "tests.own:tensors", "model": "tests.own:net", "exact": True, "epochs": 40}
 FLAGS |= {"global_batch_size": 12, "batch_size": 2, "checkpoint_every": "5", "log_interval": 1, "trace_samples": True}
-CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 ELASTIC = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "OWN_PAUSE": "0.1",
 }  # without the first, torch 2.13 lets nobody join
 SECONDS = 150
+TORCHRUN = f"{sys.executable} -m torch.distributed.run"
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +183,27 @@ def test_the_node_with_other_data_is_named_once(two: list[Host], tmp_path: Path)
     said = [line for host in two for line in host.log().read_text().splitlines() if line.startswith(("error:", "rank"))]
     assert said == ["error: --data mine:data: node2 (rank 1) and the others see different data: other contents"]
     assert not job.run.exists()
+
+
+def of_the_guide() -> list[str]:
+    """The commands of the guide that it says are run here: fixed, elastic, doctor."""
+    return re.findall(
+        r"run by tests/together/test_nodes.py[^>]*-->\n```bash\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL
+    )
+
+
+def test_the_guides_commands_run(two: list[Host], tmp_path: Path) -> None:
+    """As they stand there, but for the number of processes on a node, their length and where they save."""
+    assert len(of_the_guide()) == 3
+    for number, command in enumerate(of_the_guide()):
+        assert f"--rdzv-conf={CONF}" in command or number != 1, "what is measured here is what is recommended"
+        here = command.replace("--nproc-per-node=8", "--nproc-per-node=1").replace("torchrun", TORCHRUN)
+        here = here.replace("main_multi_gpu.py", FRONT_DOOR).replace("runs/digits", f"{tmp_path}/run{number}")
+        here = here.rstrip() + ("" if "doctor" in here else " --max-steps 4 --quiet")
+        agents = [host.start(["bash", "-c", here]) for host in two]
+        codes = [agent.wait(SECONDS) for agent in agents]
+        assert codes == [0, 0], f"{here}\n{two[0].log().read_text()[-4000:]}"
+        if "doctor" not in here:
+            summary = json.loads((tmp_path / f"run{number}" / "summary.json").read_text())
+            assert (summary["steps"], summary["world_size"]) == (4, 2)
+    assert "the same on 2 nodes" in two[0].log().read_text()
