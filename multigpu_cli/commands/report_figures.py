@@ -45,6 +45,7 @@ def pictures(runs: Sequence[Told]) -> Iterator[Picture]:
         ("waiting", "Share of time spent waiting (%)", lambda axes: _waits(axes, runs, by)),
         ("memory", "Peak memory per worker (GiB)", lambda axes: _workers(axes, runs, "memory", by, _GIB)),
         ("own_time", "Own milliseconds per step", lambda axes: _workers(axes, runs, "own_ms", by, 1.0)),
+        ("cpu_utilisation", "CPU threads at work (%)", lambda axes: _workers(axes, runs, "cpu_utilisation", by, 1.0)),
         ("gpu_utilisation", "GPU utilisation (%)", lambda axes: _workers(axes, runs, "gpu_utilisation", by, 1.0)),
         ("gpu_power", "GPU power (W)", lambda axes: _workers(axes, runs, "gpu_power", by, 1.0)),
         ("gpu_temperature", "GPU temperature (°C)", lambda axes: _workers(axes, runs, "gpu_temperature", by, 1.0)),

@@ -41,15 +41,22 @@ class Meters:
         device_runs_ahead: the host only queues work (CUDA), so single steps cannot be timed without making it wait;
             each step then counts with the mean of its window, and the caller reads after it has waited for the device.
         clock: seconds that never go back.
+        cpu: seconds that all threads of this process were at work.
     """
 
-    def __init__(self, *, device_runs_ahead: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._runs_ahead = clock, device_runs_ahead
+    def __init__(
+        self,
+        *,
+        device_runs_ahead: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock, self._cpu, self._runs_ahead = clock, cpu, device_runs_ahead
         self._times = Quantiles()
         self._last = clock()
         self._step_so_far = 0.0  # of a step that a pause or a read cuts in two
         self.steps, self.samples, self.seconds = 0, 0, 0.0
-        self._window = _Window()
+        self._window = _Window(cpu())
 
     def step(self, samples: int) -> None:
         """One optimizer step is done, by all workers together on so many samples."""
@@ -79,19 +86,25 @@ class Meters:
         """Seconds waited for this reason since the last `read`."""
         return self._window.waits.get(reason, 0.0)
 
+    def at_work(self) -> float:
+        """CPU seconds of all threads of this process since the last `read`; loader processes have their own."""
+        return self._cpu() - self._window.cpu
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time inside (evaluation, checkpoints) is no training time."""
         self._step_so_far += self._elapsed()
+        began = self._cpu()
         try:
             yield
         finally:
             self._last = self._clock()
+            self._window.cpu += self._cpu() - began
 
     def read(self) -> dict[str, float]:
         """`samples_per_second`, `step_ms` and every `…_share` of the window since the last read, which ends here."""
         self._step_so_far += self._elapsed()
-        window, self._window = self._window, _Window()
+        window, self._window = self._window, _Window(self._cpu())
         if self._runs_ahead and window.steps:
             self._times.add(window.seconds / window.steps, window.steps)
         rates = {
@@ -134,7 +147,8 @@ class _Waiting:
 class _Window:
     """What has gathered since the last read."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu: float) -> None:
+        self.cpu = cpu
         self.steps, self.samples, self.seconds = 0, 0, 0.0
         self.waits: dict[str, float] = {}
 

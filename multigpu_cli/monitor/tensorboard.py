@@ -24,7 +24,7 @@ _SYSTEM = {
         "mfu",
     ),
     *("data_wait_share", "comm_share", "straggler_share", "memory", "memory_reserved"),
-    *("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used"),
+    *("cpu_utilisation", "gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used"),
 }
 _LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names of tags are patterns
     "Learning": {
@@ -50,6 +50,7 @@ _LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names 
     "Workers": {
         "peak memory, bytes, one curve a rank": ["Multiline", ["system/memory/.*"]],
         "own milliseconds per step, one curve a rank": ["Multiline", ["system/own_ms/.*"]],
+        "CPU threads at work, %, one curve a rank": ["Multiline", ["system/cpu_utilisation/.*"]],
         "GPU utilisation, %, one curve a rank": ["Multiline", ["system/gpu_utilisation/.*"]],
         "GPU temperature, °C, one curve a rank": ["Multiline", ["system/gpu_temperature/.*"]],
         "GPU power, watts, one curve a rank": ["Multiline", ["system/gpu_power/.*"]],

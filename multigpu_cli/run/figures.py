@@ -14,7 +14,7 @@ _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used
 
 
 def mine(run: Run, peak: int) -> Tensor:
-    """(k,) float64 on the device of this rank: peak memory, waits, and what its GPU says; NaN where it is unknown.
+    """(k,) float64 on the device of this rank: memory, waits, use of the CPU, and what its GPU says; NaN: unknown.
 
     Args:
         peak: bytes.
@@ -22,6 +22,7 @@ def mine(run: Run, peak: int) -> Tensor:
     wait = run.strategy.waited()
     told = [float(peak), run.meters.so_far("data_wait"), math.nan if wait is None else wait]
     told.append(math.nan if (small := run.noise.small_norm()) is None else small)
+    told.append(run.meters.at_work() / run.plan.threads)
     if run.world.device.type == "cuda":
         told.append(float(torch.cuda.memory_reserved(run.world.device)))
         told += run.sampler.read() if run.sampler else [math.nan] * len(_OF_A_GPU)
@@ -53,12 +54,13 @@ def of_all(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int)
         rates: of the window, from rank 0's meters.
         steps: in the window.
     """
-    peaks, data, waits, _, *more = zip(*rows, strict=True)
+    peaks, data, waits, _, cpu, *more = zip(*rows, strict=True)
     seconds = rates["step_ms"] / 1e3
     fields: dict[str, Any] = {
         "data_wait_share": _share(sum(data) / len(data), steps * seconds),
         "comm_share": None,
         "memory": [int(peak) for peak in peaks],
+        "cpu_utilisation": [100 * _share(each, steps * seconds) for each in cpu],
     }
     if not any(map(math.isnan, waits)):
         least, mean = min(waits), sum(waits) / len(waits)

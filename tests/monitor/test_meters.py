@@ -71,6 +71,17 @@ def test_pauses_are_no_training_time() -> None:
     assert meters.step_ms()["p50"] == pytest.approx(200, rel=0.006)
 
 
+def test_cpu_time_of_the_window_leaves_pauses_out() -> None:
+    clock, cpu = Clock(), Clock()
+    meters = Meters(clock=clock, cpu=cpu)
+    for passing in (0.5, 0.25):
+        cpu.pass_by(passing)
+        with meters.paused():
+            cpu.pass_by(1000)
+        assert meters.at_work() == pytest.approx(passing)
+        meters.read()
+
+
 def test_a_read_within_a_step_cuts_no_time_off_it() -> None:
     clock = Clock()
     meters = Meters(clock=clock)

@@ -127,6 +127,7 @@ def write_a_run(folder: Path) -> None:
             rates = {"samples_per_second": 900.0 + step, "step_ms": 30.0, "data_wait_share": 0.1, "mfu": 0.4}
             rates |= {"noise_scale": 50.0 + step, "own_ms": [29.0, 30.0], "episode_reward": step}
             rates |= {f"gpu_{name}": [step, None] for name in ("utilisation", "temperature", "power")}
+            rates["cpu_utilisation"] = [90.0, 80.0]
             journal.write("train", step=step, loss=2 / step, lr=0.1, grad_norm=1.0, memory=[step, 2 * step], **rates)
         journal.write("eval", epoch=1, step=59, split="val", loss=1.5, accuracy=0.75, samples=180)
 

@@ -22,7 +22,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 def test_waits_are_told_apart() -> None:
     """Ten steps of 100 ms; rank 0 waits 30 ms of each for the others, rank 1 10 ms."""
-    rows = [(100.0, 0.1, 0.03, NAN), (200.0, 0.3, 0.01, NAN)]
+    rows = [(100.0, 0.1, 0.03, NAN, 0.7), (200.0, 0.3, 0.01, NAN, 0.9)]
     fields = of_all(rows, {"step_ms": 100.0}, 10)
     assert fields == {
         "data_wait_share": pytest.approx(0.2),
@@ -30,16 +30,17 @@ def test_waits_are_told_apart() -> None:
         "straggler_share": pytest.approx(0.1),
         "own_ms": [pytest.approx(70), pytest.approx(90)],
         "memory": [100, 200],
+        "cpu_utilisation": [pytest.approx(70), pytest.approx(90)],
     }
 
 
 def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
-    fields = of_all([(100.0, 0.0, NAN, NAN)], {"step_ms": 5.0}, 2)
-    assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100]}
+    fields = of_all([(100.0, 0.0, NAN, NAN, 0.0)], {"step_ms": 5.0}, 2)
+    assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100], "cpu_utilisation": [0.0]}
 
 
 def test_a_gpu_adds_its_own() -> None:
-    fields = of_all([(1.0, 0.0, NAN, NAN, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
+    fields = of_all([(1.0, 0.0, NAN, NAN, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
     assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
     assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
 
@@ -67,6 +68,7 @@ def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
     assert 15 < slow - fast < 60
     assert 2 * line["straggler_share"] * line["step_ms"] == pytest.approx(slow - fast, rel=0.01)
     assert line["straggler_share"] > line["comm_share"]
+    assert max(line["cpu_utilisation"]) < 60, "asleep, or waiting for the one that is"
     assert line["step_p50_ms"] > 20
 
 
