@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import tee
+from multiprocessing import current_process
 from typing import Any, TypeVar
 
 import numpy
@@ -124,7 +125,7 @@ def _loader_processes(dataset: Keyed, wanted: int | str, workers_here: int) -> t
     """How many, and for `auto` why: one a spare core, unless samples come faster than a process hands them over."""
     if wanted != "auto":
         return int(wanted), ""
-    spare = min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
+    spare = 0 if current_process().daemon else min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
     if spare < 1:
         return 0, ": no core to spare"
     seconds = elsewhere(partial(_seconds_a_sample, dataset))
@@ -137,6 +138,8 @@ def elsewhere(work: Callable[[], Result]) -> Result:
     Raises:
         RequestError: the user's dataset failed.
     """
+    if current_process().daemon:  # it may not have children, so none of its files will be shared either
+        return work()
     there: DataLoader[Result] = DataLoader(
         _Once(work),
         batch_size=None,
