@@ -73,7 +73,7 @@ def _path(data_dir: str | None, file: str | None) -> Path:
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:  # NumPy leaves a damaged one open
             return {name: file[name] for name in file.files}
     except (ValueError, OSError, BadZipFile) as error:
         raise RequestError(f"--data npz: {path}: {error}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
