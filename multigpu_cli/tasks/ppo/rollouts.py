@@ -159,12 +159,12 @@ class Rollouts:
             generator = torch.Generator().manual_seed(key(self.seed, _CHOICES, epoch, collector.number))
             noise = self.policy.drawn(shape, generator).to(self.world.device)
             rollout, ended = collector.collect(self._network, self.policy, noise)
-            found.append(torch.cat([ended, *self._moments(collector, rollout)]))
+            found.append(torch.cat([ended, self._moments(collector, rollout)]))
             self._rollouts.append(rollout)
         self._model.train()
         self.told.rollout(len(self.mine), time.perf_counter() - began)
-        everywhere = self._shared(found, (3 + self._seen.state.numel() + self._paid.state.numel(),))
-        ended, seen, paid = everywhere.split([3, self._seen.state.numel(), self._paid.state.numel()], 1)
+        sizes = [3, self._seen.state.numel(), self._paid.state.numel()]
+        ended, seen, paid = self._shared(found, (sum(sizes),)).split(sizes, 1)
         self._seen.add(seen)
         self._paid.add(paid)
         self._judge()
@@ -174,17 +174,15 @@ class Rollouts:
         with self._precision.autocast():
             return self._model(observations, begun, memory)  # type: ignore[no-any-return]
 
-    def _moments(self, collector: Collector, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """What this rollout adds to the running statistics, as far as somebody wants them."""
-        settings, seen, paid = self.source.settings, self._seen.state, self._paid.state
-        device = self.world.device
+    def _moments(self, collector: Collector, rollout: Rollout) -> Tensor:
+        """What this rollout adds to the running statistics, as far as somebody wants them; else nothing, as zeros."""
+        settings, device = self.source.settings, self.world.device
+        seen, paid = (torch.zeros_like(moments.state) for moments in (self._seen, self._paid))
         if settings.normalize_observations:
             seen = summed(rollout.observations.flatten(0, 1).flatten(1))
         if settings.normalize_rewards:
             paid = summed(collector.promised(rollout, settings.gamma).view(-1, 1))
-        return torch.zeros_like(seen).to(device) if seen is self._seen.state else seen, (
-            torch.zeros_like(paid).to(device) if paid is self._paid.state else paid
-        )
+        return torch.cat([seen.to(device), paid.to(device)])
 
     def _judge(self) -> None:
         """Advantages and returns of all workers' decisions: (groups, T, E) each, on every rank."""
