@@ -39,7 +39,7 @@ PHASES = (
 """In the order of a step, from the edge where the one before ended: who is further on waits for the others."""
 
 LONG = 1800.0  # seconds; loading, compiling and the first step may take their time
-_PATIENCE = 1.0  # seconds for what the others have to say; an agent waits thirty before it kills
+_PATIENCE = 0.5  # seconds for what the others have to say, who say it before they let their connections go
 _ANSWER = 2.0  # seconds for every rank to say where it stands
 _GRACE = 3.0  # seconds that the others let the one who speaks go first
 
