@@ -4,13 +4,15 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, isnan, nan
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from multigpu_cli.commands import bench_overlap
 from multigpu_cli.commands.bench_figure import drawn
+from multigpu_cli.commands.bench_overlap import Overlap, overlap
 from multigpu_cli.commands.plan import forecast_of, measured_wire
 from multigpu_cli.commands.plan_measure import Alone, measured, typical
 from multigpu_cli.config.pinned import with_settings
@@ -20,7 +22,7 @@ from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.launch import run_alone
 from multigpu_cli.monitor.history import history_of
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.planning.speedup import Network, Wire
+from multigpu_cli.planning.speedup import Network, Row, Wire
 from multigpu_cli.runtime.devices import cores, visible_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
@@ -39,20 +41,26 @@ class Rung:
     """One number of workers, measured.
 
     Attributes:
+        strategy: single, ddp or dp, whose devices are its workers.
         step_ms: the medians of the repetitions.
-        shares: of the time: data, wire, stragglers, compute.
-        forecast_ms: what plan says, and error: (forecast - measured) / measured.
+        utilisation: of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown.
+        shares: of the time: data, wire (exposed), stragglers, compute.
+        overlap: what the share of the wire rests on; None: on the wait of the last bucket.
+        forecast_ms: what plan says, and error: (forecast - measured) / measured; plan knows nothing of dp.
     """
 
+    strategy: str
     workers: int
     global_batch: int
     step_ms: list[float]
     samples_per_second: float
     speedup: float
     efficiency: float
+    utilisation: float | None
     shares: dict[str, float]
-    forecast_ms: float
-    error: float
+    overlap: Overlap | None
+    forecast_ms: float | None
+    error: float | None
 
     @property
     def median(self) -> float:
@@ -66,6 +74,7 @@ class Bench:
     about: dict[str, Any]
     rungs: list[Rung]
     knob: str
+    notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,28 +101,28 @@ def benched(config: Config, workers: list[int], steps: int, repetitions: int, en
         WorkersFailed: a run failed.
         RequestError, TrainingError: as a training would.
     """
-    found: dict[int, list[dict[str, float]]] = {count: [] for count in workers}
+    reason = no_dp(config)
+    sides = [("ddp" if count > 1 else "single", count) for count in workers]
+    sides += [] if reason else [("dp", count) for count in workers if count > 1]
+    found: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
+    overlaps: dict[int, list[Overlap | None]] = {count: [] for count in workers}
     seen: list[Alone] = []
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as name:
         for repetition in range(repetitions):
             seen.append(measured(config, workers))  # among the runs: whatever else is at work here disturbs both alike
+            for strategy, count in sides:
+                folder = Path(name, f"{strategy}-{count}-{repetition}")
+                found[strategy, count].append(one_run(config, strategy, count, steps, folder, environ))
             for count in workers:
-                folder = Path(name, f"{count}-{repetition}")
-                found[count].append(one_run(config, count, steps, folder, environ))
+                overlaps[count].append(overlap(config, count))
     alone = typical(seen)
     network = Network(measured_wire(max(workers))) if len(workers) > 1 else Network(_NO_WIRE)
     forecasts = {row.workers: row for row in forecast_of(alone, config, workers, network)}
     rungs: list[Rung] = []
-    for count in workers:
-        batch, forecast = forecasts[count].global_batch, 1e3 * forecasts[count].step
-        times = [each["step_ms"] for each in found[count]]
-        median = statistics.median(times)
-        rate = 1e3 * batch / median
-        first = rungs[0].samples_per_second if rungs else rate / count
-        shares = {name: statistics.median(each[name] for each in found[count]) for name in _KNOBS}
-        error = (forecast - median) / median
-        gain = rate / first
-        rungs.append(Rung(count, batch, times, rate, gain, gain / count, shares, forecast, error))
+    for (strategy, count), runs in found.items():
+        first = rungs[0].samples_per_second if rungs else None
+        hidden = bench_overlap.typical(overlaps[count]) if strategy == "ddp" else None
+        rungs.append(_rung(strategy, runs, forecasts[count], hidden, first))
     about = {
         "model": alone.learner.settled.model,
         "data": config.data.name,
@@ -122,12 +131,62 @@ def benched(config: Config, workers: list[int], steps: int, repetitions: int, en
         "repetitions": repetitions,
         "wire": network.inside.rests_on,
     }
-    return Bench(about, rungs, _knob(rungs[-1]))
+    notes = [f"no DataParallel: {reason}"] if reason else []
+    return Bench(about, rungs, _knob([rung for rung in rungs if rung.strategy != "dp"][-1]), notes)
 
 
-def one_run(config: Config, workers: int, steps: int, folder: Path, environ: Mapping[str, str]) -> dict[str, float]:
+def no_dp(config: Config) -> str:
+    """Why nn.DataParallel is not measured too; "" where it is."""
+    if visible_gpus() < 2:
+        return f"it needs two GPUs, and this machine has {visible_gpus() or 'none'}"
+    return "it can't be --exact" if config.reproducibility.exact else ""
+
+
+def _rung(
+    strategy: str, runs: Sequence[Mapping[str, float]], row: Row, hidden: Overlap | None, first: float | None
+) -> Rung:
+    """The medians over the repetitions.
+
+    Args:
+        row: the forecast for as many workers.
+        first: samples per second of the first rung.
+    """
+    times = [each["step_ms"] for each in runs]
+    median, forecast = statistics.median(times), 1e3 * row.step
+    rate = 1e3 * row.global_batch / median
+    gain = rate / first if first else float(row.workers)
+    shares = {name: statistics.median(each[name] for each in runs) for name in ("data", "wire", "stragglers")}
+    if hidden:
+        shares["wire"] = max(0.0, hidden.exposed) / median
+    shares["compute"] = max(0.0, 1 - sum(shares.values()))
+    busy = statistics.median(each["utilisation"] for each in runs)
+    known = strategy != "dp"
+    return Rung(
+        strategy=strategy,
+        workers=row.workers,
+        global_batch=row.global_batch,
+        step_ms=times,
+        samples_per_second=rate,
+        speedup=gain,
+        efficiency=gain / row.workers,
+        utilisation=None if isnan(busy) else busy,
+        shares=shares,
+        overlap=hidden,
+        forecast_ms=forecast if known else None,
+        error=(forecast - median) / median if known else None,
+    )
+
+
+def one_run(
+    config: Config, strategy: str, workers: int, steps: int, folder: Path, environ: Mapping[str, str]
+) -> dict[str, float]:
     """The real trainer for some steps; medians of its journal's windows, the first left out."""
-    place = {"multi_gpu": "none"} if workers == 1 else {"multi_gpu": "ddp", "nproc_per_node": workers}
+    place: dict[str, Any] = {"multi_gpu": "none"}
+    if strategy == "ddp":
+        place = {"multi_gpu": "ddp", "nproc_per_node": workers}
+    elif strategy == "dp":
+        ids = config.device.gpu_ids or tuple(range(workers))
+        place = {"multi_gpu": "dp", "gpu_ids": list(ids[:workers])}
     interval = max(1, ceil(steps / _LINES))
     length = {"epochs": _ENDLESS, "max_steps": interval * _LINES, "log_interval": interval}
     quiet = {"save_dir": str(folder), "resume": "never", "checkpoint_every": str(_ENDLESS), "warmup_epochs": 0.0}
@@ -137,13 +196,18 @@ def one_run(config: Config, workers: int, steps: int, folder: Path, environ: Map
     request.write_text(yaml.safe_dump(explicit_dump(changed)))
     run_alone(["--config", str(request), "--quiet"], environ)
     lines = [line for _, line in sorted(history_of(folder).train.items())][1:]
-    found = {name: statistics.median(line.get(name) or 0.0 for line in lines) for name in _FIELDS}
-    data, wire, stragglers = found["data_wait_share"], found["comm_share"], found["straggler_share"]
-    shares = {"data": data, "wire": wire, "stragglers": stragglers}
-    return shares | {"compute": 1 - sum(shares.values()), "step_ms": found["step_ms"]}
+    found = {name: statistics.median(line.get(field) or 0.0 for line in lines) for name, field in _FIELDS.items()}
+    means = [_mean(line.get("gpu_utilisation") or line["cpu_utilisation"]) for line in lines]
+    busy = [mean for mean in means if not isnan(mean)]
+    return found | {"utilisation": statistics.median(busy) if busy else nan}
 
 
-_FIELDS = ("step_ms", "data_wait_share", "comm_share", "straggler_share")
+_FIELDS = {"step_ms": "step_ms", "data": "data_wait_share", "wire": "comm_share", "stragglers": "straggler_share"}
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else nan
 
 
 def write(found: Bench, folder: Path) -> list[Path]:
@@ -171,19 +235,26 @@ def _lines(found: Bench, files: Sequence[Path]) -> Iterator[str]:
     runs = f"{counted(about['repetitions'], 'run')} of {about['steps']} steps"
     yield f"{about['model']} on {about['data']}, {about['device']}: {runs}"
     yield f"wire: {about['wire']}"
-    head = f"{'workers':>8}{'step (lowest to highest)':>32}{'samples/s':>12}"
+    head = f"{'workers':>12}{'step (lowest to highest)':>32}{'samples/s':>12}"
     yield f"{head}{'speedup':>9}{'efficiency':>12}{'forecast':>12}"
     for rung in found.rungs:
         spread = f"{rung.median:.2f} ms ({min(rung.step_ms):.2f} to {max(rung.step_ms):.2f})"
         gain = f"{rung.samples_per_second:>12,.0f}{rung.speedup:>9.2f}{rung.efficiency:>12.0%}"
-        yield f"{rung.workers:>8}{spread:>32}{gain}{rung.error:>+12.0%}"
+        error = "" if rung.error is None else f"{rung.error:>+12.0%}"
+        yield f"{f'{rung.strategy} {rung.workers}':>12}{spread:>32}{gain}{error}"
         shares = ", ".join(f"{share:.0%} {name}" for name, share in rung.shares.items())
-        yield f"{'':>8}  {shares}"
+        busy = "" if rung.utilisation is None else f"; devices busy {rung.utilisation:.0f} % of the time"
+        yield f"{'':>12}  {shares}{busy}"
+        if rung.overlap:
+            one, left = rung.overlap.reduction, rung.overlap.exposed
+            yield f"{'':>12}  a reduction after backward takes {one:.2f} ms; overlapped with it, {left:.2f} ms are left"
     yield f"what would help most: {found.knob}"
+    yield from (f"note: {note}" for note in found.notes)
     yield from (f"written: {file}" for file in files)
 
 
 def _knob(rung: Rung) -> str:
     waits = {name: share for name, share in rung.shares.items() if name != "compute"}
     worst = max(waits, key=lambda name: waits[name])
-    return _KNOBS[worst if waits[worst] > 0.1 else "compute"]
+    name = worst if waits[worst] > 0.1 else "compute"
+    return f"{_KNOBS[name]} ({rung.shares[name]:.0%} of the time with {counted(rung.workers, 'worker')})"

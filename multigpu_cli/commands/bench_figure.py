@@ -1,4 +1,4 @@
-"""The picture of a benchmark: step time, speedup, efficiency, and where the time goes, over the number of workers."""
+"""The picture of a benchmark over the number of workers: step time, speedup, efficiency, use, where the time goes."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,9 @@ _SHADES = {"compute": "#9fc3da", "data": "#e0a458", "wire": "#d1495b", "straggle
 
 
 def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
-    """A PNG file of four charts."""
+    """A PNG file of four charts; nn.DataParallel, where it was measured, as a line of its own in the first two."""
+    of_dp = [rung for rung in rungs if rung["strategy"] == "dp"]
+    rungs = [rung for rung in rungs if rung["strategy"] != "dp"]
     workers = [rung["workers"] for rung in rungs]
     names = [str(count) for count in workers]
     with rc_context(STYLE):
@@ -26,25 +28,38 @@ def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         time.plot(
             names, [rung["forecast_ms"] for rung in rungs], "--s", color=colour(1), label="forecast", markersize=4
         )
-        time.set_title("Milliseconds per optimizer step")
+        time.set_title("Time of an optimizer step")
+        time.set_ylabel("milliseconds")
         speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=colour(0), label="measured")
         speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
-        speed.set_title("Speedup (samples per second)")
-        use.bar(names, [100 * rung["efficiency"] for rung in rungs], color=colour(0), width=0.5)
-        use.set_title("Efficiency (%)")
+        speed.set_title("Speedup")
+        speed.set_ylabel("samples per second, over one worker's")
+        if of_dp:
+            places = [str(rung["workers"]) for rung in of_dp]
+            look: dict[str, Any] = {"color": colour(2), "label": "DataParallel", "markersize": 4}
+            time.plot(places, [median(rung["step_ms"]) for rung in of_dp], "-^", **look)
+            speed.plot(places, [rung["speedup"] for rung in of_dp], "-^", **look)
+        use.bar(names, [100 * rung["efficiency"] for rung in rungs], color=colour(0), width=0.5, label="efficiency")
+        busy = [(name, rung["utilisation"]) for name, rung in zip(names, rungs, strict=True)]
+        known = [(name, share) for name, share in busy if share is not None]
+        if known:
+            use.plot(*zip(*known, strict=True), "-D", color=colour(1), label="utilisation of the devices")
+        use.set_title("Efficiency and utilisation")
+        use.set_ylabel("per cent")
         below = [0.0] * len(rungs)
         for part, shade in _SHADES.items():
             heights = [100 * rung["shares"][part] for rung in rungs]
             parts.bar(names, heights, bottom=below, color=shade, label=part, width=0.5)
             below = [low + height for low, height in zip(below, heights, strict=True)]
-        parts.set_title("Where the time goes (%)")
+        parts.set_title("Where the time goes")
+        parts.set_ylabel("per cent")
         parts.legend(loc="lower left", ncols=2, frameon=True)
         for axes in (time, speed, use, parts):
             axes.set_xlabel("workers")
             axes.set_ylim(bottom=0)
             axes.grid(visible=False, axis="x")
-        time.legend()
-        speed.legend()
+        for axes in (time, speed, use):
+            axes.legend()
         figure.suptitle(title, fontweight="bold")
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=160)

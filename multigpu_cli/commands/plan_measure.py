@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.pinned import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.data.loader import Batch
@@ -72,8 +72,8 @@ def measured(config: Config, counts: list[int]) -> Alone:
     choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
     world = World(choice.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
-        changed = {"save_dir": folder, "resume": "never", "multi_gpu": "none", "nproc_per_node": None}
-        learner, note = _built(with_settings(config, changed), choice, world)
+        own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
+        learner, note = built(own, choice, world, folder)
         with closing(learner.train):
             size = learner.plan.batches.micro_batch
             whole, half = traced(learner, size), traced(learner, max(1, size // 2))
@@ -86,31 +86,40 @@ def _work(learner: Learner, config: Config, workers: int) -> Work:
     """The times of one of so many CPU workers; beyond the cores, of one that has a core to itself."""
     if 1 < workers <= cores():
         return _crowded(config, workers)
-    with _threads(threads_for(workers)):
+    with with_threads(threads_for(workers)):
         return _timed(learner)
 
 
 def _crowded(config: Config, workers: int) -> Work:
     """So many processes at once, each with its own micro-batches and no word between them."""
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
-        own = with_settings(config, {"multi_gpu": "ddp", "nproc_per_node": workers})
-        request = Path(folder, "request.yaml")
-        request.write_text(yaml.safe_dump(explicit_dump(replace(own, explicit=config.explicit | {"multi_gpu"}))))
         choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
-        try:
-            run_workers(choice, ["plan", "--config", str(request), "--results", folder])
-        except SignalException as stopped:
-            raise WorkersFailed(128 + stopped.sigval) from stopped
+        crowd(config, choice, "plan", Path(folder))
         return Work(**json.loads(Path(folder, _RESULT).read_text()))
+
+
+def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
+    """Have this command's part done in several processes, which leave their results in the folder.
+
+    Raises:
+        WorkersFailed: some process ended with a non-zero exit code.
+    """
+    own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": choice.launch})
+    request = folder / "request.yaml"
+    request.write_text(yaml.safe_dump(explicit_dump(replace(own, explicit=own.explicit | {"multi_gpu"}))))
+    try:
+        run_workers(choice, [command, "--config", str(request), "--results", str(folder)])
+    except SignalException as stopped:
+        raise WorkersFailed(128 + stopped.sigval) from stopped
 
 
 def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
     """Be one of a crowd: begin together with the others, and let rank 0 write down the mean of all."""
     cpu = torch.device("cpu")
     with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
-        changed = {"save_dir": place, "resume": "never", "multi_gpu": "none", "nproc_per_node": None}
-        learner, _ = _built(with_settings(config, changed), Choice("single", (cpu,), 0, "plan"), World(cpu))
-        with closing(learner.train), _threads(threads_for(world.size)):
+        own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
+        learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), World(cpu), place)
+        with closing(learner.train), with_threads(threads_for(world.size)):
             dist.barrier()
             mine = _timed(learner)
         everyone = total(world, torch.tensor(astuple(mine), dtype=torch.float64)) / world.size
@@ -129,13 +138,16 @@ def typical(seen: Sequence[Alone]) -> Alone:
     return replace(seen[-1], works=works)
 
 
-def _built(config: Config, choice: Choice, world: World) -> tuple[Learner, str]:
-    learner = build_learner(settle(config, choice, world), choice, world)
+def built(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:
+    """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
+    settled = settle(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
+    learner = build_learner(settled, choice, world)
     return learner, "; ".join(rehearse(learner))
 
 
 @contextmanager
-def _threads(wanted: int) -> Iterator[None]:
+def with_threads(wanted: int) -> Iterator[None]:
+    """So many CPU threads as long as the context lasts."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted)
     try:
@@ -148,7 +160,7 @@ def _timed(learner: Learner) -> Work:
     """The medians over some steps of one micro-batch each, with what the loop does around them, at rate zero."""
     device, kept, strategy = learner.world.device, learner.kept, learner.strategy
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    stream = _micro_batches(learner)
+    stream = micro_batches(learner)
     times: list[list[float]] = []
     set_rate(kept.optimizer, 0.0)
     for number in range(_STEPS + _WARM_UP):
@@ -177,10 +189,11 @@ def _timed(learner: Learner) -> Work:
     return Work(data, forward, backward, commit, sum(p.nbytes for p in learner.trained))
 
 
-def _micro_batches(learner: Learner) -> Iterator[Batch]:
+def micro_batches(learner: Learner) -> Iterator[Batch]:
+    """Those of this rank, epoch after epoch."""
     epoch = 0
     while True:
-        for work in learner.train.epoch(learner.plan.batches, epoch, 0, 0, 1):
+        for work in learner.train.epoch(learner.plan.batches, epoch, 0, learner.world.rank, 1):
             yield from work
         epoch += 1
 

@@ -97,6 +97,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
         repetitions: Annotated[str, typer.Option(metavar="N", help="runs on each number of workers")] = "3",
         out: Annotated[str, typer.Option(metavar="DIR", help="for bench.json and bench.png")] = "bench",
         data_only: Annotated[bool, typer.Option(help="loading alone, by the number of loader processes")] = False,
+        results: Annotated[str | None, typer.Option(hidden=True)] = None,
         **values: Any,
     ) -> Action:
         """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
@@ -104,10 +105,15 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
         def measure() -> int:
             from multigpu_cli.commands import bench_data
             from multigpu_cli.commands.bench import benched, counts, show, write
+            from multigpu_cli.commands.bench_overlap import take_part
             from multigpu_cli.commands.plan import positive
             from multigpu_cli.commands.request import requested
+            from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("bench", values), environ)
+            if results is not None and (meeting := Rendezvous.from_environment(environ)):
+                take_part(config, Path(results), meeting)
+                return 0
             length = int(positive("--steps", steps, whole=True))
             times = int(positive("--repetitions", repetitions, whole=True))
             if data_only:

@@ -1,14 +1,17 @@
 """The benchmark: one real run is read for what it says, the rest is arithmetic on planted figures."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from multigpu_cli.commands import bench
-from multigpu_cli.commands.bench import benched, counts, one_run, show, write
+from multigpu_cli.commands.bench import benched, counts, no_dp, one_run, show, write
+from multigpu_cli.commands.bench_overlap import Overlap
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
@@ -30,9 +33,10 @@ def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_real_run_is_read(tmp_path: Path) -> None:
     """The planted millisecond of each sample is the data share; the request says all that the user said."""
     config = resolve(OWN | {"data": "tests.own:SlowItems", "batch_size": "10", "num_workers": "0"}, [], None)
-    found = one_run(config, 1, 16, tmp_path / "a", os.environ)
+    found = one_run(config, "single", 1, 16, tmp_path / "a", os.environ)
     assert found["data"] > 0.5
-    assert sum(found[name] for name in ("data", "wire", "stragglers", "compute")) == pytest.approx(1)
+    assert (found["wire"], found["stragglers"]) == (0, 0)
+    assert 0 < found["utilisation"] < 70, "asleep for the better part"
     assert found["step_ms"] * found["data"] > 10
     request = (tmp_path / "a.yaml").read_text()
     assert "max_steps: 16" in request
@@ -41,28 +45,32 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed, match="no module 'nowhere'"):
-        one_run(resolve({"model": "nowhere:net"}, [], None), 1, 8, tmp_path / "a", os.environ)
+        one_run(resolve({"model": "nowhere:net"}, [], None), "single", 1, 8, tmp_path / "a", os.environ)
 
 
 def test_what_is_made_of_the_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One worker takes 10 ms for 32 samples, two take 12.5 ms for 64, a fifth of which is the wire."""
-    order: list[int] = []
+    """One worker takes 11 ms for 32 samples, two take 12.5 ms for 64, 2.5 of which nothing hides; dp takes 20 ms."""
+    order: list[str] = []
 
-    def planted(config: Config, workers: int, *rest: Any) -> dict[str, float]:
-        order.append(workers)
-        wire = 0.2 if workers > 1 else 0.0
-        shares = {"data": 0.05, "wire": wire, "stragglers": 0.0, "compute": 0.95 - wire}
-        return shares | {"step_ms": (10.0 if workers == 1 else 12.5) + len(order) % 2}
+    def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
+        order.append(f"{strategy} {workers}")
+        shares = {"data": 0.05, "wire": 0.7, "stragglers": 0.0, "utilisation": math.nan if strategy == "dp" else 90.0}
+        return shares | {"step_ms": {"single": 11.0, "ddp": 12.5, "dp": 20.0}[strategy] + (len(order) - 1) // 3 - 1}
 
     monkeypatch.setattr(bench, "one_run", planted)
     monkeypatch.setattr("multigpu_cli.commands.plan_measure.cores", lambda: 1)
     monkeypatch.setattr(bench, "measured_wire", lambda workers: Wire("planted", 0.0, 1e30, "planted"))
+    monkeypatch.setattr(bench, "overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
+    monkeypatch.setattr(bench, "no_dp", lambda config: "")
     found = benched(resolve(OWN, [], None), [1, 2], 8, 3, {})
-    assert order == [1, 2] * 3, "interleaved"
-    one, two = found.rungs
-    assert (one.median, two.median) == (11.0, 12.5)
+    assert order == ["single 1", "ddp 2", "dp 2"] * 3, "interleaved"
+    one, two, dp = found.rungs
+    assert (one.median, two.median, dp.median) == (11.0, 12.5, 20.0)
+    assert (two.shares["wire"], two.shares["compute"]) == (pytest.approx(0.2), pytest.approx(0.75))
+    assert dp.shares["wire"] == 0.7, "there is nothing else to go by"
+    assert (two.utilisation, dp.utilisation, dp.error) == (90, None, None)
     assert two.speedup == pytest.approx(2 * 11 / 12.5)
     assert two.efficiency == pytest.approx(11 / 12.5)
     assert two.error == pytest.approx(two.forecast_ms / 12.5 - 1)
@@ -71,7 +79,31 @@ def test_what_is_made_of_the_runs(
     assert json.loads(files[0].read_text())["rungs"][1]["workers"] == 2
     assert files[1].read_bytes().startswith(b"\x89PNG")
     show(found, files, as_json=False)
-    assert "what would help most: the wire" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "what would help most: the wire" in said
+    assert "(20% of the time with 2 workers)" in said
+    assert "takes 5.00 ms; overlapped with it, 2.50 ms are left" in said
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="--out"):
         write(found, tmp_path / "file")
+
+
+def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its request names the GPUs; whether they do it is for a machine that has some."""
+    for gpus, flags, reason in (
+        (0, {}, "it needs two GPUs, and this machine has none"),
+        (1, {}, "it needs two GPUs, and this machine has 1"),
+        (2, {"exact": True}, "it can't be --exact"),
+        (2, {}, ""),
+    ):
+        monkeypatch.setattr(bench, "visible_gpus", lambda gpus=gpus: gpus)
+        assert no_dp(resolve(OWN | flags, [], None)) == reason
+
+    def started(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(bench, "run_alone", started)
+    with pytest.raises(InterruptedError):
+        one_run(resolve(OWN, [], None), "dp", 2, 8, tmp_path / "a", {})
+    request = yaml.safe_load((tmp_path / "a.yaml").read_text())
+    assert (request["multi_gpu"], request["gpu_ids"]) == ("dp", [0, 1])

@@ -1,0 +1,75 @@
+"""The reduction, overlapped and explicit: the same weights on all ranks, and a planted delay is found."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP imports it: seconds, and here once
+import torch.distributed as dist
+
+from multigpu_cli.commands import bench_overlap
+from multigpu_cli.commands.bench_overlap import Overlap, compared, overlap, typical
+from multigpu_cli.commands.plan_measure import built
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
+
+OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "batch_size": "10", "lr": "0.01"}
+
+
+def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifty planted milliseconds of the wire; the overlapped steps, which do not have them, are that much quicker."""
+    real = dist.all_reduce
+
+    def late(value: Any, *args: Any, **named: Any) -> Any:
+        time.sleep(0.05)
+        return real(value, *args, **named)
+
+    def work(world: World) -> list[float]:
+        choice = Choice("ddp", (torch.device("cpu"),), 0, "test")
+        learner, _ = built(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
+        first = [p.detach().clone() for p in learner.trained]
+        monkeypatch.setattr(bench_overlap.dist, "all_reduce", late)
+        reduction, exposed = compared(learner, 8)
+        monkeypatch.undo()
+        check_replicas(learner.kept.model, world, 8)
+        moved = any(not torch.equal(p, before) for p, before in zip(learner.trained, first, strict=True))
+        return [reduction, exposed, moved]
+
+    for reduction, exposed, moved in each_rank(2, work):
+        assert 0.05 < reduction < 0.1
+        assert exposed < 0.035, "the planted delay is in the explicit reduction alone"
+        assert moved
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(world: World) -> list[list[float]]:
+        choice, found = Choice("ddp", (torch.device("cpu"),), 0, "test"), []
+        for apart in (True, False):
+            learner, _ = built(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
+            if not apart:  # every step is DDP's own
+                strategy = learner.strategy
+                real = strategy.accumulating
+                strategy.accumulating = lambda *, last, real=real: real(last=True)  # type: ignore[method-assign]
+                monkeypatch.setattr(bench_overlap, "_reduced", lambda *_: (0.0, 0.0))
+            compared(learner, 4)
+            found.append(torch.cat([p.detach().flatten() for p in learner.trained]).tolist())
+        return found
+
+    for explicit, overlapped in each_rank(2, work):
+        assert explicit == pytest.approx(overlapped, rel=1e-5, abs=1e-7)
+
+
+def test_where_it_can_not_be_told() -> None:
+    for flags in ({"exact": True}, {"grad_compression": "bf16"}, {"find_unused_parameters": True}):
+        assert overlap(resolve(OWN | flags, [], None), 2) is None
+    assert overlap(resolve(OWN, [], None), 1) is None
+    assert typical([None]) is None
+    assert typical([Overlap(3.0, 1.0), Overlap(1.0, 0.5), Overlap(2.0, -0.5)]) == Overlap(2.0, 0.5)
