@@ -33,7 +33,7 @@ def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=colour(0), label="measured")
         speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
         speed.set_title("Speedup")
-        speed.set_ylabel("samples per second, over one worker's")
+        speed.set_ylabel("samples per second / one worker's")
         if of_dp:
             places = [str(rung["workers"]) for rung in of_dp]
             look: dict[str, Any] = {"color": colour(2), "label": "DataParallel", "markersize": 4}
@@ -58,8 +58,9 @@ def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
             axes.set_xlabel("workers")
             axes.set_ylim(bottom=0)
             axes.grid(visible=False, axis="x")
-        for axes in (time, speed, use):
-            axes.legend()
+        time.legend(loc="lower left")
+        speed.legend(loc="lower right")
+        use.legend(loc="lower left", frameon=True)
         figure.suptitle(title, fontweight="bold")
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=160)

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor_wire import launched
 from multigpu_cli.commands.plan_measure import Alone, measured
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, counted, did_you_mean
+from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.monitor.result import duration
 from multigpu_cli.planning.memory import Memory
@@ -127,6 +130,19 @@ def measured_wire(workers: int) -> Wire:
     latency, bandwidth = fitted([(8.0, found["latency"]), *map(tuple, found["by_size"])], count)
     text = f"measured here: {found['backend']}, {count} workers, {1e6 * latency:.0f} µs, {bandwidth / 1e9:.3g} GB/s"
     return Wire("measured", latency, bandwidth, text)
+
+
+def keep(found: Forecast, folder: Path) -> None:
+    """Store the plan where the run will be, for its report to compare.
+
+    Raises:
+        RequestError: it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        publish(folder / PLAN, valid_json(found.as_dict(), indent=1).encode())
+    except OSError as error:
+        raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another folder") from error
 
 
 def show(found: Forecast, *, as_json: bool) -> None:

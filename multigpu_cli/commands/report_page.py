@@ -78,6 +78,8 @@ def _body(runs: Sequence[Told], pictures: Sequence[Picture], title: str) -> Iter
     several = "h3" if len(runs) > 1 else ""
     for run in runs:
         yield from _table(report_tables.plan_against_reality(run), several)
+    if not all(run.forecast for run in runs):
+        yield "<p>plan --save-dir RUN, with the settings of the run, puts a forecast of its speed and memory here.</p>"
     yield "<h2>Faults and restarts</h2>"
     for run in runs:
         yield from _table(report_tables.happenings(run), several)

@@ -8,7 +8,7 @@ from typing import Any
 
 from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.monitor.history import History, history_of
+from multigpu_cli.monitor.history import PLAN, History, history_of
 
 Series = tuple[list[float], list[float]]
 _MOST_POINTS = 1500
@@ -22,6 +22,7 @@ class Told:
         name: short, and different from the other runs' names.
         summary: summary.json, {} where the run has none (yet).
         words: the settings by key, {} where config.yaml is missing.
+        forecast: what `plan --save-dir` has left in the folder, {} where nobody asked it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Told:
     history: History
     summary: dict[str, Any]
     words: dict[str, Any]
+    forecast: dict[str, Any]
 
     @property
     def status(self) -> str:
@@ -71,7 +73,7 @@ def told(folders: Sequence[Path]) -> list[Told]:
         RequestError: a config.yaml that is damaged.
     """
     return [
-        Told(name, folder, history_of(folder), _summary(folder), _words(folder))
+        Told(name, folder, history_of(folder), _read(folder / "summary.json"), _words(folder), _read(folder / PLAN))
         for name, folder in zip(_names(folders), folders, strict=True)
     ]
 
@@ -105,9 +107,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "summary.json").read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 from multigpu_cli.commands.report_run import Told
@@ -10,6 +11,7 @@ from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import counted
 from multigpu_cli.monitor.result import duration, label, measure, number
+from multigpu_cli.planning.memory import Memory
 
 Row = tuple[str, list[str]]
 
@@ -71,7 +73,43 @@ def plan_against_reality(run: Told) -> Table:
         ("steps done twice after a restart", 0, _repeated(run)),
     ]
     cells = [(name, [_cell(said), _cell(came)]) for name, said, came in rows]
-    return Table(run.name, ["planned", "came"], cells)
+    return Table(run.name, ["planned", "came"], cells + list(_speed_and_memory(run)))
+
+
+def _speed_and_memory(run: Told) -> Iterator[Row]:
+    """The forecast of `plan --save-dir`, for as many workers and as large a global batch as there were at last."""
+    now, last = run.history.plan, run.history.last_train or {}
+    wanted = {"workers": now.get("workers"), "global_batch": now.get("global_batch_size")}
+    every = run.forecast.get("rows", [])
+    row: dict[str, Any] = next((row for row in every if wanted.items() <= row.items()), {})
+    if every and not row:
+        yield "forecast", [f"of other numbers: {', '.join(str(each['workers']) for each in every)} workers", ""]
+    waits = [event["comm_share"] * event["step_ms"] for event in run.history.train.values() if event.get("comm_share")]
+    needs = Memory(**run.forecast["memory"]).total(run.forecast["micro_batch"]) if row else None
+    memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
+    came_of = {
+        "step, median": ("ms", 1e3 * row["step"] if row else None, last.get("step_p50_ms")),
+        "exposed communication of a step": (
+            "ms",
+            1e3 * row["waiting"] if row else None,
+            median(waits) if waits else None,
+        ),
+        "samples per second": (
+            "",
+            row.get("samples_per_second"),
+            run.summary.get("samples_per_second") or last.get("samples_per_second"),
+        ),
+        "seconds of training": ("s", row.get("seconds"), run.summary.get("train_seconds")),
+        memory: ("MiB", needs and needs / 2**20, max(last["memory"]) / 2**20 if last.get("memory") else None),
+    }
+    for name, (unit, said, came) in came_of.items():
+        if said is not None or came is not None:
+            off = f" ({came / said - 1:+.0%})" if said and came is not None else ""
+            yield name, [_with_unit(said, unit), _with_unit(came, unit) + off]
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{number(float(value))} {unit}".strip()
 
 
 def happenings(run: Told) -> Table:
@@ -90,6 +128,11 @@ def happenings(run: Told) -> Table:
         else:
             found.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
     found += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
+    for back in run.history.recoveries:
+        cost = (
+            f"{duration(back['seconds'])} after the attempt before had stopped, {counted(back['lost_steps'], 'step')}"
+        )
+        found.append((back["time"], f"at work again, {cost} done again ({back['cause']})"))
     rows = [(f"+ {duration(when - zero)}", [what]) for when, what in sorted(found)]
     first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(zero))
     return Table(run.name, [f"first start {first}"], rows)

@@ -69,7 +69,7 @@ def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
         """Forecast memory, time and cost of a run on several workers, from what one takes here."""
 
         def forecast() -> int:
-            from multigpu_cli.commands.plan import planned, show, wishes
+            from multigpu_cli.commands.plan import keep, planned, show, wishes
             from multigpu_cli.commands.plan_measure import take_part
             from multigpu_cli.commands.request import requested
             from multigpu_cli.runtime.world import Rendezvous
@@ -79,7 +79,10 @@ def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
                 take_part(config, Path(results), meeting)
                 return 0
             wished = wishes(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
-            show(planned(config, wished), as_json=values["json"])
+            found = planned(config, wished)
+            if config.checkpoint.save_dir is not None:
+                keep(found, Path(config.checkpoint.save_dir))
+            show(found, as_json=values["json"])
             return 0
 
         return forecast

@@ -31,7 +31,8 @@ class Status:
         eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
         checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
         silent_seconds: since the last line.
-        recovery_seconds: from the last progress of the attempt before to the next finished step, the last time.
+        recovery_seconds, lost_steps: from the end of an attempt to the first step of the next one, and the steps that
+            were done again; of the last restart within a launch.
         alarms: what somebody should look at.
     """
 
@@ -53,6 +54,7 @@ class Status:
     silent_seconds: float
     attempts: int
     recovery_seconds: float | None = None
+    lost_steps: int | None = None
     alarms: list[str] = field(default_factory=list)
 
 
@@ -83,6 +85,7 @@ def status_of(run: Path, now: float) -> Status:
     state = _state(run, history, attempt)
     silent = max(0.0, now - attempt.last)
     saved = history.checkpoints[-1] if history.checkpoints else {}
+    back = history.recoveries[-1] if history.recoveries else {}
     evals = {split: event for (_, split), event in sorted(history.evals.items())}
     return Status(
         run=str(run),
@@ -102,7 +105,8 @@ def status_of(run: Path, now: float) -> Status:
         checkpoint_age=max(0.0, now - saved["time"]) if saved else None,
         silent_seconds=silent,
         attempts=len(history.attempts),
-        recovery_seconds=history.recoveries[-1]["seconds"] if history.recoveries else None,
+        recovery_seconds=back.get("seconds"),
+        lost_steps=back.get("lost_steps"),
         alarms=list(_alarms(history, attempt, state, silent)),
     )
 
@@ -139,7 +143,8 @@ def lines(found: Sequence[Status]) -> Iterator[str]:
             saved = f"checkpoint of step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago"
         tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
         if status.recovery_seconds is not None:
-            tries += f", {duration(status.recovery_seconds)} after the one before"
+            again = counted(status.lost_steps or 0, "step")
+            tries += f", at work again after {duration(status.recovery_seconds)} and {again} done twice"
         yield f"  {where}; {saved}; last line {duration(status.silent_seconds)} ago{tries}"
         yield from (f"  ! {alarm}" for alarm in status.alarms)
 

@@ -8,6 +8,7 @@ from typing import Any
 from multigpu_cli.monitor.journal import Event, read
 
 JOURNAL = "journal.jsonl"
+PLAN = "plan.json"  # what `plan --save-dir` leaves for the report
 
 
 @dataclass
@@ -38,7 +39,8 @@ class History:
     Attributes:
         attempts: in order; the last one may still be running.
         train, evals: the events that count, by step (and split): after a resume, steps beyond it are written anew.
-        checkpoints, faults, recoveries: all of them, of every attempt.
+        checkpoints, faults: all of them, of every attempt.
+        recoveries: what each restart within a launch has cost.
     """
 
     attempts: list[Attempt] = field(default_factory=list)

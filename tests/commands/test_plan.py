@@ -63,7 +63,7 @@ def test_several_at_once_are_measured_at_once() -> None:
     assert min(work.data, work.forward, work.backward, work.commit) > 0
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plan_measure, "_STEPS", 1)
     monkeypatch.setattr(plan_measure, "cores", lambda: 1)
     words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
@@ -74,7 +74,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert all(row["cost"] > 0 for row in found["rows"])
     assert found["about"]["wire"].startswith("assumed: 25 Gbit/s")
     assert "between machines of 2" in found["about"]["wire"]
-    assert main_multi_gpu.run(["plan", *words, *more, "--noise-scale", "500"]) == 0
+    assert main_multi_gpu.run(["plan", *words, *more, "--noise-scale", "500", "--save-dir", str(tmp_path)]) == 0
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert (kept["micro_batch"], kept["memory"]) == (found["micro_batch"], found["memory"])
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
     said = capsys.readouterr().out
     assert "forecast, not measured" in said
     assert "144 parameters" in said

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from multigpu_cli.commands import report_tables
 from multigpu_cli.commands.report_run import told
-from tests.commands.runs import interrupted_run, run_folder
+from tests.commands.runs import forecast, interrupted_run, run_folder
 
 
 def test_plan_against_reality(tmp_path: Path) -> None:
@@ -13,12 +13,32 @@ def test_plan_against_reality(tmp_path: Path) -> None:
     assert rows["greatest learning rate"] == ["0.1", "0.1"]
 
 
+def test_the_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    folder = interrupted_run(tmp_path / "a")
+    rows = dict(report_tables.plan_against_reality(told([folder])[0]).rows)
+    assert rows["samples per second"] == ["", "1040"], "measured all the same"
+    forecast(folder, workers=1)
+    rows = dict(report_tables.plan_against_reality(told([folder])[0]).rows)
+    assert rows["samples per second"] == ["1333", "1040 (-22%)"]
+    assert rows["step, median"] == ["24.00 ms", "30.00 ms (+25%)"]
+    assert rows["memory per worker (tensors; the process)"] == ["512.0 MiB", "2048 MiB (+300%)"]
+    forecast(folder, workers=8)
+    rows = dict(report_tables.plan_against_reality(told([folder])[0]).rows)
+    assert rows["forecast"] == ["of other numbers: 8 workers", ""]
+    assert rows["step, median"] == ["", "30.00 ms"]
+
+
 def test_what_happened_is_told_in_order(tmp_path: Path) -> None:
     table = report_tables.happenings(told([interrupted_run(tmp_path / "a")])[0])
     assert [(when, what[0].partition(":")[0]) for when, what in table.rows] == [
         ("+ 0 s", "attempt 1 starts"),
         ("+ 24 s", "the last line of this attempt"),
         ("+ 3 min 20 s", "attempt 2 starts"),
+        (
+            "+ 3 min 21 s",
+            "at work again, 2 min 57 s after the attempt before had stopped, 2 steps done again (rank 1 was killed by "
+            "SIGKILL)",
+        ),
         ("+ 3 min 30 s", "nonfinite at step 30"),
         ("+ 5 min 0 s", "completed at step 40"),
     ]

@@ -100,6 +100,14 @@ def test_after_a_restart_the_pace_is_that_of_the_new_attempt(tmp_path: Path) -> 
     assert found.eta_seconds == pytest.approx(70 * 0.01)
 
 
+def test_what_a_restart_has_cost_is_said(tmp_path: Path) -> None:
+    again = [line(1100, "start", plan=PLAN, resumed_from="x"), line(1100, "resume", step=15), train(1111, 30)]
+    cost = line(1105, "recovery", step=16, seconds=75.0, lost_steps=5, cause="rank 1 was killed by SIGKILL")
+    found = status_of(run(tmp_path / "a", [*BEGUN, *again, cost]), now=1112)
+    assert (found.recovery_seconds, found.lost_steps) == (75, 5)
+    assert "; attempt 2, at work again after 1 min 15 s and 5 steps done twice" in "\n".join(lines([found]))
+
+
 def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError, match="checkpoints: no run there"):
@@ -138,11 +146,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_torch_is_not_needed() -> None:
     code = "import sys, multigpu_cli.commands.status; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-def test_what_a_new_attempt_has_cost_is_shown(tmp_path: Path) -> None:
-    back = line(1052, "recovery", step=11, seconds=8.2, lost_steps=10, cause="rank 2 ended without a word")
-    again = [line(1050, "start", plan=PLAN, resumed_from="run"), line(1051, "resume", step=10), back]
-    found = status_of(run(tmp_path / "run", [*BEGUN, *again]), 1060.0)
-    assert found.recovery_seconds == 8.2
-    assert "attempt 2, 8 s after the one before" in "\n".join(lines([found]))
