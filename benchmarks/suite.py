@@ -17,7 +17,10 @@ from pathlib import Path
 
 from benchmarks.pairs import ONE_THREAD, ROOT, Row, table
 
-PARTS = ("startup", "step_overhead", "data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo", "peers")
+PARTS = (
+    *("startup", "step_overhead", "monitoring", "data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo"),
+    "peers",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 

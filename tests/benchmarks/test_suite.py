@@ -11,7 +11,7 @@ from benchmarks.pairs import Row, Seconds, alternate, row, table, tenth
 from benchmarks.suite import last_recorded, part
 
 
-@pytest.mark.parametrize("name", ["step_overhead", pytest.param("startup", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["step_overhead", "monitoring", pytest.param("startup", marks=pytest.mark.slow)])
 def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
     rows = part(name, tiny=True)
     assert all(each.least <= each.value <= each.most for each in rows)

@@ -1,0 +1,86 @@
+"""What monitoring costs: our loop with all of it at its defaults, against the same loop with all of it silent.
+
+    python -m benchmarks.monitoring
+
+Journal, TensorBoard, progress bar, console lines and meters; faults are watched on both sides. By the CPU time of all
+threads of the process. A turn is a whole number of log intervals, so that each has its share of the log lines, which the
+short turns of step_overhead would call disturbances and leave out.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.jobs import MLP, PICTURES
+from benchmarks.pairs import BLOCKS, Row, Seconds, program
+from benchmarks.step_overhead import assembled
+from multigpu_cli.config.schema import Config
+from multigpu_cli.engine import after, step
+from multigpu_cli.monitor.journal import Journal
+from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.monitor.progress import Bar
+from multigpu_cli.run.parts import Run
+from multigpu_cli.run.rhythm import Rhythm
+
+_ENDLESS = 1_000_000
+_JOBS = {
+    "MLP, batch 32": (MLP, 8),  # windows of a turn
+    "ResNet-8, batch 128": (PICTURES | {"model": "benchmarks.jobs:resnet8", "batch_size": "128"}, 1),
+}
+
+
+class Silent(Meters):
+    """Meters that measure nothing."""
+
+    def step(self, samples: int) -> None:
+        pass
+
+    def waiting(self, reason: str) -> Any:
+        return nullcontext()
+
+
+def measure(tiny: bool = False) -> list[Row]:
+    torch.set_num_threads(1)
+    return [row for name, (flags, windows) in _JOBS.items() for row in _compared(name, flags, windows, tiny=tiny)]
+
+
+def _compared(name: str, flags: dict[str, str], windows: int, *, tiny: bool) -> list[Row]:
+    interval = 2 if tiny else Config().log.interval
+    turns = 2 if tiny else 2 * BLOCKS
+    length = {"epochs": str(_ENDLESS), "checkpoint_every": str(_ENDLESS)}
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, ExitStack() as stack:
+        on = assembled({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
+        off = assembled({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
+        off.meters, off.tensorboard, off.journal = Silent(), None, Journal(None)
+        on.bar = Bar(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
+        stack.callback(on.bar.close)
+        seconds, sides = Seconds(time.process_time), {"on": _steps(on), "off": _steps(off)}
+        for turn in range(turns + 1):
+            for side, steps in sides.items():
+                began = seconds.clock()
+                for _ in range(interval * windows):
+                    next(steps)
+                if turn:  # the first is warm-up, and loads TensorBoard
+                    seconds.add(side, (seconds.clock() - began) / (interval * windows))
+    return [
+        seconds.ratio(f"monitoring on / off, {name}", "on", "off", aim=1.01 if "ResNet" in name else None),
+        seconds.over(f"monitoring on over off, a step of {name}", "on", "off"),
+    ]
+
+
+def _steps(run: Run) -> Iterator[None]:
+    every = Rhythm(run.config.checkpoint)
+    while True:
+        batches = run.plan.batches
+        for work in run.train.epoch(batches, *divmod(run.progress.step, batches.steps_per_epoch), 0, 1):
+            after(run, step(run, run.progress.step, work), every)
+            yield
+
+
+if __name__ == "__main__":
+    program(measure, __doc__)
