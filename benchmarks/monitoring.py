@@ -3,7 +3,7 @@
     python -m benchmarks.monitoring
 
 Journal, TensorBoard, progress bar, console lines and meters; faults are watched on both sides. By the CPU time of all
-threads of the process. A turn is a whole number of log intervals, so that each has its share of the log lines, which the
+threads of the process. A turn is a whole number of log intervals, so that each has its share of log lines, which the
 short turns of step_overhead would call disturbances and leave out.
 """
 
