@@ -3,8 +3,8 @@
     python -m benchmarks.monitoring
 
 Journal, TensorBoard, progress bar, console lines and meters; faults are watched on both sides. By the CPU time of all
-threads of the process. A turn is a whole number of log intervals, so that each has its share of log lines, which the
-short turns of step_overhead would call disturbances and leave out.
+threads of the process. A turn is a whole number of log intervals, so that each has its share of log lines: the short
+turns of step_overhead would call those disturbances and leave them out.
 """
 
 import os

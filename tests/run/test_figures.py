@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from multigpu_cli.run import figures, parts
 from multigpu_cli.run.figures import of_all
+from multigpu_cli.run.record import peak_memory
+from tests.monitor.test_tensorboard import stored
+from tests.own import tensors
+from tests.run.test_tracing import plain
 from tests.trained import trained
 
 NAN = math.nan
@@ -93,3 +99,37 @@ def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, worke
     assert line["noise_scale_spread"] < 1e-4
     trained(workers, save_dir=str(tmp_path / "b"), **flags | sizes | {"data": "tests.own:tensors"})
     assert last_line(tmp_path / "b")["noise_scale"] > 0.1, "and others have some"
+
+
+def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> None:
+    """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
+    flags = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30", "weight_decay": "0"}
+    flags |= {"model": "tests.run.test_tracing:plain", "warmup_epochs": "0", "schedule": "constant"}
+    ended = trained(2, save_dir=str(tmp_path), **flags)
+    assert not ended.error
+    line = last_line(tmp_path)
+    model = plain((6,), 3)
+    model.load_state_dict(torch.load(tmp_path / "last.pt", weights_only=True)["model"])
+    inputs, targets = tensors("train", 42).tensors
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert (line["lr"], line["samples"], line["epoch"]) == (1e-30, 60, 1)
+    assert line["samples_per_second"] == pytest.approx(60 / (line["step_ms"] / 1e3))
+    assert all(0 < now <= peak for now, peak in zip(line["memory"], ended.summary["peak_memory_bytes"], strict=True))
+    board = stored(tmp_path / "tensorboard")
+    tags = board.Tags()
+    for tag in ("train/loss", "system/memory/0", "system/memory/1", "system/cpu_utilisation/1", "final/test_loss"):
+        assert tag in tags["scalars"]
+    assert "custom_scalars__config__" in tags["tensors"]
+    files = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
+    assert b"_hparams_/session_start_info" in files, "the settings beside the final metrics"
+    assert board.Scalars("train/loss")[0].value == pytest.approx(line["loss"])
+    assert b"per device" in board.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_memory_of_a_process_is_what_the_kernel_says() -> None:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * int(status["VmHWM"].split()[0]), rel=0.02)
