@@ -33,7 +33,7 @@ def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=colour(0), label="measured")
         speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
         speed.set_title("Speedup")
-        speed.set_ylabel("samples per second / one worker's")
+        speed.set_ylabel("over one worker")
         if of_dp:
             places = [str(rung["workers"]) for rung in of_dp]
             look: dict[str, Any] = {"color": colour(2), "label": "DataParallel", "markersize": 4}
@@ -60,7 +60,8 @@ def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
             axes.grid(visible=False, axis="x")
         time.legend(loc="lower left")
         speed.legend(loc="lower right")
-        use.legend(loc="lower left", frameon=True)
+        use.set_ylim(top=1.25 * use.get_ylim()[1])
+        use.legend(loc="upper left", ncols=2)
         figure.suptitle(title, fontweight="bold")
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=160)
