@@ -29,8 +29,12 @@ from multigpu_cli.run.rhythm import Rhythm
 
 _ENDLESS = 1_000_000
 _JOBS = {
-    "MLP, batch 32": (MLP, 8),  # windows of a turn
-    "ResNet-8, batch 128": (PICTURES | {"model": "benchmarks.jobs:resnet8", "batch_size": "128"}, 1),
+    "MLP, batch 32": (MLP, Config().log.interval, 8),  # steps a log line, log lines a turn
+    "ResNet-8, batch 128, a line every 10 steps": (
+        PICTURES | {"model": "benchmarks.jobs:resnet8", "batch_size": "128"},
+        10,
+        1,
+    ),
 }
 
 
@@ -46,11 +50,11 @@ class Silent(Meters):
 
 def measure(tiny: bool = False) -> list[Row]:
     torch.set_num_threads(1)
-    return [row for name, (flags, windows) in _JOBS.items() for row in _compared(name, flags, windows, tiny=tiny)]
+    return [row for name, job in _JOBS.items() for row in _compared(name, *job, tiny=tiny)]
 
 
-def _compared(name: str, flags: dict[str, str], windows: int, *, tiny: bool) -> list[Row]:
-    interval = 2 if tiny else Config().log.interval
+def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, tiny: bool) -> list[Row]:
+    interval = 2 if tiny else interval
     turns = 2 if tiny else 2 * BLOCKS
     length = {"epochs": str(_ENDLESS), "checkpoint_every": str(_ENDLESS)}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, ExitStack() as stack:
