@@ -129,7 +129,7 @@ def measured_wire(workers: int) -> Wire:
     found = launched(Choice("ddp", devices, count, "plan"))
     latency, bandwidth = fitted([(8.0, found["latency"]), *map(tuple, found["by_size"])], count)
     text = f"measured here: {found['backend']}, {count} workers, {1e6 * latency:.0f} µs, {bandwidth / 1e9:.3g} GB/s"
-    return Wire("measured", latency, bandwidth, text)
+    return Wire("measured", latency, bandwidth, text, overlaps=kind == "cuda")
 
 
 def keep(found: Forecast, folder: Path) -> None:

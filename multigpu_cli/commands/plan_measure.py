@@ -6,13 +6,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from multigpu_cli.config.pinned import forgotten, with_settings
@@ -27,13 +28,14 @@ from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.run.tracing import Traced, traced
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import gathered, greatest
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.tasks.sources import of_samples
 
-_STEPS, _WARM_UP = 12, 3
+_SECONDS, _WARM_UP = 3.0, 3
+_WINDOW, _WINDOWS = 8, 8  # steps, and at most so many of them
 _LONGEST_WAIT = 300.0  # seconds
 _RESULT = "work.json"
 
@@ -78,7 +80,7 @@ def measured(config: Config, counts: list[int]) -> Alone:
             size = learner.plan.batches.micro_batch
             whole, half = traced(learner, size), traced(learner, max(1, size // 2))
             works = {count: _work(learner, config, count) for count in counts if world.device.type == "cpu"}
-            works = works or dict.fromkeys(counts, _timed(learner))
+            works = works or dict.fromkeys(counts, work_of(_steps(learner)[None], learner))
             return Alone(learner, works, _memory(learner, whole, half), whole.flops_per_sample, note)
 
 
@@ -87,7 +89,7 @@ def _work(learner: Learner, config: Config, workers: int) -> Work:
     if 1 < workers <= cores():
         return _crowded(config, workers)
     with with_threads(threads_for(workers)):
-        return _timed(learner)
+        return work_of(_steps(learner)[None], learner)
 
 
 def _crowded(config: Config, workers: int) -> Work:
@@ -114,27 +116,27 @@ def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
 
 
 def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
-    """Be one of a crowd: begin together with the others, and let rank 0 write down the mean of all."""
+    """Be one of a crowd: begin together with the others, and let rank 0 write down what was found."""
     cpu = torch.device("cpu")
     with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), World(cpu), place)
         with closing(learner.train), with_threads(threads_for(world.size)):
             dist.barrier()
-            mine = _timed(learner)
-        everyone = total(world, torch.tensor(astuple(mine), dtype=torch.float64)) / world.size
+            mine = _steps(learner)
+        least = -int(greatest(world, [-float(len(mine))])[0])
+        everyone = torch.stack(gathered(world, mine[:least]))
         if world.main:
-            data, forward, backward, commit, _ = everyone.tolist()
-            found = Work(data, forward, backward, commit, mine.gradient)
-            (folder / _RESULT).write_text(json.dumps(asdict(found)))
+            (folder / _RESULT).write_text(json.dumps(asdict(work_of(everyone, learner))))
 
 
 def typical(seen: Sequence[Alone]) -> Alone:
     """The medians of several measurements of the same."""
     works = {}
-    for count in seen[0].works:
-        every = [astuple(alone.works[count]) for alone in seen]
-        works[count] = Work(*(statistics.median(column) for column in zip(*every, strict=True)))
+    for count, work in seen[-1].works.items():
+        every = [asdict(alone.works[count]) for alone in seen]
+        times = ("data", "forward", "backward", "commit")
+        works[count] = replace(work, **{name: statistics.median(each[name] for each in every) for name in times})
     return replace(seen[-1], works=works)
 
 
@@ -156,14 +158,30 @@ def with_threads(wanted: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _timed(learner: Learner) -> Work:
-    """The medians over some steps of one micro-batch each, with what the loop does around them, at rate zero."""
+def work_of(everyone: Tensor, learner: Learner) -> Work:
+    """The mean times of some steps in a row, of those the ones that take the median time.
+
+    Args:
+        everyone: seconds of each phase, [workers, steps, 4]; workers that go in step wait for the slowest.
+    """
+    slowest = everyone.sum(2).argmax(0)
+    steps = everyone[slowest, torch.arange(len(slowest))]
+    windows = steps[: len(steps) // _WINDOW * _WINDOW].view(-1, _WINDOW, 4).mean(1)
+    data, forward, backward, commit = windows[windows.sum(1).median(0).indices].tolist()
+    return Work(data, forward, backward, commit, sum(p.nbytes for p in learner.trained))
+
+
+def _steps(learner: Learner) -> Tensor:
+    """The seconds of steps of one micro-batch each, with what the loop does around them, at rate zero: [steps, 4]."""
     device, kept, strategy = learner.world.device, learner.kept, learner.strategy
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     stream = micro_batches(learner)
     times: list[list[float]] = []
     set_rate(kept.optimizer, 0.0)
-    for number in range(_STEPS + _WARM_UP):
+    began = time.perf_counter()
+    while len(times) < _WARM_UP + _WINDOW or (
+        len(times) < _WARM_UP + _WINDOW * _WINDOWS and time.perf_counter() < began + _SECONDS
+    ):
         marks = [time.perf_counter()]
 
         def mark(marks: list[float] = marks) -> None:
@@ -173,7 +191,7 @@ def _timed(learner: Learner) -> Work:
         batch = next(stream)
         mark()
         strategy.begin(1)
-        seed_micro_batch(0, number, batch.index, device)
+        seed_micro_batch(0, len(times), batch.index, device)
         with learner.precision.autocast():
             loss = learner.task.loss_sum(strategy.callable, batch)
         mark()
@@ -185,8 +203,7 @@ def _timed(learner: Learner) -> Work:
         strategy.undo(skipped)
         mark()
         times.append([later - earlier for earlier, later in pairwise(marks)])
-    data, forward, backward, commit = (statistics.median(column) for column in zip(*times[_WARM_UP:], strict=True))
-    return Work(data, forward, backward, commit, sum(p.nbytes for p in learner.trained))
+    return torch.tensor(times[_WARM_UP:], dtype=torch.float64)
 
 
 def micro_batches(learner: Learner) -> Iterator[Batch]:

@@ -22,12 +22,14 @@ class Wire:
         latency: seconds of one hop.
         bandwidth: bytes a second that a worker sends while it receives as many.
         rests_on: where the two figures come from.
+        overlaps: it carries bytes while the workers compute. Not between processes that fill a CPU: the cores do both.
     """
 
     name: str
     latency: float
     bandwidth: float
     rests_on: str
+    overlaps: bool = True
 
     def all_reduce(self, size: float, workers: int) -> float:
         """Seconds for a tensor of so many bytes."""
@@ -100,6 +102,8 @@ def exposed(work: Work, network: Network, workers: int) -> float:
     """Seconds of the reduction that backward does not hide."""
     if workers == 1:
         return 0.0
+    if not network.inside.overlaps:
+        return sum(network.all_reduce(size, workers) for size in buckets(work.gradient))
     done, reduced = 0.0, 0.0
     for size in buckets(work.gradient):
         done += size

@@ -36,7 +36,7 @@ def test_memory_and_arithmetic_are_those_of_the_network() -> None:
 
 def test_a_planted_sleep_is_in_the_time_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN_PAUSE", "0.01")
-    monkeypatch.setattr(plan_measure, "_STEPS", 3)
+    monkeypatch.setattr(plan_measure, "_SECONDS", 0)
     (work,) = measured(resolve(OWN | {"model": "tests.own:net"}, [], None), [1]).works.values()
     assert 0.01 < work.forward < 0.05
     assert work.backward < work.forward
@@ -49,14 +49,30 @@ def test_workers_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_median_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_measure, "_STEPS", 1)
+    monkeypatch.setattr(plan_measure, "_SECONDS", 0)
     alone = measured(resolve(OWN, [], None), [1])
     slower = [replace(alone, works={1: replace(alone.works[1], forward=float(at))}) for at in (9, 1, 3)]
     assert typical(slower).works[1].forward == 3
+    found = typical(slower[:2]).works[1]
+    assert (found.forward, repr(found.gradient)) == (5, "576"), (
+        "whole bytes, also between two: they are cut into buckets"
+    )
+
+
+def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> None:
+    """Two workers, three windows: one of them of other steps, one with a pause of a second."""
+    learner = measured(resolve(OWN, [], None), [1]).learner
+    usual = torch.tensor([[0.1, 1.0, 2.0, 0.4], [0.1, 2.0, 1.0, 0.3]], dtype=torch.float64)
+    everyone = usual[:, None].repeat(1, 3 * plan_measure._WINDOW, 1)
+    everyone[:, ::2] = everyone.flip(0)[:, ::2]  # the slower one is now the one, now the other
+    everyone[1, 3, 1] += 1.0
+    everyone[:, -1, 0] = 0.0
+    work = plan_measure.work_of(everyone, learner)
+    assert [work.data, work.forward, work.backward, work.commit] == pytest.approx([0.1, 1.0, 2.0, 0.4])
 
 
 def test_several_at_once_are_measured_at_once() -> None:
-    """Two real workers through the front door; rank 0 tells the mean."""
+    """Two real workers through the front door; rank 0 tells what they took."""
     config = resolve(OWN | {"batch_size": "20"}, [], None)
     work = plan_measure._crowded(config, 2)
     assert work.gradient == 576
@@ -64,7 +80,7 @@ def test_several_at_once_are_measured_at_once() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(plan_measure, "_STEPS", 1)
+    monkeypatch.setattr(plan_measure, "_SECONDS", 0)
     monkeypatch.setattr(plan_measure, "cores", lambda: 1)
     words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
     more = ["--workers", "2,4", "--interconnect", "ethernet-25", "--gpus-per-node", "2", "--price-per-gpu-hour", "3"]
@@ -101,6 +117,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = plan.measured_wire(2)
     assert isinstance(wire, Wire)
     assert 0.0025 <= wire.latency < 0.02
+    assert not wire.overlaps, "the cores that carry the bytes are those that compute"
     assert "measured here: gloo, 2 workers" in wire.rests_on
 
 

@@ -47,6 +47,9 @@ def test_what_backward_hides_costs_nothing() -> None:
     assert exposed(WORK, Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
     slow = Network(replace(WIRE, bandwidth=1e7))
     assert exposed(WORK, slow, 2) == pytest.approx(0.2 * 1 / 51 + 51 * MIB / 1e7 - 0.2), "the wire is never idle"
+    assert exposed(WORK, Network(replace(WIRE, overlaps=False)), 2) == pytest.approx(51 * MIB / 1e9), (
+        "nothing is hidden"
+    )
     assert step_seconds(WORK, Network(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
 
 
