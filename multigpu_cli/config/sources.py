@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from multigpu_cli.config import yaml_text
-from multigpu_cli.config.entries import PARTS, Entry, from_flags, from_recipe, from_sets
+from multigpu_cli.config.entries import PARTS, Entry, from_flags
 from multigpu_cli.config.kinds import shown
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.errors import RequestError, TrainingError, all_wrong
@@ -57,9 +56,17 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
     """
     faults: list[TrainingError] = []
     broken: set[str] = set()
-    title, written = from_recipe(recipe, faults)
+    title, written, single = None, [], []  # type: str | None, list[Entry], list[Entry]
+    if recipe is not None:
+        from multigpu_cli.config.yaml_entries import from_recipe  # late: whoever gives flags alone needs no YAML
+
+        title, written = from_recipe(recipe, faults)
     readable = not faults
-    layers = [written, [*from_sets(sets, faults), *from_flags(flags)]]
+    if sets:
+        from multigpu_cli.config.yaml_entries import from_sets
+
+        single = from_sets(sets, faults)
+    layers = [written, [*single, *from_flags(flags)]]
     filed, said = [_layer(entries, faults, broken) for entries in layers]
     values = _merged([filed, said])
     return Request(_config(values, title), faults, frozenset(broken), frozenset(filed.keys() - said.keys()), readable)
@@ -67,6 +74,8 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
 
 def dump(config: Config) -> str:
     """config.yaml: every setting after resolution but the places (save_dir, resume); `--config` reads it back."""
+    from multigpu_cli.config import yaml_text  # late: only the rank that writes the folder needs it
+
     data: dict[str, Any] = {"recipe": config.recipe}
     for key in SETTINGS:
         if key not in _PLACES:

@@ -1,0 +1,76 @@
+"""What the user wrote in YAML, entry by entry: a recipe, and the values of --set."""
+
+from collections.abc import Sequence
+
+import yaml
+
+from multigpu_cli.config import recipes, yaml_text
+from multigpu_cli.config.entries import PARTS, Entry
+from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.config.yaml_text import UnreadableError
+from multigpu_cli.errors import RequestError, TrainingError
+
+
+def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, list[Entry]]:
+    """The recipe's name and its settings; the `recipe` key of a config.yaml says where that one came from."""
+    try:
+        path = recipes.find(recipe)
+        root = yaml_text.compose(recipes.read(path))
+        if not isinstance(root, yaml.MappingNode):
+            kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise RequestError(f"{path}:1: {kind}, not settings", remedy="lines like 'epochs: 20'")
+        entries = _flat(root, str(path))
+    except UnreadableError as error:
+        faults.append(RequestError(f"{path}:{error.line}: {error.problem}"))
+        return None, []
+    except RequestError as error:
+        faults.append(error)
+        return None, []
+    noted = [entry.value for entry in entries if entry.key == "recipe"]
+    title = path.stem if path.stem != "config" else None
+    return (noted[0] if noted else title), [entry for entry in entries if entry.key != "recipe"]
+
+
+def _flat(root: yaml.MappingNode, file: str) -> list[Entry]:
+    """All settings of a file under their full keys; those that are PARTS may be a word or {name, args}."""
+    entries = []
+    for key, node, number in yaml_text.lines(root):
+        if key in PARTS and isinstance(node, yaml.MappingNode):
+            for inner, value, line in yaml_text.lines(node):
+                full = key if inner == "name" else f"{key}.{inner}"
+                read = yaml_text.typed if inner == "args" else yaml_text.plain
+                entries.append(Entry(full, read(value), f"{file}:{line}: {key}.{inner}"))
+        else:
+            value = yaml_text.typed(node) if ".args" in key else yaml_text.plain(node)
+            if key == "recipe" and not isinstance(value, str | None):
+                raise UnreadableError("recipe: must be a word", number)
+            entries.append(Entry(key, value, f"{file}:{number}: {key}"))
+    return entries
+
+
+def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[Entry]:
+    entries = []
+    for text in sets:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            faults.append(RequestError(f"--set {text}: must be KEY=VALUE", remedy="for instance --set epochs=5"))
+            continue
+        try:
+            node = yaml_text.compose(value)
+            free = key.partition(".")[0] in PARTS and "." in key
+            read = yaml_text.typed if free else yaml_text.plain
+            entries.append(Entry(key, None if node is None else read(node), f"--set {key}"))
+        except UnreadableError as error:
+            faults.append(
+                RequestError(f"--set {key}: {error.problem}", remedy="quote the value: --set 'KEY=\"VALUE\"'")
+            )
+    return [_free_argument(entry) for entry in entries]
+
+
+def _free_argument(entry: Entry) -> Entry:
+    """--set data.X=v means data.args.X=v, unless X could as well be meant as a setting."""
+    part, _, name = entry.key.partition(".")
+    if part not in PARTS or not name or name.split(".")[0] in ("name", "args"):
+        return entry._replace(key=part) if name == "name" else entry
+    return entry if name in SETTINGS or f"{part}_{name}" in SETTINGS else entry._replace(key=f"{part}.args.{name}")
