@@ -2,9 +2,11 @@
 
     python -m benchmarks.startup
 
-Every figure is that of whole processes, ours and the hand-written script's in turn.
+Every figure is that of whole processes, ours and the hand-written script's in turn. Both run from the bytecode that
+pip leaves as it installs, and Python at the first start in a checkout; PYTHONDONTWRITEBYTECODE has no say here.
 """
 
+import compileall
 import os
 import subprocess
 import sys
@@ -19,10 +21,12 @@ from benchmarks.pairs import ONE_THREAD, ROOT, Row, Spent, program, row, spent
 
 _FRONT_DOOR = "main_multi_gpu.py"
 _IMPORTING = """
-import gc, time
+import gc, sys, time
 gc.disable()
 began = time.process_time()
 import torch
+if sys.argv[1:]:
+    sys.pycache_prefix = sys.argv[1]
 then = time.process_time()
 import train_multi_gpu
 print(then - began, time.process_time() - then)
@@ -36,8 +40,16 @@ def mlp_of_one_step() -> nn.Module:
 
 
 def measure(tiny: bool = False) -> list[Row]:
+    _keep_bytecode()
     times = 1 if tiny else 5
     return [*_answers(times), *_imports(times), *_first_step(times), *_memory(1 if tiny else 3, 40 if tiny else 400)]
+
+
+def _keep_bytecode() -> None:
+    for path in ROOT.glob("*.py"):
+        compileall.compile_file(path, quiet=1)
+    for room in ("benchmarks", "multigpu_cli"):
+        compileall.compile_dir(ROOT / room, quiet=1)
 
 
 def _answers(times: int) -> list[Row]:
@@ -55,15 +67,27 @@ def _answers(times: int) -> list[Row]:
 
 def _imports(times: int) -> list[Row]:
     """As the front door imports: without garbage collection. Both are timed within one process."""
-    theirs, ours = [], []
-    for _ in range(times):
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORTING], cwd=ROOT, env=os.environ | ONE_THREAD, check=True, capture_output=True
-        )
-        torch_alone, rest = map(float, done.stdout.split())
-        theirs.append(torch_alone)
-        ours.append(rest)
-    return [row("import torch, CPU", theirs, unit="s"), row("our imports over torch's, CPU", ours, unit="s", aim=0.10)]
+    theirs, ours, compiling = [], [], []
+    with tempfile.TemporaryDirectory() as empty:
+        for _ in range(times):
+            torch_alone, rest = _importing()
+            theirs.append(torch_alone)
+            ours.append(rest)
+            compiling.append(_importing(empty)[1])
+    return [
+        row("import torch, CPU", theirs, unit="s"),
+        row("our imports over torch's, CPU", ours, unit="s", aim=0.10),
+        row("the same without bytecode, CPU", compiling, unit="s"),
+    ]
+
+
+def _importing(*bytecode: str) -> tuple[float, float]:
+    """Seconds of torch, and of ours, whose bytecode is looked for in another folder if one is given."""
+    environ = os.environ | ONE_THREAD | {"PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", _IMPORTING, *bytecode]
+    done = subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+    torch_alone, rest = map(float, done.stdout.split())
+    return torch_alone, rest
 
 
 def _run(*flags: str) -> Spent:
