@@ -18,7 +18,7 @@ from multigpu_cli.data.sample import Collate, declared_classes, sample_of
 from multigpu_cli.data.sampler import Order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.brought import Brought
-from multigpu_cli.tasks.criterion import Loss
+from multigpu_cli.tasks.base import Loss
 
 
 @dataclass(frozen=True)

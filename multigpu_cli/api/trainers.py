@@ -24,7 +24,7 @@ from multigpu_cli.run import ending, record
 from multigpu_cli.run.parts import Run
 from multigpu_cli.run.rhythm import Rhythm
 from multigpu_cli.runtime.collectives import total
-from multigpu_cli.tasks.criterion import Loss
+from multigpu_cli.tasks.base import Loss
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.hugging_face import adapted
+from multigpu_cli.models.build import adapted
 from multigpu_cli.run.brought import Brought, make_alike
 from multigpu_cli.run.learner import task_of
 from multigpu_cli.runtime.precision import Precision, choose_format
 from multigpu_cli.runtime.world import joined
-from multigpu_cli.tasks.criterion import Loss
+from multigpu_cli.tasks.base import Loss
 
 
 def train_with_multi_gpu(

@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import secrets
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import at_work, is_locked
@@ -176,7 +176,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _run_id() -> str:
-    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+    return time.strftime("%Y%m%d-%H%M%S-") + uuid4().hex[:4]
 
 
 def leave_note(folder: Path, settings: dict[str, Any]) -> None:

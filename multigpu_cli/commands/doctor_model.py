@@ -16,7 +16,7 @@ from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.ppo.acting import acts
+from multigpu_cli.tasks.sources import acts
 
 _GIB = 2.0**30
 

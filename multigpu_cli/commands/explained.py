@@ -1,6 +1,6 @@
 """Errors in words: what a user reads on stderr."""
 
-import sysconfig
+import os
 import traceback
 from pathlib import Path
 from textwrap import wrap
@@ -76,7 +76,7 @@ def unexpected(error: Exception) -> str:
 
 
 def _installed(file: str) -> bool:
-    return "site-packages" in file or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+    return "site-packages" in file or file.startswith((str(Path(os.__file__).parent), "<frozen"))
 
 
 def shortened(message: str, columns: int | None = None) -> str:

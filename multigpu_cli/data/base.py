@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.data.augment import Draws
 from multigpu_cli.data.sampler import Order
-from multigpu_cli.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from multigpu_cli.data.vocabulary import Vocabulary
 
 
 def as_float(inputs: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class Source:
     prepare: Callable[[Tensor], Tensor] = as_float
     augment: Callable[[Tensor, Draws], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: "Vocabulary | None" = None
     remark: str = ""
     transformed: str = ""
     new: Dataset[Any] | None = None

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.base import Fetching
 from multigpu_cli.data.sample import Collate, inner, sample_of, samples_of
+from multigpu_cli.data.sampler import HELD_OUT
 from multigpu_cli.data.transfer import Fetched, moved
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime.parent import die_with_parent
 
-HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
 _MOST_PROCESSES = 8  # for each worker
 _HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
 _LONGEST_LOOK = 0.5  # seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,13 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import Draws
 from multigpu_cli.data.base import Fetching, Source
-from multigpu_cli.data.items import HELD_OUT, Items
-from multigpu_cli.data.sampler import epoch_order
+from multigpu_cli.data.sampler import HELD_OUT, epoch_order
 from multigpu_cli.data.transfer import Fetched, moved
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
+
+if TYPE_CHECKING:
+    from multigpu_cli.data.items import Items
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 
@@ -52,6 +54,7 @@ class Loader:
     """
 
     whole_epochs = False  # a run may go on from any step
+    _fetch: "_Memory | Items"
 
     def __init__(
         self,
@@ -66,8 +69,10 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch: _Memory | Items = _Memory(split, device, config.on_device, source.fetching)
+            self._fetch = _Memory(split, device, config.on_device, source.fetching)
         else:
+            from multigpu_cli.data.items import Items  # late: what lies in memory needs no loader processes
+
             self._fetch = Items(split, device, seed, config.num_workers, workers_here, source.fetching)
         self.where = self._fetch.where
 

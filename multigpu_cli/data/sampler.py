@@ -7,6 +7,8 @@ from torch import Tensor
 
 from multigpu_cli.planning.keys import key
 
+HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
+
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """(count,) int64: the sample at each position of an epoch."""

@@ -17,7 +17,6 @@ from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.sample import plain
 from multigpu_cli.data.split import by_sample
 from multigpu_cli.data.stream import Stream
-from multigpu_cli.data.unanswered import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime import plugins
@@ -92,6 +91,8 @@ def _from_one(
             f"data.args.new: {name} knows no new samples by {other!r}",
             remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
         )
+    from multigpu_cli.data.unanswered import unanswered  # late: few have new samples
+
     new = _dataset(plugins.call(factory, offered, args | other, where="data"), name, seed)
     return replace(source, new=unanswered(new, source.train) or new)
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.hugging_face import adapted
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import plugins
 
@@ -31,6 +30,15 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
     return prepared(adapted(model), config, name)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """The model itself, or with an adapter where it is one of transformers."""
+    if not (isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")):
+        return model
+    from multigpu_cli.models.hugging_face import Logits  # late: few networks come from there
+
+    return Logits(model)
 
 
 def prepared(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:

@@ -30,12 +30,6 @@ class Logits(nn.Module):
         return logits
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """The model itself, or with an adapter where it is one of transformers."""
-    foreign = isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")
-    return Logits(model) if foreign else model
-
-
 def build(
     input_shape: tuple[int, ...], num_classes: int, task: str, architecture: str = "gpt2", **settings: Any
 ) -> nn.Module:

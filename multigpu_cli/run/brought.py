@@ -15,10 +15,10 @@ from multigpu_cli.checkpoint.snapshot import Kept
 from multigpu_cli.checkpoint.weights import check_fit, read_weights
 from multigpu_cli.data.base import Source
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.hugging_face import adapted
+from multigpu_cli.models.build import adapted
 from multigpu_cli.runtime.collectives import decided
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.criterion import Loss
+from multigpu_cli.tasks.base import Loss
 
 
 @dataclass(frozen=True)

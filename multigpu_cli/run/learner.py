@@ -22,8 +22,7 @@ from multigpu_cli.data.feed import Feed
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sample import shapes
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import build_model, in_channels_last, prepared
-from multigpu_cli.models.hugging_face import adapted
+from multigpu_cli.models.build import adapted, build_model, in_channels_last, prepared
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.brought import Brought, make_alike
@@ -36,13 +35,8 @@ from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.buckets import measured_cap
-from multigpu_cli.strategies.data_parallel import DataParallel
-from multigpu_cli.strategies.distributed import Distributed
-from multigpu_cli.strategies.exact import Exact
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
-from multigpu_cli.tasks.criterion import Criterion
 from multigpu_cli.tasks.registry import TASKS
 
 
@@ -214,7 +208,11 @@ def first_batch(loader: Feed, size: int) -> Batch:
 
 def task_of(config: Config, source: Source, live: Brought | None) -> Task:
     """The user's own loss as a task, or the one that has a name."""
-    return Criterion(source, config.task, live.criterion) if live and live.criterion else build_task(config, source)
+    if not (live and live.criterion):
+        return build_task(config, source)
+    from multigpu_cli.tasks.criterion import Criterion  # late: most losses have a name
+
+    return Criterion(source, config.task, live.criterion)
 
 
 def build_task(config: Config, source: Source) -> Task:
@@ -248,16 +246,24 @@ def _with_buckets(settled: Settled, model: nn.Module, world: World) -> Settled:
     config = settled.config
     if config.communication.bucket_cap_mb != "auto" or world.size == 1 or config.reproducibility.exact:
         return settled
+    from multigpu_cli.strategies.buckets import measured_cap
+
     return replace(settled, config=with_settings(config, {"bucket_cap_mb": measured_cap(model, world)}))
 
 
 def _strategy(model: nn.Module, choice: Choice, world: World, settled: Settled) -> Strategy:
     config, live = settled.config, settled.brought
     if config.reproducibility.exact:
+        from multigpu_cli.strategies.exact import Exact  # late, each of them: a run has one
+
         return Exact(model, world)
     if choice.strategy == "dp":
+        from multigpu_cli.strategies.data_parallel import DataParallel
+
         return DataParallel(model, choice.devices)
     if choice.strategy == "ddp":
+        from multigpu_cli.strategies.distributed import Distributed
+
         return Distributed(model, world, config.communication, live.ddp if live else {})
     return Single(model)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from multigpu_cli.faults.nonfinite import Nonfinite
 from multigpu_cli.faults.stop import Agreement, StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.monitor.gpu import Sampler
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.monitor.noise_scale import NoiseMeter
@@ -26,11 +25,13 @@ from multigpu_cli.monitor.tensorboard import TensorBoard
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.planning.peaks import peak_flops
 from multigpu_cli.run.learner import Learner
-from multigpu_cli.run.tracing import traced
 from multigpu_cli.runtime.collectives import together, total
 from multigpu_cli.runtime.elastic import Last
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.units import Units
+
+if TYPE_CHECKING:
+    from multigpu_cli.monitor.gpu import Sampler
 
 
 class Tally:
@@ -74,7 +75,7 @@ class Run(Learner):
     watch: Watch
     trace: SampleTrace | None
     noise: NoiseMeter
-    sampler: Sampler | None
+    sampler: "Sampler | None"
     flops_per_sample: float | None  # where the device's peak rate is known
     tally: Tally | None  # of the epoch, where somebody wants its mean loss
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
@@ -151,10 +152,12 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
     )
 
 
-def _sampler(device: torch.device, stack: ExitStack) -> Sampler | None:
+def _sampler(device: torch.device, stack: ExitStack) -> "Sampler | None":
     """Somebody who watches this rank's GPU."""
     if device.type != "cuda":
         return None
+    from multigpu_cli.monitor.gpu import Sampler  # late: there is a GPU to watch
+
     sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     stack.callback(sampler.close)
     return sampler
@@ -164,4 +167,6 @@ def _flops(learner: Learner) -> float | None:
     """Counted where something can be made of them; it costs a forward and backward pass."""
     if peak_flops(learner.plan.device, learner.precision.name) is None:
         return None
+    from multigpu_cli.run.tracing import traced  # late: torch's counter is needed on a known GPU only
+
     return traced(learner, learner.plan.batches.micro_batch).flops_per_sample

@@ -16,7 +16,6 @@ from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.alike import check_same_data
 from multigpu_cli.run.beginning import agreed_start
 from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
@@ -129,7 +128,10 @@ def settle(
         words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
     config = with_settings(words, _resolved(pins)) if pins else words
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
-    check_same_data(world, source, config.data.name, config.reproducibility.seed)
+    if world.size > 1:
+        from multigpu_cli.run.alike import check_same_data  # late: alone, nothing is compared
+
+        check_same_data(world, source, config.data.name, config.reproducibility.seed)
     plan = _plan(words, config, choice, world, start, source, brought)
     raise_all(beyond_the_data(config, plan, source, start))
     model, task = config.model.name or source.model, config.task.name or source.task

@@ -13,7 +13,7 @@ from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.ppo.acting import acts
+from multigpu_cli.tasks.sources import acts
 
 
 def raise_all(wrong: Iterable[RequestError]) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from multigpu_cli.config.environment import self_launched
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.handshake import Agreed, Hello, agree
 from multigpu_cli.runtime.parent import die_with_parent
 
 _PATIENCE = 120.0  # seconds for the others to load torch and arrive
@@ -196,6 +195,8 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
     Raises:
         Over: an earlier attempt has ended for good.
     """
+    from multigpu_cli.runtime.handshake import Hello, agree  # late: a world of one meets nobody
+
     environ = meeting.environ
     hello = Hello(
         rank=meeting.rank,
@@ -208,7 +209,7 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
         verdict=elastic.last_verdict(environ),
         last=elastic.last_end(environ),
     )
-    agreed: Agreed = agree(store, hello, patience=_PATIENCE)
+    agreed = agree(store, hello, patience=_PATIENCE)
     if agreed.verdict:
         raise elastic.Over(agreed.verdict)
     elastic.agreed_on(environ, agreed.attempt, agreed.nodes)

@@ -17,6 +17,9 @@ from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 
+Loss = Callable[[Any, Any], Tensor]
+"""A loss of the user's own: outputs and targets → a mean, or one loss for each sample."""
+
 
 class Measured(NamedTuple):
     """What one batch adds to an evaluation.

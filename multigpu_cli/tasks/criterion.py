@@ -10,9 +10,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.base import Measured, Task
-
-Loss = Callable[[Any, Any], Tensor]
+from multigpu_cli.tasks.base import Loss, Measured, Task
 
 
 class Criterion(Task):

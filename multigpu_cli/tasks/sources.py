@@ -10,7 +10,11 @@ from multigpu_cli.data.source import open_source
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import plugins
-from multigpu_cli.tasks.ppo.acting import acts, maker, open_environments
+
+
+def acts(config: Config) -> bool:
+    """Whether a request is about environments rather than a dataset."""
+    return config.task.name == "ppo" or environments_of_ours(config)
 
 
 def opened(config: Config) -> Source:
@@ -19,7 +23,11 @@ def opened(config: Config) -> Source:
     Raises:
         RequestError: there is none, or it is not what it should be.
     """
-    return open_environments(config) if acts(config) else open_source(config.data, config.reproducibility.seed)
+    if not acts(config):
+        return open_source(config.data, config.reproducibility.seed)
+    from multigpu_cli.tasks.ppo.acting import open_environments  # late: nothing of PPO for those who have a dataset
+
+    return open_environments(config)
 
 
 def of_samples(config: Config, what: str) -> None:
@@ -37,7 +45,11 @@ def of_samples(config: Config, what: str) -> None:
 
 def maker_of(config: Config) -> Callable[..., Any]:
     """The factory that --data names."""
-    return maker(config)[0] if acts(config) else plugins.find(config.data.name, DATASETS, flag="--data")
+    if not acts(config):
+        return plugins.find(config.data.name, DATASETS, flag="--data")
+    from multigpu_cli.tasks.ppo.acting import maker
+
+    return maker(config)[0]
 
 
 def environments_of_ours(config: Config) -> bool:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.utils.data import TensorDataset
 
@@ -48,8 +47,3 @@ def test_the_node_that_differs_is_named() -> None:
     assert told[0][2].startswith("--data mine: rank 0 and the others see different data: 30 training samples instead")
     assert "rank 1 and the others" in told[0][3], "not its whole node"
     assert "rank 2 and the others see different data: 29 training samples instead of 30" in told[0][4]
-
-
-def test_alone_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigpu_cli.run.alike.mark_of", lambda *_: pytest.fail("looked"))
-    check_same_data(World(torch.device("cpu")), source(), "mine", 42)

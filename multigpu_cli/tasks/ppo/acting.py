@@ -51,11 +51,6 @@ class Acting(Source):
         return self.environments * self.settings.rollout
 
 
-def acts(config: Config) -> bool:
-    """Whether a request is about environments rather than a dataset."""
-    return config.task.name == "ppo" or config.data.name.partition(":")[0] in ENVIRONMENTS
-
-
 def open_environments(config: Config) -> Acting:
     """Look at the environments that --data names, and do the sums of what they give.
 

@@ -9,7 +9,8 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.ppo.acting import Acting, acts, open_environments
+from multigpu_cli.tasks.ppo.acting import Acting, open_environments
+from multigpu_cli.tasks.sources import acts
 
 OWN = {"data": "tests.acting:corridor", "task": "ppo"}
 
