@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import LONG, Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run import ending, record
-from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.learner import build_learner
 from multigpu_cli.run.parts import Outcome, Run, assemble
 from multigpu_cli.run.rehearsal import rehearse
@@ -30,6 +29,9 @@ from multigpu_cli.runtime.determinism import be_deterministic, be_fast, seed_mic
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 
+if TYPE_CHECKING:
+    from multigpu_cli.run.brought import Brought
+
 
 def run(
     config: Config,
@@ -39,7 +41,7 @@ def run(
     *,
     last_words: Callable[[TrainingError], None],
     dry_run: bool = False,
-    brought: Brought | None = None,
+    brought: "Brought | None" = None,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
@@ -80,7 +82,7 @@ def set_up(
     stack: ExitStack,
     *,
     last_words: Callable[[TrainingError], None],
-    brought: Brought,
+    brought: "Brought",
 ) -> Run:
     """The same up to the first step, for somebody who calls `fit` or `step` and `after` themselves.
 
@@ -114,7 +116,7 @@ def _settled(
     meeting: Rendezvous | None,
     last_words: Callable[[TrainingError], None],
     stack: ExitStack,
-    brought: Brought | None,
+    brought: "Brought | None",
 ) -> tuple[Settled, _Guards]:
     """Meet the other ranks and settle the request with them."""
     patience = choice.timeout or max(LONG, config.fault.hang_timeout)

@@ -5,7 +5,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapted, build_model, in_channels_last, prepared
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.brought import Brought, make_alike
 from multigpu_cli.run.settle import Settled
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
@@ -38,6 +37,9 @@ from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.registry import TASKS
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.brought import Brought
 
 
 @dataclass
@@ -98,6 +100,8 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     train, val, test = together(world, lambda: _loaders(settled, world, task))
     kept, precision = together(world, lambda: _on_this_rank(settled, world, task, train))
     if settled.brought:
+        from multigpu_cli.run.brought import make_alike
+
         make_alike(kept.model, world)
         if kept.average:
             kept.average.module.load_state_dict(kept.model.state_dict())
@@ -206,7 +210,7 @@ def first_batch(loader: Feed, size: int) -> Batch:
     return next(loader.held_out(size, 0, 1))
 
 
-def task_of(config: Config, source: Source, live: Brought | None) -> Task:
+def task_of(config: Config, source: Source, live: "Brought | None") -> Task:
     """The user's own loss as a task, or the one that has a name."""
     if not (live and live.criterion):
         return build_task(config, source)

@@ -21,7 +21,6 @@ from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.progress import Progress as Bar
-from multigpu_cli.monitor.tensorboard import TensorBoard
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.planning.peaks import peak_flops
 from multigpu_cli.run.learner import Learner
@@ -32,6 +31,7 @@ from multigpu_cli.tasks.units import Units
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
+    from multigpu_cli.monitor.tensorboard import TensorBoard
 
 
 class Tally:
@@ -64,7 +64,7 @@ class Run(Learner):
     store: Store
     writer: Writer
     journal: Journal
-    tensorboard: TensorBoard | None
+    tensorboard: "TensorBoard | None"
     console: Console
     bar: Bar
     meters: Meters
@@ -115,7 +115,7 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
     """Open journal, TensorBoard and the rest in the run folder, which is already ours; the stack closes them."""
     world, config, plan = learner.world, learner.config, learner.plan
     folder = Path(learner.settled.start.folder)
-    board = stack.enter_context(TensorBoard(folder / "tensorboard", console.warn)) if world.main else None
+    board = _board(folder, console, stack) if world.main else None
 
     def opened() -> tuple[Journal, SampleTrace | None]:
         with needed(folder):
@@ -150,6 +150,12 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
         flops_per_sample=_flops(learner),
         tally=Tally(world) if learner.settled.brought else None,
     )
+
+
+def _board(folder: Path, console: Console, stack: ExitStack) -> "TensorBoard":
+    from multigpu_cli.monitor.tensorboard import TensorBoard  # late: the first rank alone has one
+
+    return stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
 
 
 def _sampler(device: torch.device, stack: ExitStack) -> "Sampler | None":

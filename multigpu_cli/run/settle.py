@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,6 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.beginning import agreed_start
-from multigpu_cli.run.brought import Brought
 from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
@@ -25,6 +24,9 @@ from multigpu_cli.runtime.devices import Choice, cores
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.sources import maker_of, opened
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.brought import Brought
 
 _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
 _LENGTH = ("epochs", "max_steps", "env_steps", "episodes")
@@ -51,7 +53,7 @@ class Settled:
     plan: Plan
     model: str
     task: str
-    brought: Brought | None = None
+    brought: "Brought | None" = None
 
     @property
     def pins(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def settle(
     world: World,
     *,
     source: Source | None = None,
-    brought: Brought | None = None,
+    brought: "Brought | None" = None,
 ) -> Settled:
     """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
 
@@ -175,7 +177,7 @@ def _plan(
     world: World,
     start: Start,
     source: Source,
-    brought: Brought | None,
+    brought: "Brought | None",
 ) -> Plan:
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
     size, whole = source.pieces or (config.batch.size, config.batch.global_size)
@@ -222,7 +224,7 @@ def _plan(
     )
 
 
-def _without_effect(words: Config, choice: Choice, brought: Brought | None) -> list[str]:
+def _without_effect(words: Config, choice: Choice, brought: "Brought | None") -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
     if not brought:
@@ -233,7 +235,7 @@ def _without_effect(words: Config, choice: Choice, brought: Brought | None) -> l
     return said + sorted(brought.ddp if brought and about_ddp else ())
 
 
-def _rate(config: Config, batches: BatchPlan, brought: Brought | None, *, pinned: bool) -> Rate:
+def _rate(config: Config, batches: BatchPlan, brought: "Brought | None", *, pinned: bool) -> Rate:
     rate = settle_rate(
         given=config.rate.lr,
         base=config.rate.base_lr,
