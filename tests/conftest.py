@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHER = (
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.register_profile("here", deadline=None)  # a busy machine is no failure
+    settings.load_profile("here")
 
 
 @pytest.fixture(scope="session")

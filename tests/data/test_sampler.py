@@ -57,7 +57,7 @@ def trained_by(attempts: list[tuple[int, int]], epochs: int, loader: Loader, siz
     return steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samples=st.integers(5, 40),
     batch=st.integers(1, 9),

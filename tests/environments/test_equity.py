@@ -40,7 +40,7 @@ def slow_equal_shares(fill, close, cash, cost):
     return values
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(CURVES)
 def test_figures_equal_slow_loops(values):
     found = {name: float(value) for name, value in figures(torch.tensor(values, dtype=torch.float64)).items()}
@@ -50,7 +50,7 @@ def test_figures_equal_slow_loops(values):
     assert found["sharpe_ratio"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(CURVES, st.floats(0.001, 1000))
 def test_figures_do_not_depend_on_the_currency(values, factor):
     plain = figures(torch.tensor([values, values], dtype=torch.float64))
