@@ -11,7 +11,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.end_to_end import ready
 from benchmarks.jobs import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
-from benchmarks.pairs import STRETCH, Row, Seconds, program
+from benchmarks.pairs import ONE_THREAD, STRETCH, Row, Seconds, program
 from multigpu_cli.models.convnet import build
 from multigpu_cli.runtime.world import Rendezvous
 
@@ -35,7 +36,7 @@ def measure(tiny: bool = False) -> list[Row]:
 
 
 def _mlp(turns: int) -> list[Row]:
-    found = _raced("mlp", turns, BATCH)
+    found = raced(partial(_run, "mlp", turns, BATCH))
     return [
         found.ratio("DDP, MLP: raw / itself (control)", "control", "raw"),
         found.micro("DDP, MLP: raw step, fused and clipped, both ranks", "raw"),
@@ -46,7 +47,7 @@ def _mlp(turns: int) -> list[Row]:
 
 
 def _convnet(turns: int, batch: int) -> list[Row]:
-    found = _raced("convnet", turns, batch)
+    found = raced(partial(_run, "convnet", turns, batch), joined=max)
     bound = list(map(max, found.of["compute"], found.of["all-reduce"]))
     found.of["bound"] = bound
     name = f"DDP, convnet, global batch {batch}"
@@ -57,41 +58,50 @@ def _convnet(turns: int, batch: int) -> list[Row]:
     ]
 
 
-def _raced(job: str, turns: int, batch: int) -> Seconds:
-    """Both ranks' turns: CPU seconds added up, wall seconds of the slower one."""
+def raced(run: Callable[[Path], Seconds], joined: Callable[[Iterable[float]], float] = sum) -> Seconds:
+    """What each turn took both ranks together.
+
+    Args:
+        run: what a rank does under torchrun's environment; it is told a folder, the same for both.
+        joined: makes one figure of the ranks': the sum of CPU seconds, the slower one's of wall seconds.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         context = get_context("spawn")
-        arguments = (store.port, job, turns, batch, Path(folder))
-        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORKERS)]
+        ranks = [context.Process(target=_rank, args=(rank, store.port, Path(folder), run)) for rank in range(WORKERS)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
         every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORKERS)]
     together = Seconds()
-    joined = sum if job == "mlp" else max
     together.of = {side: list(map(joined, zip(*(one[side] for one in every), strict=True))) for side in every[0]}
     return together
 
 
-def _rank(rank: int, port: int, job: str, turns: int, batch: int, folder: Path) -> None:
+def _rank(rank: int, port: int, folder: Path, run: Callable[[Path], Seconds]) -> None:
     torch.set_num_threads(1)
-    meeting = Rendezvous(rank, WORKERS, rank, WORKERS, "localhost", port, 0, agent_store=True)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORKERS, "LOCAL_WORLD_SIZE": WORKERS, "GROUP_RANK": 0}
+    agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    told = places | agent | {"TORCHELASTIC_RUN_ID": "benchmark"}
+    os.environ.update(ONE_THREAD | {name: str(value) for name, value in told.items()})
+    (folder / f"{rank}.json").write_text(json.dumps(run(folder).of))
+    os._exit(0)
+
+
+def _run(job: str, turns: int, batch: int, folder: Path) -> Seconds:
     flags = {"mlp": MLP, "convnet": PICTURES | {"model": "convnet"}}[job]
     flags = flags | {"batch_size": str(batch // WORKERS), "epochs": "1000", "max_steps": str(turns * STRETCH)}
     seconds = Seconds(time.process_time if job == "mlp" else time.perf_counter)
     rivals = _short() if job == "mlp" else _long(batch // WORKERS)
-    against(rivals, flags, folder / "run", seconds, meeting)
-    (folder / f"{rank}.json").write_text(json.dumps(seconds.of))
-    os._exit(0)
+    return against(rivals, flags, folder / "run", seconds, Rendezvous.here())
 
 
 def _raw(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _late(build: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+def late(build: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """A rival that is built at its first step, when there is a process group."""
     built: list[Callable[[], None]] = []
 
@@ -113,9 +123,9 @@ def _short() -> Rivals:
         return one_step(_raw(model), adamw(model, fused=fused), batches, max_norm=max_norm)
 
     return {
-        "raw": _late(lambda: raw(True, MAX_NORM)),
-        "control": _late(lambda: raw(True, MAX_NORM)),
-        "out of the box": _late(lambda: raw(False, None)),
+        "raw": late(lambda: raw(True, MAX_NORM)),
+        "control": late(lambda: raw(True, MAX_NORM)),
+        "out of the box": late(lambda: raw(False, None)),
     }
 
 
@@ -131,8 +141,8 @@ def _long(batch: int) -> Rivals:
 
     gradients = torch.zeros(sum(p.numel() for p in network().parameters()))
     return {
-        "raw": _late(lambda: stepping(_raw)),
-        "compute": _late(lambda: stepping(lambda model: model)),
+        "raw": late(lambda: stepping(_raw)),
+        "compute": late(lambda: stepping(lambda model: model)),
         "all-reduce": lambda: dist.all_reduce(gradients),
     }
 

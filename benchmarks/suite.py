@@ -19,7 +19,7 @@ from benchmarks.pairs import ONE_THREAD, ROOT, Row, table
 
 PARTS = (
     *("startup", "step_overhead", "monitoring", "data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo"),
-    "peers",
+    *("peers", "peers_ddp"),
 )
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, peers
 from benchmarks.pairs import Row, Seconds, alternate, row, table, tenth
-from benchmarks.suite import last_recorded, part
+from benchmarks.suite import PARTS, last_recorded, part
 
 
 @pytest.mark.parametrize("name", ["step_overhead", "monitoring", pytest.param("startup", marks=pytest.mark.slow)])
@@ -19,7 +19,7 @@ def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo", "peers"])
+@pytest.mark.parametrize("name", sorted({*PARTS} - {"startup", "step_overhead", "monitoring"}))
 def test_the_longer_ones_too(name: str) -> None:
     assert part(name, tiny=True)
 
@@ -48,6 +48,14 @@ def test_the_table_stands_beside_the_last_result(tmp_path: Path) -> None:
     text = table([row("figure one", [1.0, 2.0, 3.0])], last_recorded(tmp_path))
     assert text.splitlines()[1].split() == ["figure", "one", "2", "1", "…", "3", "ratio", "1.5"]
     assert last_recorded(tmp_path / "nowhere") == {}
+
+
+def test_a_peer_that_is_not_installed_is_said_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda package: package == "torch")
+    assert list(peers.installed()) == ["hand-written loop", "ours"]
+    assert capsys.readouterr().err.count("is not installed") == 4
 
 
 def test_without_a_gpu_its_benchmark_says_what_it_leaves_out(
