@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,6 @@ def positive(flag: str, word: str, *, whole: bool = False) -> float:
         value = int(word) if whole else float(word)
     except ValueError:
         value = 0
-    if value <= 0:
+    if not 0 < value < inf:
         raise RequestError(f"{flag} {word}: not a {'whole ' if whole else ''}number above zero")
     return value

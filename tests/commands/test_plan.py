@@ -129,6 +129,8 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ((None, "0", None, None, "8"), "--workers 0"),
         ((None, "1", "-1", None, "8"), "--price-per-gpu-hour -1"),
         ((None, "1", None, "much", "8"), "--noise-scale much"),
+        ((None, "1", None, "nan", "8"), "--noise-scale nan"),
+        ((None, "1", "inf", None, "8"), "--price-per-gpu-hour inf"),
         ((None, "1", None, None, "1.5"), "--gpus-per-node 1.5"),
     ],
 )
