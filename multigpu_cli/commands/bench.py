@@ -153,7 +153,7 @@ def _rung(
     """
     times = [each["step_ms"] for each in runs]
     median, forecast = statistics.median(times), 1e3 * row.step
-    rate = 1e3 * row.global_batch / median
+    rate = row.samples_per_second * forecast / median
     gain = rate / first if first else float(row.workers)
     shares = {name: statistics.median(each[name] for each in runs) for name in ("data", "wire", "stragglers")}
     if hidden:

@@ -117,6 +117,8 @@ def forecast_of(
         global_batch=config.batch.global_size,
         samples=batches.samples,
         epochs=schedule.total_steps / batches.steps_per_epoch,
+        accumulation=config.batch.grad_accum_steps or 1,
+        drop_last=batches.drop_last,
         noise_scale=noise_scale,
         price=price,
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
+from multigpu_cli.planning.batch import BatchPlan
+
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes, DDP's own sizes
 
 
@@ -150,6 +152,8 @@ def forecast(
     global_batch: int | None,
     samples: int,
     epochs: float,
+    accumulation: int = 1,
+    drop_last: bool = False,
     noise_scale: float | None = None,
     price: float | None = None,
 ) -> list[Row]:
@@ -162,19 +166,28 @@ def forecast(
     Args:
         works: the times of one worker, for each number; on a CPU the workers share its cores.
         global_batch: kept for any number of workers, or None: it grows with them.
-        samples, epochs: the length of the run on one worker.
+        samples, epochs: the length of the run on one worker; a step takes at most all of the samples.
+        accumulation: micro-batches of a step on each worker, where the global batch grows with them.
         price: of one worker's hour.
     """
     rows: list[Row] = []
-    base = global_batch or micro_batch
+
+    def planned(workers: int) -> BatchPlan:
+        batch = global_batch or micro_batch * accumulation * workers
+        return BatchPlan(
+            samples=samples, micro_batch=micro_batch, global_batch=batch, workers=workers, drop_last=drop_last
+        )
+
+    base = planned(1)
     for workers, work in zip(counts, works, strict=True):
-        batch = global_batch or micro_batch * workers
-        accumulation = ceil(ceil(batch / micro_batch) / workers)
-        step = step_seconds(work, network, workers, accumulation)
-        steps = float(ceil(samples * epochs / batch))
+        plan = planned(workers)
+        batch = plan.global_batch
+        step = step_seconds(work, network, workers, ceil(plan.count_in(0) / workers))
+        steps = float(ceil(round(epochs * plan.steps_per_epoch, 6)))
         if noise_scale is not None:
-            steps = ceil(samples * epochs / base) * (1 + noise_scale / batch) / (1 + noise_scale / base)
-        rate = batch / step
+            smaller, larger = (1 + noise_scale / each.global_batch for each in (plan, base))
+            steps = epochs * base.steps_per_epoch * smaller / larger
+        rate = plan.samples_in(0) / step
         first = rows[0].samples_per_second if rows else rate / workers
         seconds = steps * step
         rows.append(

@@ -51,7 +51,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
 def test_what_is_made_of_the_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One worker takes 11 ms for 32 samples, two take 12.5 ms for 64, 2.5 of which nothing hides; dp takes 20 ms."""
+    """One worker takes 11 ms for 20 samples, two take 12.5 ms for 40, 2.5 of which nothing hides; dp takes 20 ms."""
     order: list[str] = []
 
     def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
@@ -64,7 +64,7 @@ def test_what_is_made_of_the_runs(
     monkeypatch.setattr(bench, "measured_wire", lambda workers: Wire("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
     monkeypatch.setattr(bench, "no_dp", lambda config: "")
-    found = benched(resolve(OWN, [], None), [1, 2], 8, 3, {})
+    found = benched(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 8, 3, {})
     assert order == ["single 1", "ddp 2", "dp 2"] * 3, "interleaved"
     one, two, dp = found.rungs
     assert (one.median, two.median, dp.median) == (11.0, 12.5, 20.0)

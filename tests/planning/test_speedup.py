@@ -82,6 +82,24 @@ def test_a_fixed_batch_is_shared_out() -> None:
     assert where_it_ends(rows) == 2
 
 
+def test_accumulation_makes_steps_larger_and_fewer() -> None:
+    free = Network(Wire("free", 0.0, 1e30, ""))
+    rows = forecast([1, 2], [WORK] * 2, free, micro_batch=8, global_batch=None, samples=100, epochs=2.0, accumulation=4)
+    assert [(row.global_batch, row.steps) for row in rows] == [(32, 8), (64, 4)], "each epoch ends with a short step"
+    assert [row.step for row in rows] == [pytest.approx(4 * 0.31 + 0.02)] * 2
+    assert rows[0].samples_per_second == pytest.approx(32 / rows[0].step)
+    (whole,) = forecast([1], [WORK], free, micro_batch=32, global_batch=None, samples=100, epochs=2.0, drop_last=True)
+    assert whole.steps == 6
+
+
+def test_a_step_takes_no_more_samples_than_there_are() -> None:
+    """Two micro-batches are all there is: eight workers are no quicker than two, and six of them idle."""
+    free = Network(Wire("free", 0.0, 1e30, ""))
+    rows = forecast([1, 2, 8], [WORK] * 3, free, micro_batch=4, global_batch=None, samples=8, epochs=5.0)
+    assert [row.steps for row in rows] == [10, 5, 5]
+    assert [row.samples_per_second * row.step for row in rows] == pytest.approx([4, 8, 8])
+
+
 def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
     """At B ≪ 𝓑 twice the batch halves the steps, at B ≫ 𝓑 it saves none."""
     free = Network(Wire("free", 0.0, 1e30, ""))
