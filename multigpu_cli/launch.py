@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import yaml
+from torch.distributed.elastic.agent.server import api as server
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -27,6 +29,7 @@ from multigpu_cli.runtime.aside import quoted
 from multigpu_cli.runtime.devices import Choice
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 class WorkersFailed(TrainingError):
@@ -91,7 +94,7 @@ def _run_workers(config: Config, choice: Choice, screen: str) -> None:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
         flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        run_workers(choice, flags, max_restarts=config.fault.max_restarts)
+        _run_front_doors(choice, flags, max_restarts=config.fault.max_restarts)
 
 
 def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -100,19 +103,33 @@ def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     Raises:
         WorkersFailed: it ended with a non-zero exit code.
     """
-    done = subprocess.run([sys.executable, str(_FRONT_DOOR), *argv], env=dict(environ), capture_output=True, text=True)
-    if done.returncode:
-        raise WorkersFailed(done.returncode, done.stderr.strip() or "the front door failed")
-    return done.stdout
+    words, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
+    with subprocess.Popen(words, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            printed, said = process.communicate()
+        except BaseException:
+            process.terminate()  # it ends its own workers
+            process.wait()
+            raise
+    if process.returncode:
+        raise WorkersFailed(process.returncode, said.strip() or "the front door failed")
+    return printed
 
 
-def run_workers(choice: Choice, argv: Sequence[str], *, max_restarts: int = 0) -> None:
+def run_workers(choice: Choice, argv: Sequence[str]) -> None:
     """Run the front door with these words in `choice.launch` processes on this machine, and wait for them.
 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
-        SignalException: a signal ended them.
+        KeyboardInterrupt: a signal ended them.
     """
+    try:
+        _run_front_doors(choice, argv, max_restarts=0)
+    except SignalException as stopped:
+        raise KeyboardInterrupt from stopped
+
+
+def _run_front_doors(choice: Choice, argv: Sequence[str], *, max_restarts: int) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         _launch(_agent(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
 
@@ -141,12 +158,14 @@ def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
         max_restarts=max_restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=logs),
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        signals_to_handle=",".join(number.name for number in _SIGNALS),
     )
 
 
 def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | str, *arguments: Any) -> dict[int, Any]:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
+    for name in ("torch.distributed.elastic", server.__name__):  # the workers speak for themselves
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent leaves its own behind
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
@@ -154,6 +173,9 @@ def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | st
     except ChildFailedError as failure:
         raise _told(failure, speaks=isinstance(entry, str)) from failure
     finally:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         if before is None:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         else:

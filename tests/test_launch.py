@@ -16,7 +16,8 @@ from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.config import environment
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.launch import WorkersFailed, self_launch
+from multigpu_cli.faults.stop import interruptible
+from multigpu_cli.launch import WorkersFailed, run_alone, run_workers, self_launch
 from multigpu_cli.runtime.devices import Choice
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
@@ -183,6 +184,36 @@ def test_a_signal_that_did_not_is_one(agent: Agent, status: str, code: int) -> N
     with pytest.raises(WorkersFailed) as ended:
         self_launch(asked(save_dir="run"), ON_CPU, "normal")
     assert ended.value.exit_code == code
+
+
+def test_a_signal_ends_a_command_whose_workers_it_ended_and_the_agent_keeps_no_handler(
+    agent: Agent, tmp_path: Path
+) -> None:
+    def end() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent's own, once it has started workers
+        raise SignalException("told to stop", signal.SIGINT)
+
+    agent.ending, before = end, signal.getsignal(signal.SIGINT)
+    (tmp_path / "request.yaml").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(ON_CPU, ["bench", "--config", str(tmp_path / "request.yaml")])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_the_process_of_an_interrupted_command_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: str
+) -> None:
+    door = f"""import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open("ended", "w").close() or os._exit(75))
+os.kill(os.getppid(), signal.{number})
+time.sleep(60)"""
+    (tmp_path / "door.py").write_text(door)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "_FRONT_DOOR", tmp_path / "door.py")
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        run_alone([], os.environ)
+    assert (tmp_path / "ended").exists()
 
 
 def test_workers_that_ran_out_of_memory_are_started_again_with_smaller_micro_batches(agent: Agent) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from multigpu_cli.commands.doctor_findings import Finding
-from multigpu_cli.launch import WorkersFailed, run_workers
+from multigpu_cli.launch import run_workers
 from multigpu_cli.runtime.collectives import greatest
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
@@ -59,10 +58,7 @@ def launched(choice: Choice) -> dict[str, Any]:
         WorkersFailed: they could not.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-wire-") as folder:
-        try:
-            run_workers(choice, ["doctor", "--multi-gpu", "ddp", "--results", folder])
-        except SignalException as stopped:
-            raise WorkersFailed(128 + stopped.sigval) from stopped
+        run_workers(choice, ["doctor", "--multi-gpu", "ddp", "--results", folder])
         found: dict[str, Any] = json.loads(Path(folder, RESULT).read_text())
     return found
 

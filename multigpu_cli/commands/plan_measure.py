@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from multigpu_cli.config.pinned import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.launch import WorkersFailed, run_workers
+from multigpu_cli.launch import run_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
 from multigpu_cli.planning.speedup import Work
@@ -109,10 +108,7 @@ def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
     own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": choice.launch})
     request = folder / "request.yaml"
     request.write_text(yaml.safe_dump(explicit_dump(replace(own, explicit=own.explicit | {"multi_gpu"}))))
-    try:
-        run_workers(choice, [command, "--config", str(request), "--results", str(folder)])
-    except SignalException as stopped:
-        raise WorkersFailed(128 + stopped.sigval) from stopped
+    run_workers(choice, [command, "--config", str(request), "--results", str(folder)])
 
 
 def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:

@@ -32,6 +32,7 @@ def _doctor(environ: Mapping[str, str]) -> Callable[..., Action]:
         def examine() -> int:
             from multigpu_cli.commands.doctor import examined, of_the_job, show, work
             from multigpu_cli.commands.request import requested
+            from multigpu_cli.faults.stop import interruptible
             from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("doctor", values), environ)
@@ -43,7 +44,9 @@ def _doctor(environ: Mapping[str, str]) -> Callable[..., Action]:
                 if found:
                     show(found, as_json=values["json"])
                 return code
-            show(findings := examined(config, environ), as_json=values["json"])
+            with interruptible():
+                findings = examined(config, environ)
+            show(findings, as_json=values["json"])
             return FAILED if any(finding.verdict == "fail" for finding in findings) else 0
 
         return examine
@@ -72,6 +75,7 @@ def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
             from multigpu_cli.commands.plan import keep, planned, show, wishes
             from multigpu_cli.commands.plan_measure import take_part
             from multigpu_cli.commands.request import requested
+            from multigpu_cli.faults.stop import interruptible
             from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("plan", values), environ)
@@ -79,7 +83,8 @@ def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
                 take_part(config, Path(results), meeting)
                 return 0
             wished = wishes(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
-            found = planned(config, wished)
+            with interruptible():
+                found = planned(config, wished)
             if config.checkpoint.save_dir is not None:
                 keep(found, Path(config.checkpoint.save_dir))
             show(found, as_json=values["json"])
@@ -111,6 +116,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             from multigpu_cli.commands.bench_overlap import take_part
             from multigpu_cli.commands.plan import positive
             from multigpu_cli.commands.request import requested
+            from multigpu_cli.faults.stop import interruptible
             from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("bench", values), environ)
@@ -122,7 +128,8 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             if data_only:
                 bench_data.show(bench_data.loading(config, times), as_json=values["json"])
                 return 0
-            found = benched(config, counts(workers), length, times, environ)
+            with interruptible():
+                found = benched(config, counts(workers), length, times, environ)
             show(found, write(found, Path(out)), as_json=values["json"])
             return 0
 

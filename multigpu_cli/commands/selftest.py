@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.checkpoint.files import publish
@@ -70,10 +69,7 @@ def started(config: Config, choice: Choice, folder: Path) -> None:
     """
     request = folder / "request.yaml"
     request.write_text(yaml.safe_dump(explicit_dump(config)))
-    try:
-        run_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
-    except SignalException as stopped:
-        raise WorkersFailed(128 + stopped.sigval) from stopped
+    run_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
 
 
 def examined(config: Config, steps: str, environ: Mapping[str, str], start: Start = started) -> Report:

@@ -3,7 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -40,6 +41,17 @@ class StopRequest:
             self.signal, self._since = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > _ECHO:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt as long as the context lasts, so that what is open closes."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Agreement:
