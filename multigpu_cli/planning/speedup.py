@@ -7,7 +7,7 @@ Yuan 2009). Across machines: reduce-scatter within each, all-reduce of the parts
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
@@ -171,16 +171,10 @@ def forecast(
         price: of one worker's hour.
     """
     rows: list[Row] = []
-
-    def planned(workers: int) -> BatchPlan:
-        batch = global_batch or micro_batch * accumulation * workers
-        return BatchPlan(
-            samples=samples, micro_batch=micro_batch, global_batch=batch, workers=workers, drop_last=drop_last
-        )
-
-    base = planned(1)
+    least = global_batch or micro_batch * accumulation
+    base = BatchPlan(samples=samples, micro_batch=micro_batch, global_batch=least, workers=1, drop_last=drop_last)
     for workers, work in zip(counts, works, strict=True):
-        plan = planned(workers)
+        plan = replace(base, global_batch=global_batch or least * workers, workers=workers)
         batch = plan.global_batch
         step = step_seconds(work, network, workers, ceil(plan.count_in(0) / workers))
         steps = float(ceil(round(epochs * plan.steps_per_epoch, 6)))
