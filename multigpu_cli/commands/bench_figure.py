@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from multigpu_cli.monitor.picture_style import STYLE, colour
+from multigpu_cli.monitor.picture_style import STYLE, colour, lettered
 
 _SHADES = {"compute": "#9fc3da", "data": "#e0a458", "wire": "#d1495b", "stragglers": "#7b4fa3"}
 
@@ -62,7 +62,7 @@ def drawn(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         speed.legend(loc="lower right")
         use.set_ylim(top=1.25 * use.get_ylim()[1])
         use.legend(loc="upper left", ncols=2)
-        figure.suptitle(title, fontweight="bold")
+        figure.suptitle(lettered(title), fontweight="bold")
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=160)
     return picture.getvalue()

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from multigpu_cli.commands.report_run import Series, Told, smoothed
-from multigpu_cli.monitor.picture_style import INK, STYLE, colour
+from multigpu_cli.monitor.picture_style import INK, STYLE, colour, lettered
 
 _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
 _SIZE = (4.4, 2.9)  # inches
@@ -86,7 +86,7 @@ def _losses(axes: Axes, runs: Sequence[Told], by: str) -> None:
     for number, run in enumerate(runs):
         alone = len(runs) == 1
         trained = run.curve("loss", by=by)
-        _noisy(axes, trained, colour(number), "training" if alone else run.name)
+        _noisy(axes, trained, colour(number), "training" if alone else lettered(run.name))
         said = {"label": "validation"} if alone else {}
         shade = colour(1) if alone else colour(number)
         _line(axes, run.evaluated("loss", by=by), shade, linestyle="--", marker="o", markersize=3, **said)
@@ -104,7 +104,7 @@ def _measures(runs: Sequence[Told], by: str) -> Iterator[tuple[str, str, Callabl
         def draw(axes: Axes, name: str = name, factor: float = 100.0 if share else 1.0) -> None:
             for number, run in enumerate(runs):
                 series = run.evaluated(name, by=by, factor=factor)
-                _line(axes, series, colour(number), marker="o", markersize=3, label=run.name)
+                _line(axes, series, colour(number), marker="o", markersize=3, label=lettered(run.name))
 
         yield f"val_{name}", title, draw
 
@@ -113,9 +113,9 @@ def _curves(axes: Axes, runs: Sequence[Told], field: str, by: str, *, faint: boo
     for number, run in enumerate(runs):
         series = run.curve(field, by=by)
         if field == "lr":
-            _line(axes, series, colour(number), label=run.name)
+            _line(axes, series, colour(number), label=lettered(run.name))
         else:
-            _noisy(axes, series, colour(number), run.name)
+            _noisy(axes, series, colour(number), lettered(run.name))
     if faint:
         _logarithmic_if_wide(axes)
     elif field != "lr" and axes.has_data():
@@ -126,7 +126,7 @@ def _waits(axes: Axes, runs: Sequence[Told], by: str) -> None:
     for number, run in enumerate(runs):
         for at, (field, said) in enumerate(_WAITS):
             shade = colour(at) if len(runs) == 1 else colour(number)
-            label = said if len(runs) == 1 else f"{run.name}, {said}"
+            label = said if len(runs) == 1 else f"{lettered(run.name)}, {said}"
             series = run.curve(field, by=by, factor=100.0)
             _line(axes, series, shade, linestyle=("-", "--", ":")[at], label=label, linewidth=1.4)
     if axes.has_data():
@@ -138,7 +138,8 @@ def _workers(axes: Axes, runs: Sequence[Told], field: str, by: str, factor: floa
         every = run.per_worker(field, by=by, factor=factor)
         for rank, series in enumerate(every):
             alone = len(runs) == 1
-            label = f"rank {rank}" if alone and len(every) <= 8 else run.name if rank == 0 and not alone else None
+            name = lettered(run.name) if rank == 0 and not alone else None
+            label = f"rank {rank}" if alone and len(every) <= 8 else name
             _line(axes, series, colour(rank if alone else number), label=label, linewidth=1.4)
     if axes.has_data():
         axes.set_ylim(bottom=0)
@@ -192,7 +193,7 @@ def _time_axis(runs: Sequence[Told]) -> Iterator[Picture]:
         again = [(attempt.start["time"] - zero) / size for attempt in run.history.attempts[1:]]
         _marks(axes, lane, again, ">", "#22303c", "started again")
         _marks(axes, lane, [(event["time"] - zero) / size for event in run.history.faults], "X", "#c81d25", "fault")
-    axes.set_yticks(range(len(lanes)), [run.name for run in lanes])
+    axes.set_yticks(range(len(lanes)), [lettered(run.name) for run in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"{unit} since the first start")
@@ -218,7 +219,7 @@ def _confusion(run: Told, *, alone: bool) -> Iterator[Picture]:
         return
     names = [str(row.get("class", at)) for at, row in enumerate(run.summary.get("per_class") or [{}] * len(counts))]
     few = len(counts) <= 12
-    figure, axes = _figure(f"Confusion{'' if alone else f': {run.name}'}", height=4.0)
+    figure, axes = _figure(f"Confusion{'' if alone else f': {lettered(run.name)}'}", height=4.0)
     shares = [[count / (sum(row) or 1) for count in row] for row in counts]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for true, row in enumerate(counts if few else []):
@@ -226,7 +227,7 @@ def _confusion(run: Told, *, alone: bool) -> Iterator[Picture]:
             if count:
                 ink = "white" if shares[true][said] > 0.6 else INK
                 axes.text(said, true, str(count), ha="center", va="center", color=ink, fontsize=8)
-    short = [name if len(name) <= 12 else name[:11] + "…" for name in names]
+    short = [lettered(name if len(name) <= 12 else name[:11] + "…") for name in names]
     if len(counts) <= 40:
         axes.set_xticks(range(len(counts)), short, rotation=90 if max(map(len, short)) > 2 else 0)
         axes.set_yticks(range(len(counts)), short)
@@ -234,7 +235,7 @@ def _confusion(run: Told, *, alone: bool) -> Iterator[Picture]:
     axes.set_ylabel("true")
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    name = "confusion" if alone else f"confusion_{''.join(c if c.isalnum() else '-' for c in run.name)}"
+    name = "confusion" if alone else f"confusion_{run.name.replace('/', '-')}"
     yield _picture(figure, name, f"Confusion matrix of {run.name}: counts, shaded by the share of each true class")
 
 

@@ -25,3 +25,14 @@ def test_runs_that_went_to_infinity_or_have_another_global_batch_are_drawn(tmp_p
     assert found.says == "Loss (dashed: validation) over training samples seen: a, b"
     assert found.png.startswith(b"\x89PNG")
     assert b"<svg" in found.svg
+
+
+def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
+    """To matplotlib a pair of $ is a formula, and a leading _ keeps a curve out of the legend."""
+    runs = told([interrupted_run(tmp_path / name) for name in ("a $\\no{$ b", "_c d", "_c-d")])
+    summary = runs[0].summary
+    summary["per_class"] = [row | {"class": "$\\no{$"} for row in summary["per_class"]]
+    found = {picture.name: picture.svg.decode() for picture in pictures(runs)}
+    assert {"confusion_a $\\no{$ b", "confusion__c d", "confusion__c-d"} <= found.keys(), "one file for each"
+    assert all(f"<!-- {name} -->" in found["loss"] for name in ("a $\\no{$ b", " _c d", " _c-d"))
+    assert "<!-- $\\no{$ -->" in found["confusion_a $\\no{$ b"]
