@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -46,20 +47,20 @@ def loading(config: Config, repetitions: int) -> Loading:
     Raises:
         RequestError: the dataset can't be opened.
     """
-    of_samples(config, "bench --of data")
+    of_samples(config, "bench --data-only")
     source = open_source(config.data, config.reproducibility.seed)
     in_memory = isinstance(source.train, TensorDataset)
     processes = [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= cores()), cores()})
     device = torch.device("cuda", 0) if visible_gpus() else torch.device("cpu")
     size = 32 if config.batch.size == "auto" else int(config.batch.size)
-    rates: dict[int, list[float]] = {count: [] for count in processes}
+    rates: dict[int, list[float]] = {number: [] for number in processes}
     where = ""
     for _ in range(repetitions):
-        for count in processes:
-            data = replace(config.data, num_workers=count)
+        for number in processes:
+            data = replace(config.data, num_workers=number)
             loader = Loader(source.train, source, data, device=device, seed=config.reproducibility.seed)
             with closing(loader):
-                rates[count].append(_rate(loader, size))
+                rates[number].append(_rate(loader, size))
                 where = loader.where
     return Loading(where, rates, _advice(rates, in_memory=in_memory))
 
@@ -70,21 +71,24 @@ def show(found: Loading, *, as_json: bool) -> None:
 
 
 def _rate(loader: Loader, size: int) -> float:
-    """Samples a second after the first batch, which starts the processes."""
+    """Samples a second after the first batch, which starts the processes; where an epoch has but one, of the next."""
     plan = plan_batches(samples=loader.size, micro_batch=min(size, loader.size), workers=1)
-    samples, began, first = 0, 0.0, 0.0
-    for work in loader.epoch(plan, 0, 0, 0, 1):
-        for batch in work:
-            if loader.device.type == "cuda":
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            if not began:
-                began, first = now, now
-            else:
-                samples, first = samples + len(batch.indices), now
-        if began and first - began > _SECONDS:
+    samples, began, last = 0, 0.0, 0.0
+    for epoch in count():
+        for work in loader.epoch(plan, epoch, 0, 0, 1):
+            for batch in work:
+                if loader.device.type == "cuda":
+                    torch.cuda.synchronize()
+                now = time.perf_counter()
+                if not began:
+                    began, last = now, now
+                else:
+                    samples, last = samples + len(batch.indices), now
+            if last - began > _SECONDS:
+                break
+        if last > began:
             break
-    return samples / (first - began) if first > began else 0.0
+    return samples / (last - began)
 
 
 def _advice(rates: dict[int, list[float]], *, in_memory: bool) -> str:
@@ -98,7 +102,7 @@ def _advice(rates: dict[int, list[float]], *, in_memory: bool) -> str:
 
 def _lines(found: Loading) -> Iterator[str]:
     yield f"loading alone: {found.where}"
-    for count, each in found.rates.items():
+    for number, each in found.rates.items():
         spread = f"({min(each):,.0f} to {max(each):,.0f})"
-        yield f"{count:>4} loader process(es)  {statistics.median(each):>10,.0f} samples/s {spread}"
+        yield f"{number:>4} loader process(es)  {statistics.median(each):>10,.0f} samples/s {spread}"
     yield found.advice

@@ -8,6 +8,7 @@ import main_multi_gpu
 from multigpu_cli.commands import bench_data
 from multigpu_cli.commands.bench_data import loading
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
 
 
 def test_a_planted_millisecond_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +32,13 @@ def test_data_in_memory_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--num-workers has no effect" in capsys.readouterr().out
     assert main_multi_gpu.run(["bench", *words, "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["rates"]) == ["0"]
+
+
+def test_an_epoch_of_one_batch_has_a_rate_too() -> None:
+    (rate,) = loading(resolve({"data": "tests.own:tensors", "batch_size": "2000"}, [], None), 1).rates[0]
+    assert rate > 1000
+
+
+def test_environments_are_refused() -> None:
+    with pytest.raises(RequestError, match="bench --data-only needs the samples of a dataset"):
+        loading(resolve({"data": "gym:CartPole-v1", "task": "ppo"}, [], None), 1)
