@@ -112,7 +112,9 @@ def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             process.wait()
             raise
     if process.returncode:
-        raise WorkersFailed(process.returncode, said.strip() or "the front door failed")
+        failed = WorkersFailed(process.returncode, said.rpartition("error: ")[2].strip() or "the front door failed")
+        failed.remedy = ""  # its own stands in what it said
+        raise failed
     return printed
 
 

@@ -127,7 +127,7 @@ def benched(config: Config, workers: list[int], steps: int, repetitions: int, en
         "model": alone.learner.settled.model,
         "data": config.data.name,
         "device": alone.learner.plan.device,
-        "steps": steps,
+        "steps": _interval(steps) * _LINES,
         "repetitions": repetitions,
         "wire": network.inside.rests_on,
     }
@@ -187,7 +187,7 @@ def one_run(
     elif strategy == "dp":
         ids = config.device.gpu_ids or tuple(range(workers))
         place = {"multi_gpu": "dp", "gpu_ids": list(ids[:workers])}
-    interval = max(1, ceil(steps / _LINES))
+    interval = _interval(steps)
     length = {"epochs": _ENDLESS, "max_steps": interval * _LINES, "log_interval": interval}
     quiet = {"save_dir": str(folder), "resume": "never", "checkpoint_every": str(_ENDLESS), "warmup_epochs": 0.0}
     changed = with_settings(config, place | length | quiet)
@@ -202,6 +202,11 @@ def one_run(
     return found | {"utilisation": statistics.median(busy) if busy else nan}
 
 
+def _interval(steps: int) -> int:
+    """Steps of one window: so many windows have at least as many steps as were asked for."""
+    return ceil(steps / _LINES)
+
+
 _FIELDS = {"step_ms": "step_ms", "data": "data_wait_share", "wire": "comm_share", "stragglers": "straggler_share"}
 
 
@@ -210,19 +215,37 @@ def _mean(values: Sequence[float | None]) -> float:
     return statistics.fmean(known) if known else nan
 
 
+def place(out: str) -> Path:
+    """The folder for bench.json and bench.png, made before minutes of measuring.
+
+    Raises:
+        RequestError: it can't be made, or not be written into.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
 def write(found: Bench, folder: Path) -> list[Path]:
     """bench.json and bench.png in a folder.
 
     Raises:
-        RequestError: it can't be written.
+        RequestError: they can't be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(valid_json(found.as_dict(), indent=1) + "\n")
         (folder / "bench.png").write_bytes(drawn([asdict(rung) for rung in found.rungs], str(found.about["model"])))
     except OSError as error:
-        raise RequestError(f"--out {folder}: {error.strerror or error}", remedy="another --out") from error
+        raise _not_writable(folder, error) from error
     return [folder / "bench.json", folder / "bench.png"]
+
+
+def _not_writable(folder: Path, error: OSError) -> RequestError:
+    return RequestError(f"--out {folder}: {error.strerror or error}", remedy="another --out")
 
 
 def show(found: Bench, files: Sequence[Path], *, as_json: bool) -> None:
@@ -232,7 +255,7 @@ def show(found: Bench, files: Sequence[Path], *, as_json: bool) -> None:
 
 def _lines(found: Bench, files: Sequence[Path]) -> Iterator[str]:
     about = found.about
-    runs = f"{counted(about['repetitions'], 'run')} of {about['steps']} steps"
+    runs = f"{counted(about['repetitions'], 'run')} of {counted(about['steps'], 'step')}"
     yield f"{about['model']} on {about['data']}, {about['device']}: {runs}"
     yield f"wire: {about['wire']}"
     head = f"{'workers':>12}{'step (lowest to highest)':>32}{'samples/s':>12}"

@@ -112,7 +112,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
 
         def measure() -> int:
             from multigpu_cli.commands import bench_data
-            from multigpu_cli.commands.bench import benched, counts, show, write
+            from multigpu_cli.commands.bench import benched, counts, place, show, write
             from multigpu_cli.commands.bench_overlap import take_part
             from multigpu_cli.commands.plan import positive
             from multigpu_cli.commands.request import requested
@@ -128,9 +128,10 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             if data_only:
                 bench_data.show(bench_data.loading(config, times), as_json=values["json"])
                 return 0
+            rungs, folder = counts(workers), place(out)
             with interruptible():
-                found = benched(config, counts(workers), length, times, environ)
-            show(found, write(found, Path(out)), as_json=values["json"])
+                found = benched(config, rungs, length, times, environ)
+            show(found, write(found, folder), as_json=values["json"])
             return 0
 
         return measure

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+import main_multi_gpu
 from multigpu_cli.commands import bench
 from multigpu_cli.commands.bench import benched, counts, no_dp, one_run, show, write
 from multigpu_cli.commands.bench_overlap import Overlap
@@ -44,8 +45,9 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed, match="no module 'nowhere'"):
+    with pytest.raises(WorkersFailed, match=r"^--model nowhere:net: there is no module 'nowhere'") as failed:
         one_run(resolve({"model": "nowhere:net"}, [], None), "single", 1, 8, tmp_path / "a", os.environ)
+    assert "checkpoint" not in str(failed.value), "a benchmark does not go on"
 
 
 def test_what_is_made_of_the_runs(
@@ -64,7 +66,7 @@ def test_what_is_made_of_the_runs(
     monkeypatch.setattr(bench, "measured_wire", lambda workers: Wire("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
     monkeypatch.setattr(bench, "no_dp", lambda config: "")
-    found = benched(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 8, 3, {})
+    found = benched(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 10, 3, {})
     assert order == ["single 1", "ddp 2", "dp 2"] * 3, "interleaved"
     one, two, dp = found.rungs
     assert (one.median, two.median, dp.median) == (11.0, 12.5, 20.0)
@@ -75,7 +77,8 @@ def test_what_is_made_of_the_runs(
     assert two.efficiency == pytest.approx(11 / 12.5)
     assert two.error == pytest.approx(two.forecast_ms / 12.5 - 1)
     assert found.knob.startswith("the wire")
-    files = write(found, tmp_path / "out")
+    assert found.about["steps"] == 16, "what the windows of the runs made of ten"
+    files = write(found, bench.place(str(tmp_path / "out")))
     assert json.loads(files[0].read_text())["rungs"][1]["workers"] == 2
     assert files[1].read_bytes().startswith(b"\x89PNG")
     show(found, files, as_json=False)
@@ -83,9 +86,16 @@ def test_what_is_made_of_the_runs(
     assert "what would help most: the wire" in said
     assert "(20% of the time with 2 workers)" in said
     assert "takes 5.00 ms; overlapped with it, 2.50 ms are left" in said
-    (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="--out"):
-        write(found, tmp_path / "file")
+        write(found, tmp_path / "gone")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main_multi_gpu.run(["bench", "--model", "nowhere:net", "--out", str(tmp_path / "file")]) == 2
+    assert "--out" in capsys.readouterr().err
 
 
 def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
