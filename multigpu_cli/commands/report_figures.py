@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from matplotlib import rc_context
@@ -150,11 +151,14 @@ def _noisy(axes: Axes, series: Series, shade: str, label: str) -> None:
     if len(values) > 40:
         _line(axes, series, shade, alpha=0.25, linewidth=0.8)
         values = smoothed(values)
-    _line(axes, (places, values), shade, label=label, marker="o" if len(values) == 1 else None)
+    _line(axes, (places, values), shade, label=label)
 
 
 def _line(axes: Axes, series: Series, shade: str, **look: Any) -> None:
-    if series[0]:
+    finite = sum(map(isfinite, series[1]))
+    if finite == 1:  # a line through one point would not be seen
+        look = {"marker": "o"} | look
+    if finite:
         axes.plot(*series, color=shade, **look)
 
 

@@ -1,8 +1,12 @@
+import math
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from multigpu_cli.commands import report_figures
 from multigpu_cli.commands.report_figures import pictures
 from multigpu_cli.commands.report_run import told
-from tests.commands.runs import event, interrupted_run, lines, run_folder
+from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
 
 
 def names(*folders: Path) -> list[str]:
@@ -36,3 +40,13 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     assert {"confusion_a $\\no{$ b", "confusion__c d", "confusion__c-d"} <= found.keys(), "one file for each"
     assert all(f"<!-- {name} -->" in found["loss"] for name in ("a $\\no{$ b", " _c d", " _c-d"))
     assert "<!-- $\\no{$ -->" in found["confusion_a $\\no{$ b"]
+
+
+def test_no_picture_is_empty(tmp_path: Path) -> None:
+    """Of a curve of nothing but NaN there is nothing to show; one point alone is a dot."""
+    (lost,) = told([run_folder(tmp_path / "a", [event(0, "start", plan=PLAN), *lines(1, 3, 0, loss="NaN")])])
+    assert "loss" not in names(lost.folder)
+    axes = Figure().add_subplot()
+    for values in ([math.nan, 2.0], [1.0, 2.0]):
+        report_figures._line(axes, ([1.0, 2.0], values), "black")
+    assert [line.get_marker() for line in axes.lines] == ["o", "None"]
