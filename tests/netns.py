@@ -170,12 +170,12 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str, logs: Map
     """Wait until it happens.
 
     Raises:
-        AssertionError: it did not within so many seconds; with the ends of the logs.
+        AssertionError: it did not within so many seconds; with what the hosts said.
     """
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
-            said = "\n".join(f"--- {name}\n{log.read_text()[-3000:]}" for name, log in logs.items() if log.exists())
+            said = "\n".join(f"--- {name}\n{log.read_text()[-30000:]}" for name, log in logs.items() if log.exists())
             pytest.fail(f"{what}: not within {seconds:.0f} s\n{said}")
         time.sleep(0.05)
 

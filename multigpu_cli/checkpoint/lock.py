@@ -3,23 +3,37 @@
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from multigpu_cli.errors import RequestError, TrainingError
 
+_MOMENT = 0.3  # seconds; whoever only asks has let go by then
+
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process owns the folder right now."""
+    """Whether another process owns the folder right now; any number may ask at once, as the nodes of a job do."""
     try:
         with open(folder / ".lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
     return False
+
+
+def left(folder: Path, *, patience: float) -> bool:
+    """Whether nobody owns the folder any more; waits so long (seconds) for that."""
+    until = time.monotonic() + patience
+    while is_locked(folder):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @contextmanager
@@ -35,10 +49,7 @@ def owned(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another --save-dir") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise at_work(folder) from error
+        _take(file, folder)
         try:
             _sign(file.fileno())
         except OSError as error:
@@ -48,11 +59,29 @@ def owned(folder: Path) -> Iterator[None]:
         yield
 
 
+def _take(file: IO[str], folder: Path) -> None:
+    until = time.monotonic() + _MOMENT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise at_work(folder) from error
+            time.sleep(0.02)
+        else:
+            return
+
+
 def _sign(file: int) -> None:
     """Say whose it is; a disk that is full shows now, not at the first checkpoint."""
     os.ftruncate(file, 0)
-    os.write(file, str(os.getpid()).encode())
+    os.write(file, _signature().encode())
     os.fsync(file)
+
+
+def _signature() -> str:
+    """This process, as no other is called on the machines that share a disk."""
+    return f"{os.uname().nodename} {os.getpid()}"
 
 
 def check_ours(folder: Path) -> None:
@@ -64,7 +93,7 @@ def check_ours(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the run folder has gone; make it again", str(folder))
     lock = folder / ".lock"
-    if lock.exists() and (owner := lock.read_text()) and owner != str(os.getpid()):
+    if lock.exists() and (owner := lock.read_text()) and owner != _signature():
         raise OSError(errno.EBUSY, f"{folder} belongs to another run by now")
 
 
@@ -86,3 +115,13 @@ def needed(folder: Path) -> Iterator[None]:
 
 def at_work(folder: Path) -> RequestError:
     return RequestError(f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir")
+
+
+def still_at_work(folder: Path) -> TrainingError:
+    """For a run that is started again while a process of its own, on a node that was cut off or froze, lives on."""
+    error = TrainingError(
+        f"a process of an earlier attempt is still at work in {folder}",
+        remedy="end it, perhaps on a node that does not answer; torchrun --max-restarts=… tries again",
+    )
+    error.consequence = True
+    return error

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.lock import at_work, is_locked
+from multigpu_cli.checkpoint.lock import at_work, is_locked, left, still_at_work
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.config.pinned import same_run
@@ -19,6 +19,7 @@ from multigpu_cli.errors import RequestError
 
 _NOTE = "next_attempt.json"
 _BEGAN = ".began_from"
+_PATIENCE = 20.0  # seconds for a process of the attempt before to end, on a node that was cut off
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,14 @@ def choose_start(config: Config, *, attempt: int) -> Start:
         attempt: how often the launcher restarted us; `--resume never` is for the first attempt only.
 
     Raises:
-        RequestError: --resume names nothing to go on from, or forbids what is there.
+        RequestError: --resume names nothing to go on from, or forbids what is there; another run is at work there.
+        TrainingError: an earlier attempt of this one still is.
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
     if resume == "never" and attempt > 0:
         resume = "auto"
     if resume not in ("auto", "never"):
-        return _from_path(Path(resume), save_dir)
+        return _from_path(Path(resume), save_dir, attempt)
     if save_dir is not None:
         folder = Path(save_dir)
         _check_folder(folder)
@@ -77,10 +79,10 @@ def choose_start(config: Config, *, attempt: int) -> Start:
                 f"--resume never, but {folder} already holds a run",
                 remedy="another --save-dir, or --resume auto to go on with it",
             )
-        return _in_folder(folder)
+        return _in_folder(folder, attempt)
     home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
     if resume == "auto" and (unfinished := _newest_unfinished(home, config)):
-        return _in_folder(unfinished)
+        return _in_folder(unfinished, attempt)
     return Start(str(home / _run_id()), None, None, None, [], "a new run")
 
 
@@ -97,9 +99,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _in_folder(folder: Path) -> Start:
-    if is_locked(folder):  # before its checkpoints are read, which the run at work replaces meanwhile
-        raise at_work(folder)
+def _in_folder(folder: Path, attempt: int) -> Start:
+    if not left(folder, patience=_PATIENCE if attempt else 0):  # before its checkpoints are read, which it replaces
+        raise still_at_work(folder) if attempt else at_work(folder)
     newest, notes = Store(folder / "checkpoints", 1).newest()
     if told := read_note(folder):
         notes.append(f"out of memory in an earlier attempt: micro-batches of {told['batch_size']}")
@@ -115,12 +117,12 @@ def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, n
     return Start(str(folder), str(found.folder), found.manifest, summary, notes, because)
 
 
-def _from_path(path: Path, save_dir: str | None) -> Start:
+def _from_path(path: Path, save_dir: str | None, attempt: int) -> Start:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not save_dir and _began_from(run) == path.name:
-        return _in_folder(run)  # the same command again
+        return _in_folder(run, attempt)  # the same command again
     if save_dir and not path.resolve().is_relative_to(Path(save_dir).resolve()):
-        own = _in_folder(Path(save_dir))
+        own = _in_folder(Path(save_dir), attempt)
         if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
             return own
     if (path / MANIFEST).is_file():

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from multigpu_cli.errors import FAILED
+from multigpu_cli.faults.patient import Patient
 from multigpu_cli.runtime.elastic import Last, note_end
 from multigpu_cli.runtime.world import World
 
@@ -36,29 +37,33 @@ class End:
 
 
 class Ends:
-    """What the ranks of this attempt tell each other at their end; alone, everything stays here."""
+    """What the ranks of this attempt tell each other at their end; alone, everything stays here.
+
+    Attributes:
+        store: what they tell it over, None in a world of one.
+    """
 
     def __init__(self, world: World) -> None:
-        self._world, self._store = world, world.store
+        self._world, self.store = world, Patient(world.store) if world.store is not None else None
         self._own: list[End] = []
 
     def tell(self, end: End) -> None:
         """Leave this rank's word; the first come is the first told."""
         self._own.append(end)
-        if self._store is not None:
+        if self.store is not None:
             with suppress(RuntimeError):  # the store may have gone with the rank or the agent that held it
-                turn = self._store.add("ends", 1)
-                self._store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
+                turn = self.store.add("ends", 1)
+                self.store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
 
     def heard(self, *, patience: float = 0.0) -> list[End]:
         """Everybody's words in the order they came; waits so long (seconds) for those that have said nothing yet."""
-        if self._store is None:
+        if self.store is None:
             return self._own
         deadline = time.monotonic() + patience
         try:
-            while (told := self._store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
+            while (told := self.store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return [End(**json.loads(self._store.get(f"end-{turn}"))) for turn in range(1, told + 1)]
+            return [End(**json.loads(self.store.get(f"end-{turn}"))) for turn in range(1, told + 1)]
         except RuntimeError:  # nobody can be heard without the store
             return self._own
 
@@ -72,13 +77,13 @@ class Ends:
 
     def call_hang(self) -> None:
         """Let every rank say where it stands, and end."""
-        if self._store is not None:
+        if self.store is not None:
             with suppress(RuntimeError):  # each rank has a clock of its own
-                self._store.set("hang", "")
+                self.store.set("hang", "")
 
     def _called(self, name: str) -> bool:
         try:
-            return self._store is not None and self._store.check([name])
+            return self.store is not None and self.store.check([name])
         except RuntimeError:  # the store has gone with the agent, and we are about to follow
             return False
 

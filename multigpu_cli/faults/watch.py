@@ -215,7 +215,7 @@ class Watch:
     def _places(self) -> list[Place]:
         """Where everyone stands who still answers, in rank order."""
         here = Place(self._world.rank, self._steps, self._phase, _line(sys._current_frames()))
-        if (store := self._world.store) is None:
+        if (store := self._ends.store) is None:
             return [here]
         deadline, names = time.monotonic() + _ANSWER, [f"place-{rank}" for rank in range(self._world.size)]
         try:

@@ -7,7 +7,7 @@ import torch
 
 from multigpu_cli.checkpoint.run_folder import NothingThere, Start, choose_start, read_note
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.collectives import decided, from_main, gathered, together
 from multigpu_cli.runtime.world import World
 
@@ -20,6 +20,7 @@ def agreed_start(config: Config, world: World) -> Start:
 
     Raises:
         RequestError: rank 0 can't begin, and no other node has a checkpoint.
+        TrainingError: an earlier attempt is still at work in the folder.
     """
     if world.size == world.local_size:
         return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt).as_dict()))
@@ -32,14 +33,14 @@ def agreed_start(config: Config, world: World) -> Start:
     return _with_notes(replace(start, holder=holder), world)
 
 
-def _look(config: Config, world: World) -> tuple[Start | None, RequestError | None]:
+def _look(config: Config, world: World) -> tuple[Start | None, TrainingError | None]:
     try:
         return choose_start(config, attempt=world.attempt), None
-    except RequestError as error:
+    except TrainingError as error:
         return None, error
 
 
-def _complain(error: RequestError | None, world: World, holder: int) -> None:
+def _complain(error: TrainingError | None, world: World, holder: int) -> None:
     """Rank 0's complaint counts, for it writes the folder; but others may have the checkpoint that it lacks."""
     if error and world.main and not (holder and isinstance(error, NothingThere)):
         raise error

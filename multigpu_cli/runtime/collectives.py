@@ -102,10 +102,11 @@ def together(world: World, work: Callable[[], Result]) -> Result:
         return result  # type: ignore[return-value]
     if world.size == 1 and error:
         raise error
-    told = from_main(world, [error.problem, error.remedy, error.exit_code] if error else None, source=guilty)
+    own = [error.problem, error.remedy, error.exit_code, error.consequence] if error else None
+    told = from_main(world, own, source=guilty)
     kind = RequestError if told[2] == RequestError.exit_code else TrainingError
     everywhere = kind(told[0], remedy=told[1])
-    everywhere.shared = True
+    everywhere.shared, everywhere.consequence = True, told[3]
     raise everywhere from error
 
 

@@ -108,9 +108,12 @@ def earlier_verdict(environ: Mapping[str, str]) -> Verdict | None:
 
 
 def last_verdict(environ: Mapping[str, str]) -> Verdict | None:
-    """The last one that was left here, whether it holds or not."""
-    folder = agent_folder(environ)
-    for number in reversed(range(attempt(environ))):
+    """The last one that was left here since nodes met for work, whether it holds or not.
+
+    Those from before did not hold then: a node that came and went again does not bring them back.
+    """
+    folder, before = agent_folder(environ), _round(environ)
+    for number in reversed(range(before.attempt if before else 0, attempt(environ))):
         if found := _read(folder, f"verdict-{number}"):
             return Verdict.of(**found)
     return None

@@ -1,10 +1,14 @@
+import fcntl
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.lock import check_ours, is_locked, needed, owned
+from multigpu_cli.checkpoint.lock import check_ours, is_locked, left, needed, owned
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.forked import exit_code
 
@@ -41,6 +45,34 @@ def test_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
     assert exit_code(killed) == -9
     assert not is_locked(tmp_path)
     take(tmp_path)
+
+
+def test_who_asks_is_not_taken_for_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes ask at the same moment of a start, and `status` at any."""
+    take(tmp_path)
+    real = fcntl.flock
+
+    def slow(file: Any, how: int) -> None:
+        real(file, how)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with ThreadPoolExecutor(2) as nodes:
+        assert not any(nodes.map(is_locked, [tmp_path] * 4))
+        asking = nodes.submit(is_locked, tmp_path)
+        time.sleep(0.01)
+        take(tmp_path)
+        assert not asking.result()
+
+
+def test_an_owner_that_ends_is_waited_for(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as other:
+        with owned(tmp_path):
+            assert not left(tmp_path, patience=0)
+            waiting = other.submit(left, tmp_path, patience=60)
+            time.sleep(0.1)
+            assert not waiting.done()
+        assert waiting.result()
 
 
 def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults import patient
 from multigpu_cli.faults import watch as watch_module
 from multigpu_cli.faults.ends import End, Ends
 from multigpu_cli.faults.watch import Watch
@@ -118,6 +119,32 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
     assert time.monotonic() - began < 10
     assert words.read_text() == "rank 1 failed (forward, 1 steps done): ValueError: bad"
     assert "its stack" in (tmp_path / "crash_0.txt").read_text()
+
+
+class Unplugged(dist.Store):
+    """The cable is out: nothing comes back, and the connection seems open."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
+
+def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient, "_LONGEST", 0.2)
+    monkeypatch.setattr(watch_module, "shorten", lambda world, seconds: None)
+    words = tmp_path / "words"
+
+    def waits() -> None:
+        cut_off = World(torch.device("cpu"), 1, 2, 0, 1, store=Unplugged())  # type: ignore[arg-type]
+        with Watch(cut_off, 0.5, lambda error: words.write_text(str(error)) and None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(1, "reduction")
+            time.sleep(20)
+
+    began = time.monotonic()
+    assert exit_code(waits) == 1
+    assert time.monotonic() - began < 10
+    assert "rank 0 did not arrive" in words.read_text()
 
 
 def failed(folder: Path, error: Exception, *, begins_at: int) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.checkpoint import run_folder
+from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.beginning import agreed_start
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
@@ -93,3 +95,20 @@ def test_what_rank_0_may_not_begin_nobody_does(tmp_path: Path) -> None:
     told = on_disks_of_their_own(tmp_path, lambda world: begun(world, never))
     assert told[0] == told[1]
     assert "already holds a run" in told[0]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Rank 0 on a node that was cut off may hold a folder that all nodes share; a first attempt meets another run."""
+    monkeypatch.setattr(run_folder, "_PATIENCE", 0.3)
+
+    def work(world: World) -> list[Any]:
+        world = replace(world, local_rank=0, local_size=1, attempt=int(again))
+        with pytest.raises(TrainingError) as raised:
+            agreed_start(resolve({"save_dir": str(tmp_path)}, [], None), world)
+        return [raised.value.exit_code, raised.value.consequence]
+
+    with owned(tmp_path):
+        assert each_rank(2, work) == [[1, True] if again else [2, False]] * 2

@@ -100,6 +100,20 @@ def test_a_failed_training_stays_one() -> None:
         assert error == ["TrainingError", "rank 1 can't", "help 1", 1]
 
 
+def test_whose_fault_it_is_not_stays_so() -> None:
+    def lost() -> None:
+        error = TrainingError("cut off")
+        error.consequence = True
+        raise error
+
+    def work(world: World) -> bool:
+        with pytest.raises(TrainingError) as raised:
+            decided(world, lost)
+        return raised.value.consequence
+
+    assert each_rank(2, work) == [True, True]
+
+
 def test_alone_the_error_itself_is_raised() -> None:
     with pytest.raises(RequestError, match="mine"):
         together(ALONE, lambda: _raise(RequestError("mine")))

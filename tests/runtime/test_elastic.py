@@ -104,6 +104,21 @@ def test_a_verdict_is_of_the_nodes_that_came_to_it(tmp_path: Path, monkeypatch: 
     assert found.holds([node_name(here), "another"])
 
 
+def test_a_node_that_comes_and_goes_again_brings_no_verdict_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These nodes were stopped when another came; it has gone, and they are the same again."""
+    here = attempt(tmp_path, 0, restarts=5)
+    for process, nodes in enumerate((["this"], ["this", "another"])):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        agreed_on(here, process, nodes)
+        if not process:
+            remember(here, Verdict(75, "stopped"))
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    assert number(here) == 2
+    assert last_verdict(here) is None
+
+
 def test_how_an_attempt_ended_is_for_the_next_one_alone(tmp_path: Path) -> None:
     note_end(tmp_path, 0, Last("rank 2 was lost", 7, 100.0))
     note_end(tmp_path, 0, Last("the first word counts", 7, 100.0))
