@@ -59,7 +59,7 @@ def pictures(runs: Sequence[Told]) -> Iterator[Picture]:
             draw(axes)
             if axes.has_data():
                 axes.set_xlabel(where)
-                axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+                axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
                 _finish(axes)
                 yield _picture(figure, name, f"{title} over {where}: {', '.join(run.name for run in runs)}")
         yield from _time_axis(runs)

@@ -50,3 +50,5 @@ def test_no_picture_is_empty(tmp_path: Path) -> None:
     for values in ([math.nan, 2.0], [1.0, 2.0]):
         report_figures._line(axes, ([1.0, 2.0], values), "black")
     assert [line.get_marker() for line in axes.lines] == ["o", "None"]
+    (short,) = told([run_folder(tmp_path / "b", [event(0, "start", plan=PLAN), *lines(1, 1, 0)])])
+    assert "<!-- 0.98 -->" not in next(pictures([short])).svg.decode(), "steps are whole"
