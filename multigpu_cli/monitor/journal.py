@@ -75,8 +75,9 @@ def read(path: Path | str) -> Iterator[Event]:
                 entry = json.loads(line)
             except json.JSONDecodeError:
                 continue  # torn by a kill, or still being written
-            if isinstance(entry, dict) and "event" in entry:
-                yield entry
+            match entry:
+                case {"event": str(), "time": int() | float()}:
+                    yield entry
 
 
 def _finite(value: Any) -> Any:

@@ -126,5 +126,6 @@ def test_without_a_path_nothing_is_written() -> None:
 
 def test_lines_of_something_else_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(b'\x00\x00\xff\n3\n[]\n{"step": 1}\n\n{"event": "end", "time": 2.0}\n')
+    unfit = b'{"event": "train"}\n{"event": "start", "time": "noon"}\n{"event": 5, "time": 3}\n'
+    path.write_bytes(b'\x00\x00\xff\n3\n[]\n{"step": 1}\n\n' + unfit + b'{"event": "end", "time": 2.0}\n')
     assert [entry["event"] for entry in read(path)] == ["end"]
