@@ -1,5 +1,6 @@
 """What runs where, how far it is and what is wrong with it, from the journals alone: while runs live, and after."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -118,7 +119,7 @@ def watch(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
         if as_json:
             print(valid_json([asdict(status) for status in found], indent=None if repeat else 2), flush=True)
         else:
-            print((_REPAINT if repeat else "") + "\n".join(lines(found)), flush=True)
+            print((_REPAINT if repeat and sys.stdout.isatty() else "") + "\n".join(lines(found)), flush=True)
         if not repeat or not any(status.state in _RUNNING for status in found):
             return
         time.sleep(_REFRESH)
@@ -136,7 +137,9 @@ def lines(found: Sequence[Status]) -> Iterator[str]:
         parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
         parts += [f"{duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
         yield "  ".join(parts)
-        where = f"{status.strategy}, {counted(status.workers or 0, 'worker')}, {status.device}"
+        where = "nothing known yet"
+        if status.strategy:
+            where = f"{status.strategy}, {counted(status.workers or 0, 'worker')}, {status.device}"
         where += f" on {status.host}" if status.host else ""
         saved = "no checkpoint yet"
         if status.checkpoint_age is not None:

@@ -130,6 +130,14 @@ def test_watching_ends_with_the_last_run(
         watch([str(folder)], as_json=True, repeat=True)
     states = [json.loads(said)[0]["state"] for said in capsys.readouterr().out.splitlines()]
     assert states == ["running", "completed"]
+    watch([str(folder)], as_json=False, repeat=True)
+    assert "\x1b" not in capsys.readouterr().out, "only a terminal is painted"
+
+
+def test_a_journal_without_a_line_is_told(tmp_path: Path) -> None:
+    said = "\n".join(lines([status_of(run(tmp_path / "a", []), time.time())]))
+    assert "nothing known yet; no checkpoint yet" in said
+    assert "None" not in said
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
