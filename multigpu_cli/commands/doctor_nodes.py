@@ -77,7 +77,9 @@ def facts(world: World, config: Config, environ: Mapping[str, str], here: Sequen
     with suppress(OSError):
         resolved = socket.gethostbyname(socket.gethostname())
     there = doctor_reach.interfaces()
-    address, trouble = doctor_reach.chosen(variable, environ.get(variable), there, resolved)
+    address, trouble = doctor_reach.chosen(
+        variable, environ.get(variable), there, resolved, alone=len(leaders(world)) == 1
+    )
     return {
         "host": os.uname().nodename,
         "rank": world.rank,

@@ -44,7 +44,9 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def chosen(variable: str, wanted: str | None, there: Mapping[str, str], resolved: str | None) -> tuple[str, str]:
+def chosen(
+    variable: str, wanted: str | None, there: Mapping[str, str], resolved: str | None, *, alone: bool = False
+) -> tuple[str, str]:
     """The address that a backend would give to the other nodes, and what is wrong with that.
 
     Args:
@@ -52,6 +54,7 @@ def chosen(variable: str, wanted: str | None, there: Mapping[str, str], resolved
         wanted: its value.
         there: addresses by interface.
         resolved: what this machine's own name stands for; gloo takes that where nothing is wanted.
+        alone: there are no other nodes, which could not reach the loopback.
     """
     known = ", ".join(f"{name} ({address})" for name, address in there.items())
     if wanted:
@@ -59,13 +62,14 @@ def chosen(variable: str, wanted: str | None, there: Mapping[str, str], resolved
         if not names:
             return "", f"{variable}={wanted} is no interface with an address here; there are {known}"
         address = there[names[0]]
-        return address, f"{variable}={wanted} is the loopback, which no other node reaches" if _local(address) else ""
+        lost = _local(address) and not alone
+        return address, f"{variable}={wanted} is the loopback, which no other node reaches" if lost else ""
     if resolved is None:
         return (
             "",
             f"this machine's own name stands for no address, and {variable} names no interface; there are {known}",
         )
-    if _local(resolved):
+    if _local(resolved) and not alone:
         return (
             resolved,
             f"this machine's own name stands for {resolved}, which no other node reaches; there are {known}",

@@ -6,9 +6,13 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli.commands import doctor_reach
+from multigpu_cli.commands.doctor_nodes import facts
 from multigpu_cli.commands.doctor_reach import Listener, Reached, chosen, interfaces, probed, probed_port
+from multigpu_cli.config.schema import Config
+from multigpu_cli.runtime.world import World
 
 THERE = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
 
@@ -41,6 +45,15 @@ def test_one_that_no_other_node_can_use_is_told(wanted: str | None, resolved: st
     trouble = chosen("GLOO_SOCKET_IFNAME", wanted, THERE, resolved)[1]
     assert said in trouble
     assert "eth0 (10.0.0.1)" in trouble or "loopback" in trouble
+
+
+def test_on_one_node_the_loopback_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what many a machine's own name stands for, and the workers of torchrun --standalone meet there."""
+    assert chosen("GLOO_SOCKET_IFNAME", "lo", THERE, "10.0.0.1", alone=True) == ("127.0.0.1", "")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    for nodes, trouble in (("aa", False), ("ab", True)):
+        told = facts(World(torch.device("cpu"), size=2, nodes=tuple(nodes)), Config(), {}, [])
+        assert bool(told["trouble"]) is trouble
 
 
 def test_this_machine_has_a_loopback() -> None:
