@@ -8,7 +8,7 @@ import typer
 
 from multigpu_cli.commands.completion import run_argument
 from multigpu_cli.commands.options import Command, with_train_options, without_idle
-from multigpu_cli.errors import FAILED
+from multigpu_cli.errors import FAILED, RequestError
 
 Action = Callable[[], int]
 
@@ -79,8 +79,8 @@ def _plan(environ: Mapping[str, str]) -> Callable[..., Action]:
             from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("plan", values), environ)
-            if results is not None and (meeting := Rendezvous.from_environment(environ)):
-                take_part(config, Path(results), meeting)
+            if meeting := Rendezvous.from_environment(environ):
+                take_part(config, _asked_for("plan", results), meeting)
                 return 0
             wished = wishes(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
             with interruptible():
@@ -120,8 +120,8 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             from multigpu_cli.runtime.world import Rendezvous
 
             config = requested(without_idle("bench", values), environ)
-            if results is not None and (meeting := Rendezvous.from_environment(environ)):
-                take_part(config, Path(results), meeting)
+            if meeting := Rendezvous.from_environment(environ):
+                take_part(config, _asked_for("bench", results), meeting)
                 return 0
             length = int(positive("--steps", steps, whole=True))
             times = int(positive("--repetitions", repetitions, whole=True))
@@ -137,6 +137,17 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
         return measure
 
     return bench
+
+
+def _asked_for(command: str, results: str | None) -> Path:
+    """The folder that the command has named to its own workers.
+
+    Raises:
+        RequestError: it has not; somebody else has started these.
+    """
+    if results is None:
+        raise RequestError(f"{command} under torchrun", remedy=f"without it: {command} starts its own workers")
+    return Path(results)
 
 
 def status(

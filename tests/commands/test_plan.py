@@ -121,6 +121,16 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "measured here: gloo, 2 workers" in wire.rests_on
 
 
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """Each of its workers would measure while the others do."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert main_multi_gpu.run([command]) == 2
+    assert f"{command} under torchrun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
