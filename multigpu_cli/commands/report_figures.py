@@ -78,7 +78,7 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_SIZE[0], height), layout=None if usual else "constrained")
     axes = figure.add_subplot()
     if usual:  # the same frame in all of them, and quicker than finding one
-        figure.subplots_adjust(left=0.15, right=0.96, top=0.88, bottom=0.18)
+        figure.subplots_adjust(left=0.18, right=0.96, top=0.88, bottom=0.18)
     axes.set_title(title)
     return figure, axes
 

@@ -1,11 +1,14 @@
 import math
 from pathlib import Path
 
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from multigpu_cli.commands import report_figures
 from multigpu_cli.commands.report_figures import pictures
 from multigpu_cli.commands.report_run import told
+from multigpu_cli.monitor.picture_style import STYLE
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
 
 
@@ -40,6 +43,15 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     assert {"confusion_a $\\no{$ b", "confusion__c d", "confusion__c-d"} <= found.keys(), "one file for each"
     assert all(f"<!-- {name} -->" in found["loss"] for name in ("a $\\no{$ b", " _c d", " _c-d"))
     assert "<!-- $\\no{$ -->" in found["confusion_a $\\no{$ b"]
+
+
+def test_long_numbers_on_the_axis_are_whole() -> None:
+    """Those of a learning rate that has fallen: 0.000125 lost its first figure at the edge."""
+    with rc_context(STYLE):
+        figure, axes = report_figures._figure("Learning rate")
+        axes.plot([50, 60], [0.00014, 0.0])
+        report_figures._finish(axes)
+        assert axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer()).x0 >= 0
 
 
 def test_no_picture_is_empty(tmp_path: Path) -> None:
