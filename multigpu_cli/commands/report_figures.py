@@ -119,7 +119,7 @@ def _curves(axes: Axes, runs: Sequence[Told], field: str, by: str, *, faint: boo
             _noisy(axes, series, colour(number), lettered(run.name))
     if faint:
         _logarithmic_if_wide(axes)
-    elif field != "lr" and axes.has_data():
+    elif axes.has_data():
         axes.set_ylim(bottom=0)
 
 

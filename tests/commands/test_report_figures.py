@@ -45,13 +45,15 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     assert "<!-- $\\no{$ -->" in found["confusion_a $\\no{$ b"]
 
 
-def test_long_numbers_on_the_axis_are_whole() -> None:
-    """Those of a learning rate that has fallen: 0.000125 lost its first figure at the edge."""
-    with rc_context(STYLE):
-        figure, axes = report_figures._figure("Learning rate")
-        axes.plot([50, 60], [0.00014, 0.0])
-        report_figures._finish(axes)
-        assert axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer()).x0 >= 0
+def test_long_numbers_on_the_axis_are_whole(tmp_path: Path) -> None:
+    """Those of a small learning rate, which begin at zero: 0.000125 and 0.0001475 lost figures at the edge."""
+    for last in (1, 2):
+        (small,) = told([run_folder(tmp_path / str(last), [event(0, "start"), *lines(1, last, 0, lr=1.464e-4)])])
+        with rc_context(STYLE):
+            figure, axes = report_figures._figure("Learning rate")
+            report_figures._curves(axes, [small], "lr", "step")
+            report_figures._finish(axes)
+            assert axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer()).x0 >= 0
 
 
 def test_no_picture_is_empty(tmp_path: Path) -> None:
