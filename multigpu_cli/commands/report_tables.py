@@ -68,7 +68,7 @@ def plan_against_reality(run: Told) -> Table:
         ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
         ("optimizer steps", plan.get("total_steps"), steps),
         ("epochs", number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)), number(steps / per_epoch)),
-        ("greatest learning rate", plan.get("learning_rate"), max(rates, default=None)),
+        ("greatest learning rate, of the steps logged", plan.get("learning_rate"), max(rates, default=None)),
         ("precision", plan.get("precision"), run.summary.get("precision")),
         ("steps done twice after a restart", 0, _repeated(run)),
     ]

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.tasks.base import Measured, Task
 
 
@@ -28,7 +28,8 @@ class Classification(Task):
         super().__init__(source, config)
         if source.num_classes < 2:
             raise RequestError(
-                f"--task classification: the dataset has {source.num_classes} classes", remedy="another --task"
+                f"--task classification: the dataset has {counted(source.num_classes, 'class')}",
+                remedy="another --task",
             )
         for name in ("train", "val", "test"):
             _check_labels(name, getattr(source, name), source.num_classes)

@@ -10,7 +10,7 @@ def test_plan_against_reality(tmp_path: Path) -> None:
     assert rows["workers"] == ["2", "2 → 1"]
     assert rows["optimizer steps"] == ["40", "40"]
     assert rows["steps done twice after a restart"] == ["0", "2"]
-    assert rows["greatest learning rate"] == ["0.1", "0.1"]
+    assert rows["greatest learning rate, of the steps logged"] == ["0.1", "0.1"]
 
 
 def test_the_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:

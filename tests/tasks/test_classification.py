@@ -129,7 +129,7 @@ def test_other_splits_are_checked_too() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_dataset_without_classes_is_refused(count: int) -> None:
-    with pytest.raises(RequestError, match=f"the dataset has {count} classes"):
+    with pytest.raises(RequestError, match=f"the dataset has {count} class"):
         Classification(source(split([0, 0]), num_classes=count), TaskConfig())
 
 
