@@ -177,7 +177,8 @@ def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | st
     finally:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if handler is not None:  # one that is not Python's can't be put back
+                    signal.signal(number, handler)
         if before is None:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         else:

@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup, which a shell hands on to its traps
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     settings.register_profile("here", deadline=None)  # a busy machine is no failure
     settings.load_profile("here")
 
