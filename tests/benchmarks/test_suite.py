@@ -42,11 +42,12 @@ def test_a_ratio_is_that_of_the_blocks_tenth_percentiles() -> None:
 
 
 def test_the_table_stands_beside_the_last_result(tmp_path: Path) -> None:
-    for name, time, value in (("a", 2.0, 1.5), ("b", 1.0, 1.7)):
-        rows = [vars(Row("figure one", value, value, value))]
-        (tmp_path / f"{name}.json").write_text(json.dumps({"time": time, "rows": rows}))
+    for time, found in ((2.0, {"figure one": 1.5}), (1.0, {"figure one": 1.7, "two": 1.7})):
+        rows = [vars(Row(figure, value, value, value)) for figure, value in found.items()]
+        (tmp_path / f"{time}.json").write_text(json.dumps({"time": time, "rows": rows}))
     text = table([row("figure one", [1.0, 2.0, 3.0])], last_recorded(tmp_path))
     assert text.splitlines()[1].split() == ["figure", "one", "2", "1", "…", "3", "ratio", "1.5"]
+    assert last_recorded(tmp_path) == {"figure one": 1.5, "two": 1.7}, "the later file has one part only"
     assert last_recorded(tmp_path / "nowhere") == {}
 
 
