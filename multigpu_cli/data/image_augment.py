@@ -47,10 +47,10 @@ def _rows(planes: int, height: int, tall: int, wide: int, device: torch.device) 
 
 
 def _turned(images: Tensor, drawn: Tensor) -> Tensor:
-    mirror = (drawn[:, 0] < 0.5).view(-1, 1, 1, 1)
+    mirror, images = (drawn[:, 0] < 0.5).view(-1, 1, 1, 1), images.contiguous()
     mirrored = images.flip(-1)
     if images.shape[-1] * images.element_size() % 8:
         return torch.where(mirror, mirrored, images)
     # Eight bytes at a time: in all bits where the two differ, take the mirrored one's. `where` broadcasts slowly.
-    eights, found = images.contiguous().view(torch.int64), mirrored.view(torch.int64)
+    eights, found = images.view(torch.int64), mirrored.view(torch.int64)
     return found.bitwise_xor_(eights).bitwise_and_(-mirror.long()).bitwise_xor_(eights).view(images.dtype)

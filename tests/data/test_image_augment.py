@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from multigpu_cli.data.augment import Draws
@@ -18,12 +19,20 @@ def test_each_image_is_shifted_as_a_whole_and_all_shifts_occur():
     assert hits.any(1).all()
 
 
-def test_about_half_are_mirrored_and_the_rest_untouched():
-    flipped = mirrored(IMAGES, Draws(1, 0, INDICES))
-    turned = (flipped == IMAGES.flip(-1)).flatten(1).all(1)
-    same = (flipped == IMAGES).flatten(1).all(1)
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("width", [5, 16])
+def test_about_half_are_mirrored_and_the_rest_untouched(width: int, kind: torch.dtype) -> None:
+    """Rows of whole eights of bytes, which are picked by their bits, and others."""
+    images = torch.rand(200, 3, 6, width, generator=torch.Generator().manual_seed(0)).mul(255).to(kind)
+    before = images.clone()
+    flipped = mirrored(images, Draws(1, 0, INDICES))
+    assert torch.equal(images, before)
+    turned = (flipped == images.flip(-1)).flatten(1).all(1)
+    same = (flipped == images).flatten(1).all(1)
     assert (turned ^ same).all()
     assert 70 < turned.sum() < 130
+    across = images.to(memory_format=torch.channels_last)
+    assert torch.equal(mirrored(across, Draws(1, 0, INDICES)), flipped)
 
 
 def test_a_sample_is_augmented_alike_in_any_batch_and_differently_in_another_epoch():
