@@ -14,7 +14,7 @@ from multigpu_cli.commands import bench_overlap
 from multigpu_cli.commands.bench_figure import drawn
 from multigpu_cli.commands.bench_overlap import Overlap, overlap
 from multigpu_cli.commands.plan import forecast_of, measured_wire
-from multigpu_cli.commands.plan_measure import Alone, measured, typical
+from multigpu_cli.commands.plan_measure import measured
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
@@ -26,6 +26,7 @@ from multigpu_cli.planning.speedup import Network, Row, Wire
 from multigpu_cli.runtime.devices import cores, visible_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
+_STEPS, _SECONDS = 64, 4.0  # of a run at least, where nobody says how long it should be
 _ENDLESS = 1_000_000  # epochs
 _NO_WIRE = Wire("none", 0.0, float("inf"), "one worker needs none")
 _KNOBS = {
@@ -46,7 +47,8 @@ class Rung:
         utilisation: of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown.
         shares: of the time: data, wire (exposed), stragglers, compute.
         overlap: what the share of the wire rests on; None: on the wait of the last bucket.
-        forecast_ms: what plan says, and error: (forecast - measured) / measured; plan knows nothing of dp.
+        forecast_ms: what plan says, the median of the repetitions, and error: (forecast - measured) / measured; plan
+            knows nothing of dp.
     """
 
     strategy: str
@@ -94,8 +96,13 @@ def counts(words: str | None) -> list[int]:
     return sorted({1, *found})
 
 
-def benched(config: Config, workers: list[int], steps: int, repetitions: int, environ: Mapping[str, str]) -> Bench:
-    """Run the trainer, repetition by repetition on each number of workers, then forecast the same and compare.
+def benched(
+    config: Config, workers: list[int], steps: int | None, repetitions: int, environ: Mapping[str, str]
+) -> Bench:
+    """Run the trainer, repetition by repetition on each number of workers, forecast the same and compare.
+
+    Args:
+        workers: from one on. steps: of each run; None: some seconds of them.
 
     Raises:
         WorkersFailed: a run failed.
@@ -106,18 +113,19 @@ def benched(config: Config, workers: list[int], steps: int, repetitions: int, en
     sides += [] if reason else [("dp", count) for count in workers if count > 1]
     found: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
     overlaps: dict[int, list[Overlap | None]] = {count: [] for count in workers}
-    seen: list[Alone] = []
+    forecasts: dict[int, list[Row]] = {count: [] for count in workers}
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as name:
         for repetition in range(repetitions):
-            seen.append(measured(config, workers))  # among the runs: whatever else is at work here disturbs both alike
             for strategy, count in sides:
+                if strategy != "dp":  # beside the run: whatever else is at work here disturbs both alike
+                    alone = measured(config, [count])
+                    network = Network(_NO_WIRE if count == 1 else alone.wire or measured_wire(count))
+                    forecasts[count] += forecast_of(alone, config, [count], network)
+                steps = steps or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
                 folder = Path(name, f"{strategy}-{count}-{repetition}")
                 found[strategy, count].append(one_run(config, strategy, count, steps, folder, environ))
             for count in workers:
                 overlaps[count].append(overlap(config, count))
-    alone = typical(seen)
-    network = Network(measured_wire(max(workers))) if len(workers) > 1 else Network(_NO_WIRE)
-    forecasts = {row.workers: row for row in forecast_of(alone, config, workers, network)}
     rungs: list[Rung] = []
     for (strategy, count), runs in found.items():
         first = rungs[0].samples_per_second if rungs else None
@@ -127,7 +135,7 @@ def benched(config: Config, workers: list[int], steps: int, repetitions: int, en
         "model": alone.learner.settled.model,
         "data": config.data.name,
         "device": alone.learner.plan.device,
-        "steps": _interval(steps) * _LINES,
+        "steps": _interval(steps or _STEPS) * _LINES,
         "repetitions": repetitions,
         "wire": network.inside.rests_on,
     }
@@ -143,17 +151,18 @@ def no_dp(config: Config) -> str:
 
 
 def _rung(
-    strategy: str, runs: Sequence[Mapping[str, float]], row: Row, hidden: Overlap | None, first: float | None
+    strategy: str, runs: Sequence[Mapping[str, float]], rows: Sequence[Row], hidden: Overlap | None, first: float | None
 ) -> Rung:
     """The medians over the repetitions.
 
     Args:
-        row: the forecast for as many workers.
+        rows: the forecast for as many workers, of each repetition.
         first: samples per second of the first rung.
     """
     times = [each["step_ms"] for each in runs]
-    median, forecast = statistics.median(times), 1e3 * row.step
-    rate = row.samples_per_second * forecast / median
+    median, forecast = statistics.median(times), 1e3 * statistics.median(row.step for row in rows)
+    row = rows[0]
+    rate = 1e3 * row.samples_per_second * row.step / median
     gain = rate / first if first else float(row.workers)
     shares = {name: statistics.median(each[name] for each in runs) for name in ("data", "wire", "stragglers")}
     if hidden:

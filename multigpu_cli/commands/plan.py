@@ -17,7 +17,7 @@ from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.monitor.result import duration
 from multigpu_cli.planning.memory import Memory
-from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, fitted, forecast, where_it_ends
+from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, forecast, where_it_ends
 from multigpu_cli.runtime.devices import Choice, cores, visible_gpus
 
 _GIB = 2.0**30
@@ -125,14 +125,13 @@ def forecast_of(
 
 
 def measured_wire(workers: int) -> Wire:
-    """The wire between this machine's GPUs, or between processes on its CPU, from real all-reduces."""
+    """The wire between this machine's GPUs, or between processes on its CPU that do nothing else."""
     gpus = visible_gpus()
     kind, count = ("cuda", min(workers, gpus)) if gpus > 1 else ("cpu", max(2, min(workers, cores())))
     devices = tuple(torch.device(kind, at) if kind == "cuda" else torch.device(kind) for at in range(count))
     found = launched(Choice("ddp", devices, count, "plan"))
-    latency, bandwidth = fitted([(8.0, found["latency"]), *map(tuple, found["by_size"])], count)
-    text = f"measured here: {found['backend']}, {count} workers, {1e6 * latency:.0f} µs, {bandwidth / 1e9:.3g} GB/s"
-    return Wire("measured", latency, bandwidth, text, overlaps=kind == "cuda")
+    points = [(8.0, found["latency"]), *map(tuple, found["by_size"])]
+    return Wire.measured(found["backend"], count, points, overlaps=kind == "cuda")
 
 
 def keep(found: Forecast, folder: Path) -> None:
@@ -164,7 +163,7 @@ def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
             said = f"assumed: {between.rests_on} between machines of {wished.per_node}; {inside.rests_on} within"
             return Network(inside, between, wished.per_node), said
         return Network(between), f"assumed: {between.rests_on}"
-    wire = measured_wire(max(wished.workers)) if chosen == "measured" else ASSUMED[chosen]
+    wire = (alone.wire or measured_wire(max(wished.workers))) if chosen == "measured" else ASSUMED[chosen]
     return Network(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
 
 

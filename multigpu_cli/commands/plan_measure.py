@@ -1,13 +1,13 @@
 """What a plan rests on: the times and the memory of one worker, measured with the user's own model and data."""
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.launch import run_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
-from multigpu_cli.planning.speedup import Work
+from multigpu_cli.planning.speedup import Wire, Work, buckets
 from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
@@ -34,7 +34,8 @@ from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.tasks.sources import of_samples
 
 _SECONDS, _WARM_UP = 3.0, 3
-_WINDOW, _WINDOWS = 8, 8  # steps, and at most so many of them
+_WINDOW, _WINDOWS = 8, 9  # steps, and at most so many of them
+_PHASES = 4
 _LONGEST_WAIT = 300.0  # seconds
 _RESULT = "work.json"
 
@@ -46,12 +47,14 @@ class Alone:
     Attributes:
         works: the times of one of so many workers. On a CPU that many were at work at once, as far as there are cores:
             they share its memory and its clock. On GPUs one stands for all.
+        wire: between those of a CPU, from their steps; None where no several of them were at work.
         flops_per_sample: forward and backward.
         note: what the rehearsal changed.
     """
 
     learner: Learner
     works: dict[int, Work]
+    wire: Wire | None
     memory: Memory
     flops_per_sample: float
     note: str
@@ -78,25 +81,52 @@ def measured(config: Config, counts: list[int]) -> Alone:
         with closing(learner.train):
             size = learner.plan.batches.micro_batch
             whole, half = traced(learner, size), traced(learner, max(1, size // 2))
-            works = {count: _work(learner, config, count) for count in counts if world.device.type == "cpu"}
-            works = works or dict.fromkeys(counts, work_of(_steps(learner)[None], learner))
-            return Alone(learner, works, _memory(learner, whole, half), whole.flops_per_sample, note)
+            if world.device.type == "cpu":
+                works, wire = _on_cores(learner, config, counts)
+            else:
+                works, wire = dict.fromkeys(counts, _work(learner, typical_step(_taken(learner)[None]))), None
+            return Alone(learner, works, wire, _memory(learner, whole, half), whole.flops_per_sample, note)
 
 
-def _work(learner: Learner, config: Config, workers: int) -> Work:
-    """The times of one of so many CPU workers; beyond the cores, of one that has a core to itself."""
-    if 1 < workers <= cores():
-        return _crowded(config, workers)
-    with with_threads(threads_for(workers)):
-        return work_of(_steps(learner)[None], learner)
+def _on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict[int, Work], Wire | None]:
+    """The times of one of so many CPU workers, and the wire between the most of them that have a core each.
+
+    Beyond the cores: those of one that has a core to itself.
+    """
+    works, wire = {}, None
+    for workers in counts:
+        if 1 < workers <= cores():
+            works[workers], wire = _crowded(learner, config, workers)
+        else:
+            with with_threads(threads_for(workers)):
+                works[workers] = _work(learner, typical_step(_taken(learner)[None]))
+    return works, wire
 
 
-def _crowded(config: Config, workers: int) -> Work:
-    """So many processes at once, each with its own micro-batches and no word between them."""
+def _crowded(learner: Learner, config: Config, workers: int) -> tuple[Work, Wire]:
+    """So many processes at once, which take their steps together.
+
+    The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
+    full of the step, and the threads that carry the bytes have to be woken).
+    """
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
         choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
         crowd(config, choice, "plan", Path(folder))
-        return Work(**json.loads(Path(folder, _RESULT).read_text()))
+        seconds = json.loads(Path(folder, _RESULT).read_text())
+    sent = list(zip(map(float, _messages(learner)), seconds[_PHASES:], strict=True))
+    return _work(learner, seconds), Wire.measured("gloo, between steps", workers, sent, overlaps=False)
+
+
+def _messages(learner: Learner) -> list[int]:
+    """Bytes of what DDP sends in a step: its buckets of gradients, then the buffers, or a word to see the latency."""
+    work = _work(learner, [0.0] * _PHASES)
+    return [*map(int, buckets(work.gradient)), work.buffers or 8]
+
+
+def _work(learner: Learner, seconds: Sequence[float]) -> Work:
+    data, forward, backward, commit = seconds[:_PHASES]
+    gradient = sum(p.nbytes for p in learner.trained)
+    return Work(data, forward, backward, commit, gradient, 8 * sum(b.numel() for b in learner.kept.model.buffers()))
 
 
 def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
@@ -118,22 +148,10 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), World(cpu), place)
         with closing(learner.train), with_threads(threads_for(world.size)):
-            dist.barrier()
-            mine = _steps(learner)
-        least = -int(greatest(world, [-float(len(mine))])[0])
-        everyone = torch.stack(gathered(world, mine[:least]))
+            sent = [torch.zeros(-(-size // 4)) for size in _messages(learner)]
+            everyone = torch.stack(gathered(world, _taken(learner, world, sent)))
         if world.main:
-            (folder / _RESULT).write_text(json.dumps(asdict(work_of(everyone, learner))))
-
-
-def typical(seen: Sequence[Alone]) -> Alone:
-    """The medians of several measurements of the same."""
-    works = {}
-    for count, work in seen[-1].works.items():
-        every = [asdict(alone.works[count]) for alone in seen]
-        times = ("data", "forward", "backward", "commit")
-        works[count] = replace(work, **{name: statistics.median(each[name] for each in every) for name in times})
-    return replace(seen[-1], works=works)
+            (folder / _RESULT).write_text(json.dumps(typical_step(everyone)))
 
 
 def built(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:
@@ -154,52 +172,75 @@ def with_threads(wanted: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def work_of(everyone: Tensor, learner: Learner) -> Work:
+def typical_step(everyone: Tensor) -> list[float]:
     """The mean times of some steps in a row, of those the ones that take the median time.
 
     Args:
-        everyone: seconds of each phase, [workers, steps, 4]; workers that go in step wait for the slowest.
+        everyone: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that go in step
+            wait for the slowest of them, and the one that waits least in a message tells how long it takes.
     """
-    slowest = everyone.sum(2).argmax(0)
-    steps = everyone[slowest, torch.arange(len(slowest))]
-    windows = steps[: len(steps) // _WINDOW * _WINDOW].view(-1, _WINDOW, 4).mean(1)
-    data, forward, backward, commit = windows[windows.sum(1).median(0).indices].tolist()
-    return Work(data, forward, backward, commit, sum(p.nbytes for p in learner.trained))
+    own, sent = everyone[..., :_PHASES], everyone[..., _PHASES:]
+    slowest = own.sum(2).argmax(0)
+    steps = torch.cat([own[slowest, torch.arange(len(slowest))], sent.amin(0)], 1)
+    windows = steps[: len(steps) // _WINDOW * _WINDOW].unflatten(0, (-1, _WINDOW)).mean(1)
+    seconds: list[float] = windows[windows.sum(1).median(0).indices].tolist()
+    return seconds
 
 
-def _steps(learner: Learner) -> Tensor:
-    """The seconds of steps of one micro-batch each, with what the loop does around them, at rate zero: [steps, 4]."""
+def _taken(learner: Learner, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
+    """Some windows of steps after a warm-up: [steps, 4 + messages]; all workers of the world take as many.
+
+    An odd number of windows: one of them takes the median time.
+    """
+    rows = _steps(learner, world.size if world else 1, messages)
+    pace = min(sum(row) for row in islice(rows, _WARM_UP))
+    pace = greatest(world, [pace])[0] if world else pace
+    windows = min(_WINDOWS, ceil(_SECONDS / (_WINDOW * pace)) | 1)
+    return torch.tensor(list(islice(rows, windows * _WINDOW)), dtype=torch.float64)
+
+
+def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
+    """Take steps of one micro-batch each, with what the loop does around them, at rate zero.
+
+    Args:
+        workers: that share a step; with several, the changes of the buffers are gathered.
+        messages: summed over the workers after backward.
+
+    Yields:
+        seconds of a step: data, forward, backward, commit, then each message.
+    """
     device, kept, strategy = learner.world.device, learner.kept, learner.strategy
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     stream = micro_batches(learner)
-    times: list[list[float]] = []
     set_rate(kept.optimizer, 0.0)
-    began = time.perf_counter()
-    while len(times) < _WARM_UP + _WINDOW or (
-        len(times) < _WARM_UP + _WINDOW * _WINDOWS and time.perf_counter() < began + _SECONDS
-    ):
-        marks = [time.perf_counter()]
+    marks: list[float] = []
 
-        def mark(marks: list[float] = marks) -> None:
-            wait()
-            marks.append(time.perf_counter())
+    def mark() -> None:
+        wait()
+        marks.append(time.perf_counter())
 
+    for number in count():
+        marks.clear()
+        mark()
         batch = next(stream)
         mark()
-        strategy.begin(1)
-        seed_micro_batch(0, len(times), batch.index, device)
+        strategy.begin(workers)
+        seed_micro_batch(0, number, batch.index, device)
         with learner.precision.autocast():
             loss = learner.task.loss_sum(strategy.callable, batch)
         mark()
         learner.precision.backward(loss, 1.0 / len(batch.indices))
         mark()
+        for message in messages:
+            dist.all_reduce(message)
+            mark()
         strategy.micro_batch_done(batch.index)
         strategy.finish(idle=False)
         _, skipped = learner.precision.commit(kept.optimizer, learner.trained, 1.0)
         strategy.undo(skipped)
         mark()
-        times.append([later - earlier for earlier, later in pairwise(marks)])
-    return torch.tensor(times[_WARM_UP:], dtype=torch.float64)
+        data, forward, backward, *sent, commit = (later - earlier for earlier, later in pairwise(marks))
+        yield [data, forward, backward, commit, *sent]
 
 
 def micro_batches(learner: Learner) -> Iterator[Batch]:

@@ -101,7 +101,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
         context: typer.Context,
         *,
         workers: Annotated[str | None, typer.Option(metavar="N,N", help="default: 1, 2, 4, … devices")] = None,
-        steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of each run")] = "64",
+        steps: Annotated[str | None, typer.Option(metavar="N", help="of each run; default: 64, or 4 s of them")] = None,
         repetitions: Annotated[str, typer.Option(metavar="N", help="runs on each number of workers")] = "3",
         out: Annotated[str, typer.Option(metavar="DIR", help="for bench.json and bench.png")] = "bench",
         data_only: Annotated[bool, typer.Option(help="loading alone, by the number of loader processes")] = False,
@@ -123,7 +123,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             if meeting := Rendezvous.from_environment(environ):
                 take_part(config, _asked_for("bench", results), meeting)
                 return 0
-            length = int(positive("--steps", steps, whole=True))
+            length = None if steps is None else int(positive("--steps", steps, whole=True))
             times = int(positive("--repetitions", repetitions, whole=True))
             if data_only:
                 bench_data.show(bench_data.loading(config, times), as_json=values["json"])

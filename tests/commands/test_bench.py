@@ -44,6 +44,23 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     assert "SlowItems" in request
 
 
+def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as one worker of the first forecast takes in them; 64 at least."""
+    asked: list[int] = []
+
+    def planted(config: Config, strategy: str, workers: int, steps: int, *rest: Any) -> dict[str, float]:
+        asked.append(steps)
+        return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation"), 1.0)
+
+    monkeypatch.setattr(bench, "one_run", planted)
+    monkeypatch.setattr("multigpu_cli.commands.plan_measure._SECONDS", 0)
+    for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
+        monkeypatch.setenv("OWN_PAUSE", pause)
+        benched(resolve(OWN | {"batch_size": "20"}, [], None), [1], None, 2, {})
+        assert expected[0] <= asked[-1] <= expected[1]
+        assert asked[-1] == asked[-2], "each repetition as many"
+
+
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed, match=r"^--model nowhere:net: there is no module 'nowhere'") as failed:
         one_run(resolve({"model": "nowhere:net"}, [], None), "single", 1, 8, tmp_path / "a", os.environ)

@@ -2,7 +2,8 @@
 
 import json
 import time
-from dataclasses import replace
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 import main_multi_gpu
 from multigpu_cli.commands import doctor_wire, plan, plan_measure
 from multigpu_cli.commands.plan import positive, wishes
-from multigpu_cli.commands.plan_measure import measured, threads_for, typical
+from multigpu_cli.commands.plan_measure import measured, threads_for
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Wire
 from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 
 OWN = {"data": "tests.own:tensors", "model": "tests.run.test_tracing:plain"}
@@ -48,35 +50,53 @@ def test_workers_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
     assert threads_for(1) == torch.get_num_threads(), "a lone worker keeps what the user set"
 
 
-def test_the_median_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_measure, "_SECONDS", 0)
-    alone = measured(resolve(OWN, [], None), [1])
-    slower = [replace(alone, works={1: replace(alone.works[1], forward=float(at))}) for at in (9, 1, 3)]
-    assert typical(slower).works[1].forward == 3
-    found = typical(slower[:2]).works[1]
-    assert (found.forward, repr(found.gradient)) == (5, "576"), (
-        "whole bytes, also between two: they are cut into buckets"
-    )
-
-
 def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> None:
-    """Two workers, three windows: one of them of other steps, one with a pause of a second."""
-    learner = measured(resolve(OWN, [], None), [1]).learner
-    usual = torch.tensor([[0.1, 1.0, 2.0, 0.4], [0.1, 2.0, 1.0, 0.3]], dtype=torch.float64)
+    """Two workers, three windows: one of them of other steps, one with a pause of a second.
+
+    The slower one waits less for the message: 0.2 seconds are the wire.
+    """
+    usual = torch.tensor([[0.1, 1.0, 2.0, 0.4, 0.2], [0.1, 2.0, 1.0, 0.3, 0.3]], dtype=torch.float64)
     everyone = usual[:, None].repeat(1, 3 * plan_measure._WINDOW, 1)
     everyone[:, ::2] = everyone.flip(0)[:, ::2]  # the slower one is now the one, now the other
     everyone[1, 3, 1] += 1.0
     everyone[:, -1, 0] = 0.0
-    work = plan_measure.work_of(everyone, learner)
-    assert [work.data, work.forward, work.backward, work.commit] == pytest.approx([0.1, 1.0, 2.0, 0.4])
+    assert plan_measure.typical_step(everyone) == pytest.approx([0.1, 1.0, 2.0, 0.4, 0.2])
 
 
-def test_several_at_once_are_measured_at_once() -> None:
-    """Two real workers through the front door; rank 0 tells what they took."""
-    config = resolve(OWN | {"batch_size": "20"}, [], None)
-    work = plan_measure._crowded(config, 2)
-    assert work.gradient == 576
-    assert min(work.data, work.forward, work.backward, work.commit) > 0
+def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
+    monkeypatch.setattr(plan_measure, "cores", lambda: 2)
+    alone = measured(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2])
+    model, two = alone.learner.kept.model, alone.works[2]
+    assert two.gradient == 4 * sum(p.numel() for p in model.parameters())
+    assert two.buffers == 8 * sum(buffer.numel() for buffer in model.buffers()) > 0
+    assert min(two.data, two.forward, two.backward, two.commit) > 0
+    assert alone.wire
+    assert not alone.wire.overlaps, "the cores that carry the bytes are those that compute"
+    assert 1e-5 < alone.wire.all_reduce(two.gradient, 2) < 1
+
+
+def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks that take their steps together, rank 1 comes a tenth of a second late to the second message."""
+    config, cpu = resolve(OWN | {"batch_size": "20"}, [], None), torch.device("cpu")
+    real = torch.distributed.all_reduce
+
+    def late(value: torch.Tensor) -> None:
+        time.sleep(0.1 * torch.distributed.get_rank() * (len(value) == 2))
+        real(value)
+
+    def taken(world: World) -> list[float]:
+        torch.set_num_threads(1)
+        learner, _ = plan_measure.built(config, Choice("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path))
+        with closing(learner.train):
+            messages = [torch.zeros(1), torch.zeros(2)]
+            rows = islice(plan_measure._steps(learner, world.size, messages), 8)
+            return torch.tensor(list(rows)).median(0).values.tolist()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", late)
+    for *own, first, second in each_rank(2, taken):
+        assert second > 0.1
+        assert first + sum(own) < 0.1
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
