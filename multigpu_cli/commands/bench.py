@@ -13,7 +13,7 @@ import yaml
 from multigpu_cli.commands import bench_overlap
 from multigpu_cli.commands.bench_figure import drawn
 from multigpu_cli.commands.bench_overlap import Overlap, overlap
-from multigpu_cli.commands.plan import forecast_of, measured_wire
+from multigpu_cli.commands.plan import NO_WIRE, forecast_of, measured_wire
 from multigpu_cli.commands.plan_measure import measured
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
@@ -22,13 +22,12 @@ from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.launch import run_alone
 from multigpu_cli.monitor.history import history_of
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.planning.speedup import Network, Row, Wire
+from multigpu_cli.planning.speedup import Network, Row
 from multigpu_cli.runtime.devices import cores, visible_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
 _STEPS, _SECONDS = 64, 4.0  # of a run at least, where nobody says how long it should be
 _ENDLESS = 1_000_000  # epochs
-_NO_WIRE = Wire("none", 0.0, float("inf"), "one worker needs none")
 _KNOBS = {
     "data": "data: more --num-workers, a TensorDataset, or --data-on-device on",
     "wire": "the wire: a larger --batch-size, --grad-accum-steps, --grad-compression bf16, or faster links",
@@ -114,16 +113,19 @@ def benched(
     found: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
     overlaps: dict[int, list[Overlap | None]] = {count: [] for count in workers}
     forecasts: dict[int, list[Row]] = {count: [] for count in workers}
+    wires = {1: NO_WIRE}
+    length = steps or 0
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as name:
         for repetition in range(repetitions):
             for strategy, count in sides:
                 if strategy != "dp":  # beside the run: whatever else is at work here disturbs both alike
                     alone = measured(config, [count])
-                    network = Network(_NO_WIRE if count == 1 else alone.wire or measured_wire(count))
-                    forecasts[count] += forecast_of(alone, config, [count], network)
-                steps = steps or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
+                    if alone.wire or count not in wires:  # one that is idle is measured once
+                        wires[count] = alone.wire or measured_wire(count)
+                    forecasts[count] += forecast_of(alone, config, [count], Network(wires[count]))
+                length = length or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
                 folder = Path(name, f"{strategy}-{count}-{repetition}")
-                found[strategy, count].append(one_run(config, strategy, count, steps, folder, environ))
+                found[strategy, count].append(one_run(config, strategy, count, length, folder, environ))
             for count in workers:
                 overlaps[count].append(overlap(config, count))
     rungs: list[Rung] = []
@@ -135,9 +137,9 @@ def benched(
         "model": alone.learner.settled.model,
         "data": config.data.name,
         "device": alone.learner.plan.device,
-        "steps": _interval(steps or _STEPS) * _LINES,
+        "steps": _interval(length) * _LINES,
         "repetitions": repetitions,
-        "wire": network.inside.rests_on,
+        "wire": wires[max(workers)].rests_on,
     }
     notes = [f"no DataParallel: {reason}"] if reason else []
     return Bench(about, rungs, _knob([rung for rung in rungs if rung.strategy != "dp"][-1]), notes)

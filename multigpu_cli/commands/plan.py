@@ -20,6 +20,7 @@ from multigpu_cli.planning.memory import Memory
 from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, forecast, where_it_ends
 from multigpu_cli.runtime.devices import Choice, cores, visible_gpus
 
+NO_WIRE = Wire("none", 0.0, inf, "one worker needs none")
 _GIB = 2.0**30
 
 
@@ -154,6 +155,8 @@ def show(found: Forecast, *, as_json: bool) -> None:
 
 def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
     chosen = wished.interconnect
+    if max(wished.workers) == 1:
+        return Network(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
         one_gpu = alone.learner.world.device.type == "cuda" and visible_gpus() < 2
         chosen = "pcie4" if one_gpu else "measured"
@@ -206,7 +209,9 @@ def _lines(found: Forecast) -> Iterator[str]:
 
 
 def _bytes(count: float) -> str:
-    return f"{count / _GIB:.2f} GiB" if count >= 0.1 * _GIB else f"{count / 2**20:.2f} MiB"
+    units = {"GiB": _GIB, "MiB": 2.0**20, "KiB": 2.0**10}
+    name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
+    return f"{count / units[name]:.2f} {name}"
 
 
 def positive(flag: str, word: str, *, whole: bool = False) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -91,7 +90,7 @@ def measured(config: Config, counts: list[int]) -> Alone:
 def _on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict[int, Work], Wire | None]:
     """The times of one of so many CPU workers, and the wire between the most of them that have a core each.
 
-    Beyond the cores: those of one that has a core to itself.
+    Beyond the cores: those of one that has a core to itself, and the wire between as many as there are.
     """
     works, wire = {}, None
     for workers in counts:
@@ -100,6 +99,8 @@ def _on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict
         else:
             with with_threads(threads_for(workers)):
                 works[workers] = _work(learner, typical_step(_taken(learner)[None]))
+    if wire is None and max(counts) > cores() > 1:
+        _, wire = _crowded(learner, config, cores())
     return works, wire
 
 
@@ -114,11 +115,12 @@ def _crowded(learner: Learner, config: Config, workers: int) -> tuple[Work, Wire
         crowd(config, choice, "plan", Path(folder))
         seconds = json.loads(Path(folder, _RESULT).read_text())
     sent = list(zip(map(float, _messages(learner)), seconds[_PHASES:], strict=True))
-    return _work(learner, seconds), Wire.measured("gloo, between steps", workers, sent, overlaps=False)
+    work = replace(_work(learner, seconds), reduction=sum(seconds[_PHASES:]))
+    return work, Wire.measured("gloo, between steps", workers, sent, overlaps=False)
 
 
 def _messages(learner: Learner) -> list[int]:
-    """Bytes of what DDP sends in a step: its buckets of gradients, then the buffers, or a word to see the latency."""
+    """Bytes of what travels in a step: DDP's buckets, in its own sizes, then the buffers, or a word."""
     work = _work(learner, [0.0] * _PHASES)
     return [*map(int, buckets(work.gradient)), work.buffers or 8]
 
@@ -146,7 +148,8 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
     cpu = torch.device("cpu")
     with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
-        learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), World(cpu), place)
+        alone = World(cpu, local_size=world.size)  # among as many that want loader processes
+        learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), alone, place)
         with closing(learner.train), with_threads(threads_for(world.size)):
             sent = [torch.zeros(-(-size // 4)) for size in _messages(learner)]
             everyone = torch.stack(gathered(world, _taken(learner, world, sent)))
@@ -188,15 +191,20 @@ def typical_step(everyone: Tensor) -> list[float]:
 
 
 def _taken(learner: Learner, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
-    """Some windows of steps after a warm-up: [steps, 4 + messages]; all workers of the world take as many.
+    """Some seconds of steps after a warm-up: [steps, 4 + messages]; all workers of the world take as many.
 
     An odd number of windows: one of them takes the median time.
     """
     rows = _steps(learner, world.size if world else 1, messages)
-    pace = min(sum(row) for row in islice(rows, _WARM_UP))
-    pace = greatest(world, [pace])[0] if world else pace
-    windows = min(_WINDOWS, ceil(_SECONDS / (_WINDOW * pace)) | 1)
-    return torch.tensor(list(islice(rows, windows * _WINDOW)), dtype=torch.float64)
+    found = list(islice(rows, _WARM_UP))
+    began = time.perf_counter()
+    for window in range(1, _WINDOWS + 1):
+        found += islice(rows, _WINDOW)
+        spent = time.perf_counter() - began
+        spent = greatest(world, [spent])[0] if world else spent
+        if window % 2 and spent > _SECONDS:
+            break
+    return torch.tensor(found[_WARM_UP:], dtype=torch.float64)
 
 
 def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:

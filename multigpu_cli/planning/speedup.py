@@ -9,7 +9,7 @@ Yuan 2009). Across machines: reduce-scatter within each, all-reduce of the parts
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf, isfinite
 
 from multigpu_cli.planning.batch import BatchPlan
 
@@ -37,7 +37,8 @@ class Wire:
     def measured(cls, how: str, workers: int, points: Sequence[tuple[float, float]], *, overlaps: bool) -> "Wire":
         """The wire between so many workers on which messages took so many (bytes, seconds)."""
         latency, bandwidth = fitted(points, workers)
-        said = f"measured here: {how}, {workers} workers, {1e6 * latency:.0f} µs, {bandwidth / 1e9:.3g} GB/s"
+        said = f"measured here: {how}, {workers} workers, {1e6 * latency:.0f} µs"
+        said += f", {bandwidth / 1e9:.3g} GB/s" if isfinite(bandwidth) else ""
         return cls("measured", latency, bandwidth, said, overlaps)
 
     def all_reduce(self, size: float, workers: int) -> float:
@@ -90,6 +91,7 @@ class Work:
         commit: clipping and the optimizer, once a step.
         gradient: bytes that are reduced, bucket by bucket, as backward goes on.
         buffers: bytes that are reduced after it.
+        reduction: seconds of both, where as many workers were seen to take their steps together.
     """
 
     data: float
@@ -98,6 +100,7 @@ class Work:
     commit: float
     gradient: int
     buffers: int = 0
+    reduction: float | None = None
 
 
 def buckets(size: int) -> list[float]:
@@ -115,7 +118,8 @@ def exposed(work: Work, network: Network, workers: int) -> float:
         return 0.0
     after = network.all_reduce(work.buffers, workers) if work.buffers else 0.0
     if not network.inside.overlaps:
-        return sum(network.all_reduce(size, workers) for size in buckets(work.gradient)) + after
+        modelled = sum(network.all_reduce(size, workers) for size in buckets(work.gradient)) + after
+        return modelled if work.reduction is None else work.reduction
     done, reduced = 0.0, 0.0
     for size in buckets(work.gradient):
         done += size
@@ -220,7 +224,10 @@ def where_it_ends(rows: Sequence[Row]) -> int:
 
 
 def fitted(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, float]:
-    """Latency and bandwidth of the ring model from measured (bytes, seconds): least squares of relative errors."""
+    """Latency and bandwidth of the ring model from measured (bytes, seconds): least squares of relative errors.
+
+    Neither is below zero: where messages of other sizes took no longer, latency alone explains them, and the reverse.
+    """
     weights = [1 / seconds**2 for _, seconds in points]
     a, b = 2.0 * (workers - 1), 2 * (workers - 1) / workers
     s00 = sum(w * a * a for w in weights)
@@ -229,5 +236,7 @@ def fitted(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, 
     t0 = sum(w * a * seconds for w, (_, seconds) in zip(weights, points, strict=True))
     t1 = sum(w * b * size * seconds for w, (size, seconds) in zip(weights, points, strict=True))
     determinant = s00 * s11 - s01 * s01
-    latency, inverse = (t0 * s11 - t1 * s01) / determinant, (s00 * t1 - s01 * t0) / determinant
-    return max(latency, 0.0), 1 / inverse if inverse > 0 else float("inf")
+    latency, inverse = t0 * s11 - t1 * s01, s00 * t1 - s01 * t0
+    if inverse <= 0 or determinant <= 1e-12 * s00 * s11:
+        return t0 / s00, inf
+    return (latency / determinant, determinant / inverse) if latency > 0 else (0.0, s11 / t1)

@@ -66,14 +66,38 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
 def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
     monkeypatch.setattr(plan_measure, "cores", lambda: 2)
-    alone = measured(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2])
+    alone = measured(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2, 4])
     model, two = alone.learner.kept.model, alone.works[2]
     assert two.gradient == 4 * sum(p.numel() for p in model.parameters())
     assert two.buffers == 8 * sum(buffer.numel() for buffer in model.buffers()) > 0
     assert min(two.data, two.forward, two.backward, two.commit) > 0
     assert alone.wire
     assert not alone.wire.overlaps, "the cores that carry the bytes are those that compute"
-    assert 1e-5 < alone.wire.all_reduce(two.gradient, 2) < 1
+    assert two.reduction is not None
+    assert 1e-5 < two.reduction < 1
+    assert alone.works[4].reduction is None, "beyond the cores there is nothing to be seen"
+
+
+def test_workers_beyond_the_cores_have_the_wire_of_those_that_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def crowded(learner: Any, config: Any, workers: int) -> Any:
+        seen.append(workers)
+        return None, f"between {workers}"
+
+    monkeypatch.setattr(plan_measure, "_SECONDS", 0)
+    monkeypatch.setattr(plan_measure, "cores", lambda: 2)
+    monkeypatch.setattr(plan_measure, "_crowded", crowded)
+    config = resolve(OWN | {"batch_size": "20"}, [], None)
+    assert measured(config, [4]).wire == "between 2"
+    assert measured(config, [1]).wire is None
+    assert seen == [2]
+
+
+def test_one_worker_needs_no_wire(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
+    assert main_multi_gpu.run(["plan", *words, "--workers", "1"]) == 0
+    assert "wire     one worker needs none" in capsys.readouterr().out
 
 
 def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +141,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     said = capsys.readouterr().out
     assert "forecast, not measured" in said
     assert "144 parameters" in said
+    assert "0.56 KiB weights" in said
 
 
 def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -123,6 +124,28 @@ def test_a_wire_is_found_again_from_its_times() -> None:
     wire = Wire("known", 2e-5, 3e9, "")
     points = [(float(size), wire.all_reduce(size, 4)) for size in (8, 2**18, 2**24)]
     assert fitted(points, 4) == (pytest.approx(2e-5), pytest.approx(3e9))
+
+
+@pytest.mark.parametrize("sizes", [(8.0, 8.0), (716.0, 264.0), (8.0, 2.0**20, 2.0**24)])
+def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tuple[float, ...]) -> None:
+    """Times that do not grow with the size are latency; those that grow faster than it are bytes alone."""
+    assert fitted([(size, 2e-3) for size in sizes], 2) == (pytest.approx(1e-3), inf)
+    falling = [(size, 1e-3 * (2 - size / 2**24)) for size in sizes]
+    latency, bandwidth = fitted(falling, 2)
+    assert (0.5e-3 <= latency <= 1e-3, bandwidth) == (True, inf)
+    assert "GB/s" not in Wire.measured("gloo", 2, falling, overlaps=False).rests_on
+    if len(set(sizes)) > 1:
+        latency, bandwidth = fitted([(size, size**1.2) for size in sizes], 2)
+        assert latency == 0
+        assert 0 < bandwidth < inf
+
+
+def test_a_reduction_that_was_seen_is_not_modelled() -> None:
+    """Between workers that share a CPU; a plan for another wire does not know it."""
+    seen = replace(WORK, reduction=0.007)
+    assert exposed(seen, Network(replace(WIRE, overlaps=False)), 2) == 0.007
+    assert exposed(seen, Network(replace(WIRE, overlaps=False)), 1) == 0
+    assert exposed(seen, Network(WIRE), 2) == exposed(WORK, Network(WIRE), 2)
 
 
 def test_what_is_assumed_is_said() -> None:

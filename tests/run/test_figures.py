@@ -67,7 +67,7 @@ def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_pe
 
 def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
     """Twenty milliseconds in each of rank 1's passes, and nothing on the wire."""
-    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
+    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "36", "log_interval": "12", "batch_size": "10"}
     trained(2, **flags | {"model": "tests.own:slow_rank"})
     line = last_line(tmp_path / "a")
     fast, slow = line["own_ms"]
