@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [*_LAUNCHER, *_LOOKS, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # torch looks up names; a server that drops some
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup, which a shell hands on to its traps

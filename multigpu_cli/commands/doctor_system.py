@@ -7,7 +7,9 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from multigpu_cli.commands.doctor_findings import Finding
@@ -17,6 +19,7 @@ _SHM = Path("/dev/shm")
 _GIB = 2.0**30
 _TORCHRUN_PORT = 29500
 _WRITTEN = 64 * 2**20  # bytes
+_LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as torch's store sees a connection from 127.0.0.1
 
 
 def findings(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
@@ -30,6 +33,7 @@ def findings(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield ports(_TORCHRUN_PORT)
     yield host_name(socket.gethostname())
+    yield connection_names(_asked_at_once())
     yield disk(save_dir)
     yield cores_per_worker(cores, workers)
 
@@ -81,6 +85,36 @@ def host_name(name: str) -> Finding:
     said = f"{name} is {address}, found in {1e3 * seconds:.0f} ms"
     slow = seconds > 1
     return Finding("host name", "warn" if slow else "ok", said, f"{name} in /etc/hosts" if slow else "")
+
+
+def connection_names(seconds: Sequence[float]) -> Finding:
+    """torch's store looks up the name behind each connection, at both ends, and at its own for one after the other.
+
+    Where a name server does not answer, that is five seconds or more for each, before the first step and in a restart.
+
+    Args:
+        seconds: that look-ups of the loopback's name took.
+    """
+    slowest = max(seconds)
+    said = f"the slowest of {len(seconds)} look-ups of {_LOOPBACK[0]} took {1e3 * slowest:.0f} ms"
+    if slowest > 0.5:
+        said += "; a run of several workers waits for such look-ups twice for each connection"
+        fix = f"echo '{_LOOPBACK[0]} localhost' >> /etc/hosts, or a name server that answers"
+        return Finding("names of connections", "warn", said, fix, {"seconds": slowest})
+    return Finding("names of connections", "ok", said, "", {"seconds": slowest})
+
+
+def _asked_at_once() -> list[float]:
+    """Seconds of some look-ups, several at a time, as workers ask when they start."""
+
+    def ask(_: int) -> float:
+        began = time.perf_counter()
+        with suppress(OSError):  # no name: the time counts
+            socket.getnameinfo(_LOOPBACK, 0)
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, range(32)))
 
 
 def disk(save_dir: Path) -> Finding:

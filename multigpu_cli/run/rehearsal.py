@@ -79,13 +79,23 @@ def _take_the_largest(learner: Learner) -> None:
     limit = min(limit, learner.settled.start.smaller or limit)
     if learner.world.device.type != "cuda":
         limit = min(limit, _MOST_WITHOUT_GPU)
-    size, best = 1, 0
+    size, best = _least(learner), 0
     while size <= limit and _fits(learner, size):
         size, best = size * 2, size
     if not best:
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
     because = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
     learner.settled = with_batch(learner.settled, best, learner.choice, learner.world, because=because)
+    _try_the_shortest(learner)
+
+
+def _least(learner: Learner) -> int:
+    """Two samples where BatchNorm over single features can't train on one; another ValueError comes again with two."""
+    try:
+        _fits(learner, 1)
+    except ValueError:
+        return 2
+    return 1
 
 
 def _fits(learner: Learner, size: int) -> bool:
@@ -96,10 +106,11 @@ def _fits(learner: Learner, size: int) -> bool:
         _run(learner, size)
     except torch.OutOfMemoryError:
         failed = True
+    finally:
+        _put_back(learner.kept.model, kept)
     named = learner.kept.model.named_parameters()
     unused = [name for name, p in named if p.requires_grad and p.grad is None and not failed]
     learner.kept.model.zero_grad(set_to_none=True)
-    _put_back(learner.kept.model, kept)
     if learner.world.device.type == "cuda":
         torch.cuda.empty_cache()
     fits = greatest(learner.world, [float(failed)])[0] == 0

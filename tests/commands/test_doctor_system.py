@@ -1,11 +1,14 @@
 import os
 import socket
+import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from multigpu_cli.commands import doctor_system
 from multigpu_cli.commands.doctor_system import (
+    connection_names,
     cores_per_worker,
     disk,
     findings,
@@ -18,7 +21,8 @@ from multigpu_cli.commands.doctor_system import (
 
 def test_this_machine_is_looked_at(tmp_path: Path) -> None:
     names = [finding.name for finding in findings(tmp_path / "not/yet", 4, 2)]
-    assert names == ["shared memory", "open files", "ports", "host name", f"disk ({tmp_path}/not/yet)", "CPU cores"]
+    limits, net = ["shared memory", "open files"], ["ports", "host name", "names of connections"]
+    assert names == [*limits, *net, f"disk ({tmp_path}/not/yet)", "CPU cores"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -48,6 +52,20 @@ def test_a_port_that_is_taken_is_noticed() -> None:
 def test_a_name_without_an_address_is_noticed() -> None:
     assert host_name("localhost").verdict == "ok"
     assert "/etc/hosts" in host_name("no-such-host.invalid").fix
+
+
+def test_a_name_server_that_does_not_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(address: tuple[str, int, int, int], flags: int) -> None:
+        time.sleep(0.7 if next(turn) == 20 else 0)
+        raise socket.gaierror
+
+    turn = count()
+    monkeypatch.setattr(socket, "getnameinfo", asked)
+    found = connection_names(doctor_system._asked_at_once())
+    assert (found.verdict, next(turn)) == ("warn", 32)
+    assert found.evidence.startswith("the slowest of 32 look-ups of ::ffff:127.0.0.1 took 7")
+    assert "/etc/hosts" in found.fix
+    assert connection_names([0.002, 0.1]).verdict == "ok"
 
 
 def test_the_disk_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,13 @@ def test_auto_finds_the_largest_that_fits(limit: int, found: int) -> None:
     assert ended.summary["faults"] == []
 
 
+def test_auto_begins_with_two_where_batch_norm_cannot_train_on_one() -> None:
+    ended = trained(**RUN | {"model": "tests.own:net", "batch_size": "auto"})
+    assert ended.error == ""
+    [start] = [event for event in journal.read("run/journal.jsonl") if event["event"] == "start"]
+    assert start["plan"]["batch_size"] == 16
+
+
 def test_what_auto_found_is_pinned() -> None:
     flags = RUN | GREEDY | {"batch_size": "auto"}
     trained(**flags, max_steps=2)
