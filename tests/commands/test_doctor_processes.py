@@ -26,9 +26,12 @@ def test_orphaned_workers_are_found(tmp_path: Path) -> None:
 
 
 def test_a_real_process_is_described() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    here = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], **here) as child:
+        assert child.stdout
+        child.stdout.readline()  # for a moment after it begins, a process has no command line
         found = known([child.pid])
         child.communicate(b"\n")
-    assert found[child.pid].command.endswith("-c input()")
+    assert found[child.pid].command.endswith("-c print(flush=True); input()")
     assert (found[child.pid].orphan, found[child.pid].ours) == (False, True)
     assert os.getpid() not in known([os.getpid()])
