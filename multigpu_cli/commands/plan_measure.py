@@ -114,13 +114,14 @@ def _crowded(learner: Learner, config: Config, workers: int) -> tuple[Work, Wire
         choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
         crowd(config, choice, "plan", Path(folder))
         seconds = json.loads(Path(folder, _RESULT).read_text())
-    sent = list(zip(map(float, _messages(learner)), seconds[_PHASES:], strict=True))
-    work = replace(_work(learner, seconds), reduction=sum(seconds[_PHASES:]))
-    return work, Wire.measured("gloo, between steps", workers, sent, overlaps=False)
+    work, sent = _work(learner, seconds), seconds[_PHASES:]
+    points = list(zip(_messages(learner), sent, strict=True))
+    work = replace(work, reduction=sum(sent if work.buffers else sent[:-1]))  # training sends no mere word
+    return work, Wire.measured("gloo, between steps", workers, points, overlaps=False)
 
 
 def _messages(learner: Learner) -> list[int]:
-    """Bytes of what travels in a step: DDP's buckets, in its own sizes, then the buffers, or a word."""
+    """Bytes of what travels in a step: DDP's buckets, in its own sizes, then the buffers, or a word for the latency."""
     work = _work(learner, [0.0] * _PHASES)
     return [*map(int, buckets(work.gradient)), work.buffers or 8]
 

@@ -78,6 +78,20 @@ def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPat
     assert alone.works[4].reduction is None, "beyond the cores there is nothing to be seen"
 
 
+def test_a_network_without_buffers_sends_its_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of four phases of a second each, a bucket of two seconds, and a word of one for the latency."""
+
+    def crowd(config: Any, choice: Choice, command: str, folder: Path) -> None:
+        (folder / "work.json").write_text(json.dumps([1.0] * 4 + [2.0, 1.0]))
+
+    monkeypatch.setattr(plan_measure, "_SECONDS", 0)
+    monkeypatch.setattr(plan_measure, "cores", lambda: 2)
+    monkeypatch.setattr(plan_measure, "crowd", crowd)
+    for model, reduction in ((OWN["model"], 2.0), ("tests.own:net", 3.0)):
+        work = measured(resolve(OWN | {"model": model, "batch_size": "20"}, [], None), [2]).works[2]
+        assert (work.data, work.commit, work.reduction) == (1.0, 1.0, reduction)
+
+
 def test_workers_beyond_the_cores_have_the_wire_of_those_that_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
