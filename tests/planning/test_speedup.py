@@ -54,6 +54,8 @@ def test_what_backward_hides_costs_nothing() -> None:
     assert exposed(replace(WORK, buffers=10_000_000), Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9 + 0.01), (
         "there is nothing to hide them behind"
     )
+    nothing_hidden = exposed(replace(WORK, buffers=10_000_000), Network(replace(WIRE, overlaps=False)), 2)
+    assert nothing_hidden == pytest.approx(51 * MIB / 1e9 + 0.01)
     assert step_seconds(WORK, Network(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
 
 
