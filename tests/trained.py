@@ -6,7 +6,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -55,24 +56,21 @@ def trained(
 
     As an agent does, the others are killed once one of them is gone for another reason than being done.
     """
-    fork = get_context("fork")
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    fork, agent = get_context("fork"), Agent(workers)
     request = (OWN | flags, list(sets), recipe, dry_run, screen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
         pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
         ranks = [
-            fork.Process(
-                target=_rank,
-                args=(dict(environ or {}) | launched(rank, workers, store.port, attempt), request, rank, pipes),
-            )
+            fork.Process(target=_rank, args=(agent, attempt, dict(environ or {}), request, rank, pipes))
             for rank in range(workers)
         ]
         for process in ranks:
             process.start()
-    answers = _answers([reader for reader, _ in pipes], ranks)
-    for process in ranks:
-        process.join()
+    with agent.serving():
+        answers = _answers([reader for reader, _ in pipes], ranks)
+        for process in ranks:
+            process.join()
     errors = [answer for answer in answers if answer is not None and answer[0]]
     kind, error, _ = errors[0] if errors else ("", "", None)
     summaries = [answer[2] for answer in answers if answer is not None and answer[2] is not None]
@@ -80,19 +78,42 @@ def trained(
     return Ended(summaries[0] if summaries and answers[0] is not None else {}, error, kind, killed)
 
 
-def launched(rank: int, workers: int, port: int, attempt: int) -> dict[str, str]:
-    if workers == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-    }
+class Agent:
+    """What torchrun's agent does for forked ranks: it keeps the store where they meet, and tells them where that is.
+
+    The store opens when all are forked. Its thread looks up the name of each connection, and a rank that is forked
+    meanwhile finds the C library's resolver locked for ever.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._asked, self._told = os.pipe()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        os.write(self._told, store.port.to_bytes(2) * self._workers)
+        try:
+            yield
+        finally:
+            os.close(self._asked)
+            os.close(self._told)
+
+    def variables(self, rank: int, attempt: int = 0) -> dict[str, str]:
+        """What a rank finds in its environment, once the store is open; nothing where it is alone."""
+        if self._workers == 1:
+            return {}
+        os.close(self._told)  # nobody waits for an agent that is gone
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._workers),
+            "LOCAL_WORLD_SIZE": str(self._workers),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(int.from_bytes(os.read(self._asked, 2))),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
 
 
 def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
@@ -123,11 +144,16 @@ def _end(ranks: list[Any]) -> bool:
 
 
 def _rank(
-    environ: dict[str, str], request: tuple[Any, ...], rank: int, pipes: list[tuple[Connection, Connection]]
+    agent: Agent,
+    attempt: int,
+    environ: dict[str, str],
+    request: tuple[Any, ...],
+    rank: int,
+    pipes: list[tuple[Connection, Connection]],
 ) -> None:
     flags, sets, recipe, dry_run, screen = request
     faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
-    os.environ.update(environ)
+    os.environ.update(environ | agent.variables(rank, attempt))
     settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:

@@ -6,19 +6,17 @@ import warnings
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch.distributed as dist
-
 import main_multi_gpu
-from tests.trained import launched
+from tests.trained import Agent
 
 
 def outputs(workers: int, words: list[str], folder: Path) -> list[str]:
     """What each rank printed."""
-    fork, store = get_context("fork"), dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    fork, agent = get_context("fork"), Agent(workers)
     files = [folder / f"rank{rank}.txt" for rank in range(workers)]
 
     def work(rank: int) -> None:
-        os.environ.update(launched(rank, workers, store.port, 0))
+        os.environ.update(agent.variables(rank))
         sys.stdout = files[rank].open("w")
         main_multi_gpu.leave(main_multi_gpu.run(words))
 
@@ -27,8 +25,9 @@ def outputs(workers: int, words: list[str], folder: Path) -> list[str]:
         ranks = [fork.Process(target=work, args=(rank,)) for rank in range(workers)]
         for process in ranks:
             process.start()
-    for process in ranks:
-        process.join(60)
-        process.kill()
-        assert process.exitcode == 0
+    with agent.serving():
+        for process in ranks:
+            process.join(60)
+            process.kill()
+            assert process.exitcode == 0
     return [file.read_text() for file in files]
