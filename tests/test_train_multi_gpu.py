@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train_multi_gpu
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.speedup import ASSUMED, Network, Work, forecast
+from multigpu_cli.planning.speedup import ASSUMED, Network, Work, buckets, forecast
 from multigpu_cli.runtime.world import World
 from tests.api.brought import loader, network
 from tests.gloo import each_rank
@@ -111,7 +111,7 @@ def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = train_multi_gpu.estimate_training_speedup(4, **measured)
     assert [row["workers"] for row in rows] == [1, 4]
     assert 3 < rows[1]["speedup"] <= 4
-    work = Work(0.0, 0.01, 0.02, 0.0, 40_000_000)
+    work = Work(0.0, 0.01, 0.02, 0.0, buckets(40_000_000))
     same = forecast(
         [4], [work], Network(ASSUMED["nvlink4"]), micro_batch=32, global_batch=None, samples=10**6, epochs=1
     )

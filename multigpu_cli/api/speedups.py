@@ -9,7 +9,7 @@ from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.launch import run_function
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.planning.speedup import ASSUMED, Network, Work, forecast
+from multigpu_cli.planning.speedup import ASSUMED, Network, Work, buckets, forecast
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 
 
@@ -96,7 +96,7 @@ def estimate_training_speedup(
     counts = sorted({1, *([num_gpus] if isinstance(num_gpus, int) else num_gpus)})
     if counts[0] < 1 or batch_size < 1:
         raise RequestError(f"num_gpus={num_gpus}, batch_size={batch_size}: at least 1 each")
-    work = Work(data_seconds, forward_seconds, backward_seconds, commit_seconds, 4 * parameters)
+    work = Work(data_seconds, forward_seconds, backward_seconds, commit_seconds, buckets(4 * parameters))
     network = Network(ASSUMED[wire])
     rows = forecast(
         counts,

@@ -177,6 +177,8 @@ def _notes(alone: Alone, config: Config, wished: Wishes, rows: list[Row]) -> Ite
         yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
     if config.batch.global_size is None and wished.noise_scale is None:
         yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
+    if config.communication.grad_compression == "powersgd":
+        yield "PowerSGD sends less than this: gradients are counted whole, as in its first steps"
     end = where_it_ends(rows)
     if end < rows[-1].workers:
         yield f"beyond {counted(end, 'worker')}, the next row saves less than a tenth of the time"

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from multigpu_cli.runtime.collectives import gathered, greatest
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.strategies.buckets import measured_cap
 from multigpu_cli.tasks.sources import of_samples
 
 _SECONDS, _WARM_UP = 3.0, 3
@@ -83,7 +86,7 @@ def measured(config: Config, counts: list[int]) -> Alone:
             if world.device.type == "cpu":
                 works, wire = _on_cores(learner, config, counts)
             else:
-                works, wire = dict.fromkeys(counts, _work(learner, typical_step(_taken(learner)[None]))), None
+                works, wire = dict.fromkeys(counts, _by_itself(learner)), None
             return Alone(learner, works, wire, _memory(learner, whole, half), whole.flops_per_sample, note)
 
 
@@ -95,16 +98,21 @@ def _on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict
     works, wire = {}, None
     for workers in counts:
         if 1 < workers <= cores():
-            works[workers], wire = _crowded(learner, config, workers)
+            works[workers], wire = _crowded(config, workers)
         else:
             with with_threads(threads_for(workers)):
-                works[workers] = _work(learner, typical_step(_taken(learner)[None]))
+                works[workers] = _by_itself(learner)
     if wire is None and max(counts) > cores() > 1:
-        _, wire = _crowded(learner, config, cores())
+        _, wire = _crowded(config, cores())
     return works, wire
 
 
-def _crowded(learner: Learner, config: Config, workers: int) -> tuple[Work, Wire]:
+def _by_itself(learner: Learner) -> Work:
+    data, forward, backward, commit = typical_step(_taken(learner)[None])
+    return Work(data, forward, backward, commit, *_sent(learner))
+
+
+def _crowded(config: Config, workers: int) -> tuple[Work, Wire]:
     """So many processes at once, which take their steps together.
 
     The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
@@ -113,23 +121,34 @@ def _crowded(learner: Learner, config: Config, workers: int) -> tuple[Work, Wire
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
         choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
         crowd(config, choice, "plan", Path(folder))
-        seconds = json.loads(Path(folder, _RESULT).read_text())
-    work, sent = _work(learner, seconds), seconds[_PHASES:]
-    points = list(zip(_messages(learner), sent, strict=True))
-    work = replace(work, reduction=sum(sent if work.buffers else sent[:-1]))  # training sends no mere word
+        found = json.loads(Path(folder, _RESULT).read_text())
+    messages, after = tuple(found["messages"]), found["after"]
+    data, forward, backward, commit, *sent = found["seconds"]
+    points = list(zip(_words(messages, after), sent, strict=True))
+    reduction = sum(sent if after else sent[:-1])  # training sends no mere word
+    work = Work(data, forward, backward, commit, messages, after, reduction)
     return work, Wire.measured("gloo, between steps", workers, points, overlaps=False)
 
 
-def _messages(learner: Learner) -> list[int]:
-    """Bytes of what travels in a step: DDP's buckets, in its own sizes, then the buffers, or a word for the latency."""
-    work = _work(learner, [0.0] * _PHASES)
-    return [*map(int, buckets(work.gradient)), work.buffers or 8]
+def _words(messages: Sequence[float], after: float) -> list[float]:
+    """Bytes of what the crowd sends in a step: the messages of a training, or at the end a word for the latency."""
+    return [*messages, after or 8.0]
 
 
-def _work(learner: Learner, seconds: Sequence[float]) -> Work:
-    data, forward, backward, commit = seconds[:_PHASES]
+def _sent(learner: Learner, world: World | None = None) -> tuple[tuple[float, ...], float]:
+    """Bytes of what a step sends: each message that is under way while backward goes on, and what follows it.
+
+    --bucket-cap-mb auto is measured where there is a world to measure it in.
+    """
+    config, model = learner.settled.config, learner.kept.model
     gradient = sum(p.nbytes for p in learner.trained)
-    return Work(data, forward, backward, commit, gradient, 8 * sum(b.numel() for b in learner.kept.model.buffers()))
+    if config.reproducibility.exact:
+        return (), float(gradient + sum(buffer.nbytes for buffer in model.buffers()))
+    cap: Any = config.communication.bucket_cap_mb
+    if cap == "auto":
+        cap = measured_cap(model, world) if world else None
+    share = 0.5 if config.communication.grad_compression in ("fp16", "bf16") else 1.0
+    return tuple(share * size for size in buckets(gradient, cap)), 8.0 * sum(b.numel() for b in model.buffers())
 
 
 def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
@@ -152,10 +171,12 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
         learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), alone, place)
         with closing(learner.train), with_threads(threads_for(world.size)):
-            sent = [torch.zeros(-(-size // 4)) for size in _messages(learner)]
-            everyone = torch.stack(gathered(world, _taken(learner, world, sent)))
+            messages, after = _sent(learner, world)
+            words = [torch.zeros(ceil(size / 4)) for size in _words(messages, after)]
+            everyone = torch.stack(gathered(world, _taken(learner, world, words)))
         if world.main:
-            (folder / _RESULT).write_text(json.dumps(typical_step(everyone)))
+            found = {"messages": messages, "after": after, "seconds": typical_step(everyone)}
+            (folder / _RESULT).write_text(json.dumps(found))
 
 
 def built(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:

@@ -13,7 +13,7 @@ from math import ceil, inf, isfinite
 
 from multigpu_cli.planning.batch import BatchPlan
 
-_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes, DDP's own sizes
+_FIRST_BUCKET, _BUCKET = 1, 25  # MiB, DDP's own sizes
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Work:
         data: fetching a micro-batch.
         forward, backward: of a micro-batch.
         commit: clipping and the optimizer, once a step.
-        gradient: bytes that are reduced, bucket by bucket, as backward goes on.
-        buffers: bytes that are reduced after it.
+        messages: bytes of each that is reduced as backward goes on.
+        after: bytes that are reduced when it has ended.
         reduction: seconds of both, where as many workers were seen to take their steps together.
     """
 
@@ -98,34 +98,34 @@ class Work:
     forward: float
     backward: float
     commit: float
-    gradient: int
-    buffers: int = 0
+    messages: tuple[float, ...]
+    after: float = 0.0
     reduction: float | None = None
 
 
-def buckets(size: int) -> list[float]:
-    """How DDP cuts a gradient: a small first bucket, then full ones."""
-    if size <= _FIRST_BUCKET:
-        return [float(size)]
-    rest = size - _FIRST_BUCKET
-    full, left = divmod(rest, _BUCKET)
-    return [float(_FIRST_BUCKET), *[float(_BUCKET)] * full, *([float(left)] if left else [])]
+def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
+    """How DDP cuts a gradient of so many bytes: into buckets of `cap` MiB, or its own after a small first one."""
+    first, full = (2.0**20 * mib for mib in ((cap, cap) if cap else (_FIRST_BUCKET, _BUCKET)))
+    if size <= first:
+        return (float(size),)
+    count, left = divmod(size - first, full)
+    return (first, *[full] * int(count), *([left] if left else []))
 
 
 def exposed(work: Work, network: Network, workers: int) -> float:
     """Seconds of the reduction that backward does not hide."""
     if workers == 1:
         return 0.0
-    after = network.all_reduce(work.buffers, workers) if work.buffers else 0.0
+    after = network.all_reduce(work.after, workers) if work.after else 0.0
     if not network.inside.overlaps:
-        modelled = sum(network.all_reduce(size, workers) for size in buckets(work.gradient)) + after
+        modelled = sum(network.all_reduce(size, workers) for size in work.messages) + after
         return modelled if work.reduction is None else work.reduction
     done, reduced = 0.0, 0.0
-    for size in buckets(work.gradient):
+    for size in work.messages:
         done += size
-        ready = work.backward * done / work.gradient  # as if gradients came evenly
+        ready = work.backward * done / sum(work.messages)  # as if gradients came evenly
         reduced = max(reduced, ready) + network.all_reduce(size, workers)
-    return reduced - work.backward + after
+    return max(0.0, reduced - work.backward) + after
 
 
 def step_seconds(work: Work, network: Network, workers: int, accumulation: int) -> float:

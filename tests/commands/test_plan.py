@@ -32,7 +32,7 @@ def test_memory_and_arithmetic_are_those_of_the_network() -> None:
     assert memory.per_sample == 4 * (16 + 3)
     assert alone.flops_per_sample == 2 * 2 * 96 + 3 * 2 * 48
     (work,) = alone.works.values()
-    assert work.gradient == 576
+    assert (work.messages, work.after) == ((576,), 0)
     assert min(work.data, work.forward, work.backward, work.commit) > 0
 
 
@@ -68,8 +68,8 @@ def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plan_measure, "cores", lambda: 2)
     alone = measured(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2, 4])
     model, two = alone.learner.kept.model, alone.works[2]
-    assert two.gradient == 4 * sum(p.numel() for p in model.parameters())
-    assert two.buffers == 8 * sum(buffer.numel() for buffer in model.buffers()) > 0
+    assert two.messages == (4 * sum(p.numel() for p in model.parameters()),)
+    assert two.after == 8 * sum(buffer.numel() for buffer in model.buffers()) > 0
     assert min(two.data, two.forward, two.backward, two.commit) > 0
     assert alone.wire
     assert not alone.wire.overlaps, "the cores that carry the bytes are those that compute"
@@ -78,24 +78,52 @@ def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPat
     assert alone.works[4].reduction is None, "beyond the cores there is nothing to be seen"
 
 
-def test_a_network_without_buffers_sends_its_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of four phases of a second each, a bucket of two seconds, and a word of one for the latency."""
+@pytest.mark.parametrize(
+    ("flags", "messages", "after"),
+    [
+        ({}, (1, 3.5), 0),
+        ({"bucket_cap_mb": "2"}, (2, 2, 0.5), 0),
+        ({"grad_compression": "bf16"}, (0.5, 1.75), 0),
+        ({"exact": True}, (), 4.5),
+    ],
+)
+def test_a_step_sends_what_the_settings_say(flags: dict[str, Any], messages: tuple[float, ...], after: float) -> None:
+    """4.5 MiB of gradients; with --exact they travel when backward has ended."""
+    config = resolve(OWN | {"batch_size": "4"} | flags, [f"model.args.width={2**17}"], None)
+    (work,) = measured(config, [1]).works.values()
+    assert [size / 2**20 for size in work.messages] == list(messages)
+    assert work.after / 2**20 == after
+
+
+def test_the_size_of_buckets_is_measured_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_measure, "measured_cap", lambda model, world: world.size)
+    config = resolve(OWN | {"batch_size": "4"}, [f"model.args.width={2**17}"], None)
+    messages, _ = plan_measure._sent(measured(config, [1]).learner, World(torch.device("cpu"), size=2))
+    assert [size / 2**20 for size in messages] == [2, 2, 0.5]
+
+
+@pytest.mark.parametrize(("after", "reduction"), [(0.0, 2.0), (88.0, 3.0)])
+def test_a_network_without_buffers_sends_its_gradients_alone(
+    after: float, reduction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of four phases of a second each, a bucket of two seconds, and the buffers, or a mere word, of one."""
 
     def crowd(config: Any, choice: Choice, command: str, folder: Path) -> None:
-        (folder / "work.json").write_text(json.dumps([1.0] * 4 + [2.0, 1.0]))
+        found = {"messages": [576.0], "after": after, "seconds": [1.0] * 4 + [2.0, 1.0]}
+        (folder / "work.json").write_text(json.dumps(found))
 
     monkeypatch.setattr(plan_measure, "_SECONDS", 0)
     monkeypatch.setattr(plan_measure, "cores", lambda: 2)
     monkeypatch.setattr(plan_measure, "crowd", crowd)
-    for model, reduction in ((OWN["model"], 2.0), ("tests.own:net", 3.0)):
-        work = measured(resolve(OWN | {"model": model, "batch_size": "20"}, [], None), [2]).works[2]
-        assert (work.data, work.commit, work.reduction) == (1.0, 1.0, reduction)
+    work = measured(resolve(OWN | {"batch_size": "20"}, [], None), [2]).works[2]
+    assert (work.data, work.commit, work.messages, work.after) == (1.0, 1.0, (576.0,), after)
+    assert work.reduction == reduction
 
 
 def test_workers_beyond_the_cores_have_the_wire_of_those_that_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def crowded(learner: Any, config: Any, workers: int) -> Any:
+    def crowded(config: Any, workers: int) -> Any:
         seen.append(workers)
         return None, f"between {workers}"
 

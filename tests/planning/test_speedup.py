@@ -20,7 +20,7 @@ from multigpu_cli.planning.speedup import (
 
 MIB = 2**20
 WIRE = Wire("test", 0.0, 1e9, "")
-WORK = Work(data=0.01, forward=0.1, backward=0.2, commit=0.02, gradient=51 * MIB)
+WORK = Work(data=0.01, forward=0.1, backward=0.2, commit=0.02, messages=buckets(51 * MIB))
 
 
 def test_a_ring() -> None:
@@ -37,9 +37,11 @@ def test_across_machines_each_worker_carries_its_part() -> None:
 
 
 def test_buckets_are_those_of_ddp() -> None:
-    assert buckets(1000) == [1000]
-    assert buckets(51 * MIB) == [MIB, 25 * MIB, 25 * MIB]
-    assert buckets(30 * MIB) == [MIB, 25 * MIB, 4 * MIB]
+    assert buckets(1000) == (1000,)
+    assert buckets(51 * MIB) == (MIB, 25 * MIB, 25 * MIB)
+    assert buckets(30 * MIB) == (MIB, 25 * MIB, 4 * MIB)
+    assert buckets(9 * MIB, 4) == (4 * MIB, 4 * MIB, MIB), "a size that was asked for is that of the first one, too"
+    assert buckets(3 * MIB, 4) == (3 * MIB,)
 
 
 def test_what_backward_hides_costs_nothing() -> None:
@@ -51,17 +53,19 @@ def test_what_backward_hides_costs_nothing() -> None:
     assert exposed(WORK, Network(replace(WIRE, overlaps=False)), 2) == pytest.approx(51 * MIB / 1e9), (
         "nothing is hidden"
     )
-    assert exposed(replace(WORK, buffers=10_000_000), Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9 + 0.01), (
+    assert exposed(replace(WORK, after=10_000_000), Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9 + 0.01), (
         "there is nothing to hide them behind"
     )
-    nothing_hidden = exposed(replace(WORK, buffers=10_000_000), Network(replace(WIRE, overlaps=False)), 2)
+    nothing_hidden = exposed(replace(WORK, after=10_000_000), Network(replace(WIRE, overlaps=False)), 2)
     assert nothing_hidden == pytest.approx(51 * MIB / 1e9 + 0.01)
+    last = replace(WORK, messages=(), after=51 * MIB)
+    assert exposed(last, Network(WIRE), 2) == pytest.approx(51 * MIB / 1e9), "--exact sends when backward has ended"
     assert step_seconds(WORK, Network(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
 
 
 @given(st.integers(1, 2**31), st.integers(2, 64), st.floats(1e7, 1e12), st.floats(0, 1e-3))
 def test_no_wire_is_better_than_none(gradient: int, workers: int, bandwidth: float, latency: float) -> None:
-    work, network = replace(WORK, gradient=gradient), Network(Wire("any", latency, bandwidth, ""))
+    work, network = replace(WORK, messages=buckets(gradient)), Network(Wire("any", latency, bandwidth, ""))
     hidden = exposed(work, network, workers)
     assert 0 <= hidden <= sum(network.all_reduce(size, workers) for size in buckets(gradient)) + 1e-9
     assert sum(buckets(gradient)) == gradient
