@@ -119,8 +119,9 @@ def low_floors_know_no_torch(tree: Tree) -> Iterator[str]:
 def files_are_short(tree: Tree) -> Iterator[str]:
     for path, text in tree.items():
         lines = len(text.splitlines())
-        if not path.startswith("tests/") and lines > 300:
-            yield f"{path}: {lines} lines, at most 300"
+        limit = 300 if path == "multigpu_cli/engine.py" else 400  # the heart stays on one page
+        if not path.startswith("tests/") and lines > limit:
+            yield f"{path}: {lines} lines, at most {limit}"
 
 
 def functions_are_short(tree: Tree) -> Iterator[str]:
@@ -213,6 +214,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (low_floors_know_no_torch, "multigpu_cli/config/schema.py", "def late():\n    from torch import nn"),
     (low_floors_know_no_torch, "main_multi_gpu.py", "import torch.distributed as dist"),
     (files_are_short, "multigpu_cli/engine.py", "x = 1\n" * 301),
+    (files_are_short, "multigpu_cli/launch.py", "x = 1\n" * 401),
     (functions_are_short, HOME, LONG),
     (functions_are_short, HOME, "class A:\n    async " + LONG.replace("\n", "\n    ").rstrip()),
     (only_the_console_prints, "multigpu_cli/engine.py", "print('loss')"),
