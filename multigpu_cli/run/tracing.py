@@ -1,6 +1,8 @@
 """One micro-batch forward and backward under observation: its arithmetic, and what it keeps in memory for backward."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ class Traced:
     Attributes:
         samples: in the micro-batch.
         flops: forward and backward, of matrix products, convolutions and attention; a multiplication with its addition
-            counts two.
+            counts two. What checkpointed blocks compute a second time is not in it.
         activations: bytes that forward keeps for backward, beside parameters, buffers and inputs.
     """
 
@@ -45,15 +47,33 @@ def traced(learner: Learner, size: int) -> Traced:
             kept[_place(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, _as_it_is):
+    with _Counter() as counter, saved_tensors_hooks(pack, _as_it_is):
         with learner.strategy.accumulating(last=False), learner.precision.autocast():
             loss = learner.task.loss_sum(learner.strategy.callable, batch)
+        counter.in_backward = True
         (loss * 0).backward()
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for buffer, was in zip(model.buffers(), before, strict=True):
             buffer.copy_(was)
     return Traced(len(batch.indices), counter.get_total_flops(), sum(kept.values()))
+
+
+class _Counter(FlopCounterMode):
+    """Counts what a model computes, without what checkpointed blocks compute again.
+
+    Attributes:
+        in_backward: set when backward begins. From then on autograd's own work runs with gradients disabled, and only a
+            forward that is repeated (torch.utils.checkpoint, or a user's autograd function) has them enabled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.in_backward = False
+        self.flop_registry = {name: partial(self._counted, flops_of) for name, flops_of in self.flop_registry.items()}
+
+    def _counted(self, flops_of: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        return 0 if self.in_backward and torch.is_grad_enabled() else flops_of(*args, **kwargs)
 
 
 def _as_it_is(tensor: Any) -> Any:

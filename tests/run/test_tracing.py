@@ -22,10 +22,17 @@ def plain(input_shape: tuple[int, ...], num_classes: int, width: int = 16) -> nn
     )
 
 
-def learner(tmp_path: Path, model: str, **flags: str) -> Learner:
-    words = {"data": "tests.own:tensors", "model": model, "save_dir": str(tmp_path / "run")} | flags
+def in_a_block(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(input_shape[0], 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()),
+        nn.Linear(16, num_classes),
+    )
+
+
+def learner(tmp_path: Path, model: str, **flags: str | bool) -> Learner:
+    words = {"data": "tests.own:tensors", "model": model, "save_dir": str(tmp_path / "run")}
     choice = Choice("single", (CPU,), 0, "test")
-    return build_learner(settle(resolve(words, [], None), choice, World(CPU)), choice, World(CPU))
+    return build_learner(settle(resolve(words | flags, [], None), choice, World(CPU)), choice, World(CPU))
 
 
 def test_two_matrices(tmp_path: Path) -> None:
@@ -43,6 +50,16 @@ def test_activations_grow_with_the_batch_and_nothing_else_is_counted(tmp_path: P
     ten, forty = traced(made, 10).activations, traced(made, 40).activations
     assert (forty - ten) / 30 == 4 * (16 + 3)
     assert ten < 10 * 4 * (16 + 3) + 64
+
+
+def test_checkpointed_blocks_keep_less_and_are_counted_once(tmp_path: Path) -> None:
+    """What backward computes a second time is work, but not the model's: it must not raise its MFU."""
+    whole, checkpointed = (
+        traced(learner(tmp_path / str(on), "tests.run.test_tracing:in_a_block", grad_checkpointing=on), 10)
+        for on in (False, True)
+    )
+    assert checkpointed.flops == whole.flops
+    assert whole.activations - checkpointed.activations == 10 * 4 * 16, "the output of the first Tanh"
 
 
 def test_it_leaves_no_trace(tmp_path: Path) -> None:
