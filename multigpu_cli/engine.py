@@ -268,7 +268,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
             run.watch.at(number, "last backward" if last else "backward", batch.indices)
             run.precision.backward(value, strategy.loss_factor / run.units.expected(samples))
         if run.noise.wants(number + 1, len(passes), len(fetched) + 1):
-            run.noise.look(run.trained, len(batch.indices), samples)
+            run.noise.look(run.trained)
         strategy.micro_batch_done(batch.index)
         losses[batch.index] = value.detach()
         fetched.append(batch.indices)

@@ -23,7 +23,7 @@ class NoiseScale(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """|gradient|² of a small and of a large batch, and their samples."""
+    """|gradient|² of a small and of a large batch, each a mean over its samples or tokens, and their samples."""
 
     small: float
     large: float
@@ -41,13 +41,12 @@ class NoiseMeter:
 
     Args:
         interval: steps between log lines; 0 never looks.
-        factor: what the loss of a micro-batch was multiplied by beside 1 / (samples of the global batch).
+        factor: what the loss of a micro-batch was multiplied by, beside what all losses of a step are divided by.
     """
 
     def __init__(self, interval: int, factor: float = 1.0) -> None:
         self._interval, self._factor = interval, factor
         self._norm: Tensor | None = None
-        self._samples = (0, 0)
         self._estimates: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
 
     def wants(self, step: int, passes: int, done: int) -> bool:
@@ -55,22 +54,19 @@ class NoiseMeter:
         return bool(self._interval) and done == 1 and passes > 1 and step % self._interval == 0
 
     @torch.no_grad()
-    def look(self, parameters: list[Tensor], samples: int, of: int) -> None:
-        """Keep the norm of what a first micro-batch of so many samples, of a global batch's `of`, left in `.grad`."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._norm, self._samples = torch.nn.utils.get_total_norm(gradients), (samples, of)
+    def look(self, parameters: list[Tensor]) -> None:
+        """Keep the norm of what a first micro-batch left in `.grad`."""
+        self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def small_norm(self) -> float | None:
-        """|gradient|² of the micro-batch that was looked at since the last call, as a mean over its samples."""
+        """The norm that was kept since the last call, of losses without the factor."""
         norm, self._norm = self._norm, None
-        if norm is None:
-            return None
-        return (float(norm) * self._samples[1] / self._samples[0] / self._factor) ** 2
+        return None if norm is None else float(norm) / self._factor
 
-    def add(self, small: float, large: float) -> None:
-        """Take over a step: |gradient|² of its micro-batches (mean over the ranks) and of its global batch."""
-        if self._samples[0] and math.isfinite(small) and math.isfinite(large):
-            self._estimates.append(Norms(small, large, *self._samples).signal_and_noise())
+    def add(self, norms: Norms) -> None:
+        """Take over a step; on all ranks, whoever has looked."""
+        if math.isfinite(norms.small) and math.isfinite(norms.large):
+            self._estimates.append(norms.signal_and_noise())
 
     def value(self) -> NoiseScale | None:
         """The ratio of the mean estimates; None while there are few, or where the signal drowns."""

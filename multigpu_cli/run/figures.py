@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peaks import peak_flops
 from multigpu_cli.run.parts import Run
 
@@ -37,10 +38,26 @@ def of_the_gradient(run: Run, rows: Sequence[Sequence[float]], norm: float) -> d
     """
     small = [row[3] for row in rows if not math.isnan(row[3])]
     if small:
-        run.noise.add(sum(small) / len(small), norm**2)
+        run.noise.add(_norms(run, small, norm))
     found = run.noise.value()
     scale = {"noise_scale": found.value, "noise_scale_spread": found.spread} if found else {}
     return {"grad_norm": norm} | scale
+
+
+def _norms(run: Run, small: Sequence[float], large: float) -> Norms:
+    """What the plan says of the step just done makes of the norms: every rank does it, also one that did not look.
+
+    A first micro-batch of several is never short. Its loss was divided by the units that were expected in the step, and
+    it has its share of those that there were.
+
+    Args:
+        small, large: norms of the gradients that ranks looked at, and of the global batch's.
+    """
+    batches = run.plan.batches
+    samples = batches.samples_in((run.progress.step - 1) % batches.steps_per_epoch)
+    first = batches.micro_batch * run.strategy.lanes
+    scale = run.units.expected(samples) / (max(1, int(run.units.last)) * first / samples)
+    return Norms(sum((scale * norm) ** 2 for norm in small) / len(small), large**2, first, samples)
 
 
 def of_all(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:

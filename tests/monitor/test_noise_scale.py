@@ -62,20 +62,23 @@ def test_where_the_signal_drowns_nothing_is_said() -> None:
 
 
 def test_the_meter_undoes_what_the_loss_was_multiplied_by() -> None:
-    """Two of eight samples; DDP multiplies by its three workers, and every loss is divided by the global count."""
     meter = NoiseMeter(interval=5, factor=3.0)
     assert meter.wants(10, passes=2, done=1)
     assert [meter.wants(11, 2, 1), meter.wants(10, 1, 1), meter.wants(10, 2, 2)] == [False] * 3
     assert not NoiseMeter(0).wants(0, 2, 1)
     weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0]) * 2 * 3 / 8  # a mean of (3, 4) over two samples
-    meter.look([weight], 2, 8)
-    assert meter.small_norm() == pytest.approx(25.0)
+    weight.grad = torch.tensor([3.0, 4.0]) * 3
+    meter.look([weight])
+    assert meter.small_norm() == pytest.approx(5.0)
     assert meter.small_norm() is None
+
+
+def test_a_meter_that_never_looked_learns_from_the_others() -> None:
+    meter, norms = NoiseMeter(interval=5), Norms(25.0, 10.0, 2, 8)
     for _ in range(5):
-        meter.add(25.0, 10.0)
+        meter.add(norms)
     found = meter.value()
     assert found is not None
     assert found.value == pytest.approx((25 - 10) / (1 / 2 - 1 / 8) / ((80 - 50) / 6))
-    meter.add(math.nan, 1.0)
+    meter.add(norms._replace(small=math.nan))
     assert meter.value() == found

@@ -88,17 +88,28 @@ def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
     assert line["comm_share"] is None
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, workers: int) -> None:
-    """Micro-batch and global batch then have the same mean gradient, whatever their losses were multiplied by."""
-    flags = {"data": "tests.own:OneSample", "model": "tests.run.test_tracing:plain", "lr": "1e-4"}
-    sizes = {"batch_size": "5", "grad_accum_steps": "2", "max_steps": "6", "log_interval": "1"}
-    trained(workers, save_dir=str(tmp_path / "a"), **flags | sizes)
+@pytest.mark.parametrize(("workers", "global_batch"), [(1, 10), (2, 20), (2, 15)])
+def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, workers: int, global_batch: int) -> None:
+    """Micro-batch and global batch then have the same mean gradient, whatever their losses were multiplied by.
+
+    Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two.
+    """
+    flags: dict[str, Any] = {"model": "tests.run.test_tracing:plain", "lr": 1e-4}
+    flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 6, "log_interval": 1}
+    trained(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.own:OneSample"})
     line = last_line(tmp_path / "a")
     assert line["noise_scale"] < 1e-4
     assert line["noise_scale_spread"] < 1e-4
-    trained(workers, save_dir=str(tmp_path / "b"), **flags | sizes | {"data": "tests.own:tensors"})
+    trained(workers, save_dir=str(tmp_path / "b"), **flags)
     assert last_line(tmp_path / "b")["noise_scale"] > 0.1, "and others have some"
+
+
+def test_tokens_that_do_not_count_do_not_hide_the_noise(tmp_path: Path) -> None:
+    """Half of the tokens count: the loss is divided by all of them at first, and the gradient set right afterwards."""
+    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "lr": 1e-4}
+    flags |= {"batch_size": 5, "grad_accum_steps": 2, "max_steps": 6, "log_interval": 1, "save_dir": str(tmp_path)}
+    trained(1, **flags, sets=["model.depth=1", "model.width=16", "model.heads=2"])
+    assert last_line(tmp_path)["noise_scale"] > 0.1
 
 
 def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> None:
