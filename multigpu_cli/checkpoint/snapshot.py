@@ -17,7 +17,7 @@ class Progress:
     """How far a run is; everything about data and randomness follows from `step`.
 
     Attributes:
-        step: optimizer steps done.
+        step: the place in the schedule: optimizer steps done, and those that a task has left out (PPO's target_kl).
         best: metrics of the best evaluation so far, with its epoch; empty before the first.
         score: that evaluation's score, as the task orders it.
         stale_epochs: evaluations since then.

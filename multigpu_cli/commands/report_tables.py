@@ -33,7 +33,7 @@ def outcome(runs: Sequence[Told]) -> Table:
     rows += [(label(name), [_measured(name, each.get(name)) for each in final]) for name in ordered]
     rows += [
         ("best epoch", [_cell((run.summary.get("best") or {}).get("epoch")) for run in runs]),
-        ("optimizer steps", [f"{run.history.step:,}" for run in runs]),
+        ("optimizer steps", [f"{run.history.steps_taken:,}" for run in runs]),
         ("training time", [_seconds(run.summary.get("train_seconds")) for run in runs]),
         ("start-up", [_seconds(run.summary.get("startup_seconds")) for run in runs]),
         ("samples per second", [_whole(run.summary.get("samples_per_second")) for run in runs]),
@@ -66,7 +66,7 @@ def plan_against_reality(run: Told) -> Table:
         ("workers", plan.get("workers"), " → ".join(_changes(a.start.get("plan", {}) for a in history.attempts))),
         ("samples per micro-batch", plan.get("batch_size"), now.get("batch_size")),
         ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
-        ("optimizer steps", plan.get("total_steps"), steps),
+        ("optimizer steps", plan.get("total_steps"), history.steps_taken),
         ("epochs", number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)), number(steps / per_epoch)),
         ("greatest learning rate, of the steps logged", plan.get("learning_rate"), max(rates, default=None)),
         ("precision", plan.get("precision"), run.summary.get("precision")),

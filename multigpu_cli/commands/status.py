@@ -27,7 +27,7 @@ class Status:
 
     Attributes:
         state: starting, running, completed, stopped, failed, or died (gone without a word).
-        step, total_steps: optimizer steps done and planned.
+        step, total_steps: optimizer steps planned, and how far in them it is.
         samples_per_second: of the last window of the journal.
         eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
         checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.

@@ -28,6 +28,9 @@ class Feed(Protocol):
     def follows(self, step: int, plan: BatchPlan) -> int:
         """The step after this one, counted over the run; all ranks ask together."""
 
+    def steps_after(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps taken up to this place in the schedule: fewer than `step` where some were left out."""
+
     def samples_after(self, step: int, plan: BatchPlan) -> int:
         """Samples trained in so many steps."""
 

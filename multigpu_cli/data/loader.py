@@ -84,6 +84,10 @@ class Loader:
         """The step after this one, counted over the run."""
         return step + 1
 
+    def steps_after(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps taken up to this place in the schedule: none is left out."""
+        return step
+
     def samples_after(self, step: int, plan: BatchPlan) -> int:
         """Samples trained in so many steps."""
         return plan.samples_after(step)

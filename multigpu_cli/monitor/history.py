@@ -61,11 +61,17 @@ class History:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are known to be done."""
+        """How far in the schedule it is known to be: of its optimizer steps, those that are done or were left out."""
         if not self.attempts:
             return 0
         ended = int((self.attempts[-1].end or {}).get("step", 0))
         return max([self.attempts[-1].resumed_at, ended, *self.train, *(step for step, _ in self.evals)])
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps up to there, as far as the task tells that it left some out."""
+        taken: int = (self.last_train or {}).get("steps_taken", self.step)
+        return taken
 
     def add(self, event: Event) -> None:
         """Take over one event."""

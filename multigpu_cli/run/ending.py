@@ -84,7 +84,7 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
         "device": run.plan.device,
         "precision": run.plan.precision,
         "epochs": progress.step // batches.steps_per_epoch,
-        "steps": progress.step,
+        "steps": run.train.steps_after(progress.step, batches),
         "samples": run.train.samples_after(progress.step, batches),
         "global_batch_size": batches.global_batch,
         "train_seconds": seconds,

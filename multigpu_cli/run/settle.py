@@ -93,8 +93,8 @@ class Settled:
     @property
     def nothing_to_do(self) -> bool:
         """Whether the folder holds this very run, completed."""
-        ended = self.start.summary or {}
-        long_enough = self.same_length or ended.get("steps", 0) >= self.plan.schedule.total_steps
+        manifest, ended = self.start.manifest or {}, self.start.summary or {}
+        long_enough = self.same_length or manifest.get("step", 0) >= self.plan.schedule.total_steps
         return ended.get("status") == "completed" and long_enough
 
     @property

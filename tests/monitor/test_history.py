@@ -37,6 +37,12 @@ def test_after_a_resume_only_what_counts_is_left() -> None:
     assert second.end is not None
 
 
+def test_steps_that_a_task_left_out_are_done_but_not_taken() -> None:
+    assert folded(FIRST).steps_taken == folded(FIRST).step == 4
+    found = folded([*FIRST, at(10, "train", step=8, steps_taken=5, loss=1.0)])
+    assert (found.step, found.steps_taken) == (8, 5)
+
+
 def test_a_run_that_begins_anew_forgets_what_was() -> None:
     found = folded([*FIRST, at(20, "start", plan={}, resumed_from=None)])
     assert (found.train, found.evals, found.step) == ({}, {}, 0)

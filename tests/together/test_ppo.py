@@ -70,9 +70,19 @@ def test_the_same_bits_on_one_two_and_four_workers_with_exact() -> None:
     assert len({summary["fingerprint"] for summary in marks.values()}) == 1
     assert len({str(summary["final"]) for summary in marks.values()}) == 1
     assert torch.equal(curve("on1"), curve("on4"))
-    assert marks[1]["steps"] == 16, "slots that a stop leaves out count as done"
     assert marks[1]["samples"] == 4 * 6 * 14, "one pass of two each time"
     assert events("train", "on1")[-1]["env_steps"] == 4 * 6 * 14
+
+
+def test_steps_that_a_moved_policy_leaves_out_were_not_taken() -> None:
+    """They count in the schedule alone: there four updates are sixteen steps, of which eight are taken."""
+    assert done(2, "task.args.target_kl=1e-9")["steps"] == 8
+    last = events("train")[-1]
+    assert (last["step"], last["steps_taken"], events("end")[0]["step"]) == (16, 8, 16)
+    assert done(1, "task.args.target_kl=1e-9", epochs=3)["steps"] == 8
+    assert len(events("start")) == 1, "it has been trained for longer: nothing to do"
+    assert done(1, "task.args.target_kl=1e-9", epochs=6)["steps"] == 12
+    assert events("resume")[0]["step"] == 16
 
 
 @pytest.mark.slow

@@ -120,6 +120,10 @@ class Rollouts:
         self._far = self.told.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
         return step - within + plan.steps_per_epoch if self._far else step + 1
 
+    def steps_after(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps taken up to this place in the schedule, without those that a moved policy left out."""
+        return self.told.taken
+
     def samples_after(self, step: int, plan: BatchPlan) -> int:
         """Decisions that the optimizer has learned from, each as often as it did."""
         return self.told.decisions

@@ -28,6 +28,11 @@ class Told:
         self._slots = torch.empty(0)
         self._own_steps, self._own_seconds, self._steps_before = 0, 0.0, 0
 
+    @property
+    def taken(self) -> int:
+        """Optimizer steps: all of them learn from equally many decisions."""
+        return self.decisions // self._source.pieces[1]  # type: ignore[index]
+
     def state(self) -> dict[str, Any]:
         """The counts."""
         return {"decisions": self.decisions, "steps": self.steps, "episodes": self.episodes}
@@ -75,6 +80,8 @@ class Told:
             seconds: of training since the last time.
         """
         fields: dict[str, Any] = {"env_steps": self.steps, "episodes": self.episodes}
+        if self._source.settings.target_kl:
+            fields["steps_taken"] = self.taken
         if self._ended[0]:
             count, rewards, lengths = self._ended
             fields |= {"episode_reward": rewards / count, "episode_length": lengths / count}

@@ -165,6 +165,7 @@ def test_a_pass_that_moves_the_policy_too_far_ends_the_epoch() -> None:
         told.append(made.rollouts.follows(number, plan))
     assert told == [1, 4]
     assert made.rollouts.samples_after(4, plan) == 2 * plan.global_batch
+    assert made.rollouts.steps_after(4, plan) == 2
 
 
 class Adopting(nn.Module):
