@@ -281,7 +281,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     strategy.undo(skipped)
     if run.kept.average:
         run.kept.average.update_parameters(run.kept.model)
-    run.nonfinite.note(skipped)
+    run.nonfinite.note(number, skipped)
     if run.tally:
         run.tally.add(losses.values(), run.units.last)
     if run.trace:

@@ -23,27 +23,25 @@ class Nonfinite:
         self._limit = _IN_A_ROW_FP16 if fp16 else _IN_A_ROW
         self._since: list[Tensor] = [torch.zeros(0, device=device)]  # the steps since the last reading, (n,) each
         self._fresh: list[Tensor] = []  # the newest of them, () each
+        self._numbers: list[int] = []  # of all these steps: some may have been left out between them
         self._row, self._longest = 0, 0
 
-    def note(self, skipped: Tensor) -> None:
-        """Add one step: () 1.0 where it was skipped, 0.0 where not."""
+    def note(self, step: int, skipped: Tensor) -> None:
+        """Add one step, counted from 0: () 1.0 where it was skipped, 0.0 where not."""
+        self._numbers.append(step)
         self._fresh.append(skipped)
         if len(self._fresh) == _MOST_LOOSE:
             self._pack()
 
-    def read(self, step: int) -> list[int]:
-        """The steps skipped since the last reading, counted from 0 (a host sync).
-
-        Args:
-            step: steps done.
-        """
+    def read(self) -> list[int]:
+        """The steps skipped since the last reading, counted from 0 (a host sync)."""
         self._pack()
-        flags = torch.cat(self._since).tolist()
-        self._since = self._since[:1]
+        flags, numbers = torch.cat(self._since).tolist(), self._numbers
+        self._since, self._numbers = self._since[:1], []
         for skipped in flags:
             self._row = self._row + 1 if skipped else 0
             self._longest = max(self._longest, self._row)
-        return [step - len(flags) + place for place, skipped in enumerate(flags) if skipped]
+        return [step for step, skipped in zip(numbers, flags, strict=True) if skipped]
 
     def judge(self, skipped: list[int]) -> None:
         """Whether training may go on after these steps.

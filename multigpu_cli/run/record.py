@@ -113,7 +113,7 @@ def look_for_nonfinite(run: Run) -> None:
     Raises:
         TrainingError: too many, or any with --nonfinite stop.
     """
-    skipped = run.nonfinite.read(run.progress.step)
+    skipped = run.nonfinite.read()
     if not skipped:
         return
     samples = _samples_of(run, skipped[-1])
