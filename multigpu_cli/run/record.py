@@ -3,7 +3,7 @@
 import platform
 import resource
 import time
-from math import fsum
+from math import fsum, isnan
 from typing import Any
 
 import torch
@@ -202,18 +202,23 @@ def judge(run: Run) -> None:
         return
     found = evaluate(run, "val", run.val)
     score = list(run.task.score(found.metrics))
-    if not progress.score or score > progress.score:
+    if _beats(score, progress.score):
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in found.metrics.items()}
         progress.best = {"epoch": epoch, "step": progress.step, **found.metrics, **named}
         if run.world.main:
             with run.meters.paused():
                 run.best = host_copy(run.kept.for_use().state_dict())
-    else:
+    elif progress.best:
         progress.stale_epochs += 1
         if run.config.length.patience and progress.stale_epochs >= run.config.length.patience:
             progress.stopped_early = True
             run.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
+
+
+def _beats(score: list[float], best: list[float]) -> bool:
+    """Whether a score is the greatest so far: one with NaN in it never is, and any other beats it."""
+    return not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best)
 
 
 def save(run: Run) -> None:

@@ -150,7 +150,7 @@ class Task(ABC):
         return {}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
-        """Orders results: the greater is the better one."""
+        """Orders results: the greater is the better one; with NaN in it, it is never the best."""
         return (-metrics["loss"],)
 
     @torch.inference_mode()

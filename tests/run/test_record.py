@@ -1,5 +1,8 @@
 """What a run leaves behind when something went wrong on the way."""
 
+import json
+from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 
 from multigpu_cli.monitor import journal
-from tests.trained import trained
+from tests.trained import Ended, trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
 
@@ -75,3 +78,68 @@ def test_a_damaged_checkpoint_stays_as_evidence() -> None:
     assert trained(**RUN | {"epochs": 6}, checkpoint_every="3", keep="2").error == ""
     assert "damaged_step_00000012" in folders()
     assert "step_00000036" in folders()
+
+
+# -- which evaluation is the best
+
+
+@pytest.fixture
+def judged() -> Callable[..., Ended]:
+    """A run whose evaluations have these scores, one an epoch."""
+    Path("planned.py").write_text(
+        """
+import json
+from pathlib import Path
+
+from multigpu_cli.tasks.classification import Classification
+
+class Planned(Classification):
+    def __init__(self, source, config):
+        super().__init__(source, config)
+        self.scores = iter(json.loads(Path("scores.json").read_text()))
+
+    def score(self, metrics):
+        return next(self.scores), 0.5
+"""
+    )
+
+    def run(scores: list[float], **flags: Any) -> Ended:
+        Path("scores.json").write_text(json.dumps(scores))
+        return trained(**RUN | {"epochs": len(scores), "task": "planned:Planned"} | flags)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([nan, 0.1, nan], 2),
+        ([0.2, nan, 0.1], 1),
+        ([-inf, 0.1, 0.3], 3),
+        ([0.1, 0.3, 0.3], 2),
+        ([nan, nan], None),
+    ],
+    ids=["nan first", "nan later", "infinite first", "as good again", "nothing but nan"],
+)
+def test_the_best_is_the_first_of_the_greatest_numbers(
+    judged: Callable[..., Ended], scores: list[float], best: int | None
+) -> None:
+    ended = judged(scores)
+    assert ended.error == ""
+    assert ended.summary["best"].get("epoch") == best
+    found = torch.load("run/best.pt", weights_only=True)["metrics"]
+    assert found.get("epoch") == best, "without a best evaluation these are the last weights"
+
+
+@pytest.mark.parametrize(
+    ("scores", "epochs"), [([nan, nan, nan, 0.1, nan, 0.1, 0.1], 6), ([0.1, 0.2, 0.1, 0.1, 0.3], 4)]
+)
+def test_patience_counts_from_the_best_number(judged: Callable[..., Ended], scores: list[float], epochs: int) -> None:
+    assert judged(scores, early_stopping_patience=2).summary["epochs"] == epochs
+
+
+def test_a_longer_run_has_all_its_patience_again(judged: Callable[..., Ended]) -> None:
+    patient = {"early_stopping_patience": 2, "epochs": 5}
+    assert judged([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
+    longer = judged([0.1, 0.1], **patient | {"epochs": 9}).summary
+    assert (longer["epochs"], longer["best"]["epoch"]) == (5, 1)
