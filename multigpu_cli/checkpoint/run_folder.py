@@ -35,6 +35,7 @@ class Start:
         because: the decision in words, for the plan.
         origin: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
         smaller: the micro-batch to begin with, where an attempt before the first checkpoint ran out of memory.
+        global_batch: that attempt's, which stays what it was.
         holder: the rank whose disk has the checkpoint.
     """
 
@@ -46,6 +47,7 @@ class Start:
     because: str
     origin: str | None = None
     smaller: int | None = None
+    global_batch: int | None = None
     holder: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +109,8 @@ def _in_folder(folder: Path, attempt: int) -> Start:
         notes.append(f"out of memory in an earlier attempt: micro-batches of {told['batch_size']}")
     if newest is None:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no whole checkpoint"
-        return Start(str(folder), None, None, None, notes, because, smaller=told.get("batch_size"))
+        start = Start(str(folder), None, None, None, notes, because)
+        return replace(start, smaller=told.get("batch_size"), global_batch=told.get("global_batch_size"))
     newest.manifest["pins"].update(told)
     return _going_on(folder, newest, read_summary(folder), notes)
 

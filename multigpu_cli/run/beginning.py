@@ -48,11 +48,13 @@ def _complain(error: TrainingError | None, world: World, holder: int) -> None:
 
 def _with_notes(start: Start, world: World) -> Start:
     """A rank that ran out of memory left word of smaller micro-batches on its own node."""
-    told = read_note(Path(start.folder)).get("batch_size", 0) if world.local_rank == 0 else 0
-    sizes = [int(size) for size in gathered(world, torch.tensor([told], device=world.device)) if size]
+    note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
+    told = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)
+    sizes = [(size, whole) for size, whole in torch.stack(gathered(world, told)).tolist() if size]
     if not sizes:
         return start
+    smaller, whole = min(sizes)
     if not start.manifest:
-        return replace(start, smaller=min(sizes))
-    pins = start.manifest["pins"] | {"batch_size": min(sizes)}
+        return replace(start, smaller=smaller, global_batch=whole or None)
+    pins = start.manifest["pins"] | {"batch_size": smaller}
     return replace(start, manifest=start.manifest | {"pins": pins})

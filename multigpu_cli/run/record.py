@@ -164,7 +164,8 @@ def survive_out_of_memory(run: Run) -> None:
         return
     with needed(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
-        leave_note(run.folder, {"batch_size": run.plan.batches.micro_batch})
+        batches = run.plan.batches
+        leave_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
     raise TrainingError(
         f"rank {run.world.rank} ran out of memory at step {run.progress.step}",
         remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",

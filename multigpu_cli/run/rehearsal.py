@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.learner import Learner, first_batch
-from multigpu_cli.run.settle import with_batch
+from multigpu_cli.run.settle import with_batch, with_measured_batch
 from multigpu_cli.runtime.collectives import greatest
 
 _MOST_WITHOUT_GPU = 256  # where memory has no edge that can be felt, a larger micro-batch gains nothing
@@ -28,7 +28,7 @@ def rehearse(learner: Learner) -> list[str]:
         _take_the_largest(learner)
         return []
     if smaller := learner.settled.start.smaller:
-        learner.settled = with_batch(learner.settled, smaller, learner.choice, learner.world)
+        learner.settled = with_batch(learner.settled, smaller)
     _try_the_shortest(learner)
     size, notes = learner.plan.batches.micro_batch, []
     while not _fits(learner, size):
@@ -65,7 +65,7 @@ def shrink(learner: Learner) -> str:
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise TrainingError(f"out of memory with micro-batches of {size} ({why})", remedy=_REMEDY)
-    learner.settled = with_batch(learner.settled, size // 2, learner.choice, learner.world)
+    learner.settled = with_batch(learner.settled, size // 2)
     kinds = {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
     text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
     return text + (f"; smaller micro-batches for {' and '.join(sorted(kinds))} too" if kinds else "")
@@ -85,7 +85,7 @@ def _take_the_largest(learner: Learner) -> None:
     if not best:
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
     because = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
-    learner.settled = with_batch(learner.settled, best, learner.choice, learner.world, because=because)
+    learner.settled = with_measured_batch(learner.settled, best, learner.choice, learner.world, because)
     _try_the_shortest(learner)
 
 

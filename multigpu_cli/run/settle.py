@@ -128,6 +128,8 @@ def settle(
         pins = start.manifest["pins"]
         origin = str(Path(str(start.checkpoint)).parents[1])
         words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
+    elif start.global_batch and not config.batch.global_size:
+        pins = {"global_batch_size": start.global_batch}
     config = with_settings(words, _resolved(pins)) if pins else words
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
     if world.size > 1:
@@ -152,22 +154,23 @@ def _opened(config: Config, choice: Choice, world: World, source: Source | None)
     return source
 
 
-def with_batch(settled: Settled, size: int, choice: Choice, world: World, *, because: str = "") -> Settled:
-    """The same request with another micro-batch, measured since.
+def with_batch(settled: Settled, size: int) -> Settled:
+    """The same request with another micro-batch; the global batch, and so the schedule, stay as they are."""
+    batches = replace(settled.plan.batches, micro_batch=size)
+    return replace(settled, plan=replace(settled.plan, batches=batches))
 
-    A global batch that somebody fixed, or a run that has begun, keeps its size; --batch-size auto settles it now.
-    """
-    before, measured = settled.plan, settled.words.batch.size == "auto" and not settled.start.manifest
-    if measured:
-        config = with_settings(settled.config, {"batch_size": size})
-        plan = _plan(settled.words, config, choice, world, settled.start, settled.source, settled.brought)
-        return replace(settled, config=config, plan=replace(plan, size_because=because))
-    return replace(settled, plan=replace(before, batches=replace(before.batches, micro_batch=size)))
+
+def with_measured_batch(settled: Settled, size: int, choice: Choice, world: World, because: str) -> Settled:
+    """What --batch-size auto has found before the first step: it settles the global batch too, if nobody fixed one."""
+    config = with_settings(settled.config, {"batch_size": size})
+    plan = _plan(settled.words, config, choice, world, settled.start, settled.source, settled.brought)
+    return replace(settled, config=config, plan=replace(plan, size_because=because))
 
 
 def _resolved(pins: dict[str, Any]) -> dict[str, Any]:
     """Settings that stand for the pins: accumulation is derived anew from the number of workers."""
-    return {key: value for key, value in pins.items() if key in SETTINGS} | {"grad_accum_steps": None, "base_lr": None}
+    found = {key: value for key, value in pins.items() if key in SETTINGS} | {"grad_accum_steps": None}
+    return found | ({"base_lr": None} if "lr" in pins else {})
 
 
 def _plan(

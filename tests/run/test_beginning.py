@@ -70,9 +70,9 @@ def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
 
 def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "node1" / "run").mkdir(parents=True)
-    leave_note(tmp_path / "node1" / "run", {"batch_size": 4})
-    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))
-    assert found[0] == found[1] == [None, 0, 4, None, "run"]
+    leave_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
+    found = on_disks_of_their_own(tmp_path, lambda world: [*begun(world, RUN), agreed_start(RUN, world).global_batch])
+    assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
     named = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({}, [], None))[4])
     assert named[0] == named[1]
 

@@ -124,3 +124,42 @@ def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> No
     assert not Path("run").exists()
     assert trained(**RUN | alone, sets=["data.args.train=61", "model.args.norm=false"]).error == ""
     assert trained(**RUN | alone | {"save_dir": "dropped", "drop_last": True}, sets=["data.args.train=61"]).error == ""
+
+
+# -- global batch and total steps change after step 1 by explicit length flags alone
+
+
+AUTO: dict[str, Any] = {"save_dir": "run", "batch_size": "auto", "epochs": 3, "log_interval": 1} | GREEDY
+
+
+def plans(folder: str = "run") -> list[tuple[int, int, float]]:
+    """Global batch, total steps and learning rate, as each attempt has planned them."""
+    starts = [event["plan"] for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "start"]
+    return [(plan["global_batch_size"], plan["total_steps"], plan["learning_rate"]) for plan in starts]
+
+
+def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it_is() -> None:
+    plenty = trained(**AUTO | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+    shrunk = trained(**AUTO, sets=["model.args.after=8"])  # seven passes find 32, the eighth is step 1
+    assert shrunk.error == ""
+    assert plans() == plans("plenty")
+    assert [shrunk.summary[name] for name in ("global_batch_size", "steps", "epochs")] == [32, 6, 3]
+    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert shrunk.summary["final"] == pytest.approx(plenty.summary["final"], rel=1e-5)
+    assert [action.split(", the same")[0] for action in faults()][
+        -1
+    ] == "out of memory: micro-batches of 2 instead of 4"
+
+
+@pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
+@pytest.mark.parametrize("workers", [2, 1])
+def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None:
+    """On as many workers and on fewer, with and without a checkpoint to go on from."""
+    late = {"sets": ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"], "checkpoint_every": every}
+    assert "rank 1 ran out of memory at step 1" in trained(2, **AUTO, **late).error
+    assert trained(workers, **AUTO, **late, attempt=1).error == ""
+    assert trained(1, **AUTO | {"max_steps": 7, "epochs": 4}, **late).error == ""
+    *same, longer = plans()
+    assert same[0][:2] == (32, 6)
+    assert same == [same[0]] * len(same)
+    assert longer == (32, 7, same[0][2]), "by --epochs and --max-steps"

@@ -43,7 +43,13 @@ def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
 def test_what_is_due_stays_due_until_it_is_saved() -> None:
     """A rollout is not cut in its middle: what falls due there is saved at its end."""
     every = Rhythm(CheckpointConfig(every="3"))
-    assert [every.due(step - 1, step, epoch_ended=False) for step in (1, 2, 3, 4, 5)] == [False, False, True, True, True]
+    assert [every.due(step - 1, step, epoch_ended=False) for step in (1, 2, 3, 4, 5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     every.saved()
     assert [every.due(step - 1, step, epoch_ended=True) for step in (5, 6)] == [False, True]
 
