@@ -3,12 +3,17 @@
 Within a step every micro-batch starts from the same buffers; at its end they move by the mean of what the micro-batches
 would have changed. With one micro-batch a step that is exactly what torch does; with several, one worker that runs them
 in turn and several that run them side by side end alike. Mean of changes, not of values: constants keep their bits.
+Whole numbers move by the mean towards zero, in whole numbers; a flag changes if any micro-batch changed it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import torch
 from torch import Tensor, nn
+
+from multigpu_cli.errors import TrainingError
+
+_HALF = 32  # bits: a sum of such halves is exact in float64
 
 
 class StepBuffers:
@@ -24,88 +29,202 @@ class StepBuffers:
     def __init__(
         self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor], *, always: bool = False
     ) -> None:
-        self._all = [torch.view_as_real(b) if b.is_complex() else b for b in model.buffers()]
-        self._together, self._total = workers > 1 or always, total
+        self._places = _places(model)
+        buffers = [place.buffer for place in self._places]
+        real = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
+        self._kinds = [_Kind([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
+        self._shared, self._total = workers > 1 or always, total
         self._micro_batches = 1
-        self._kinds = [[b for b in self._all if b.dtype == kind] for kind in {b.dtype: None for b in self._all}]
-        self._before: list[Tensor] = []  # one flat copy for each kind
-        self._start: list[Tensor] = []
-        self._change: list[Tensor] = []
 
+    @property
+    def _by_changes(self) -> bool:
+        return self._micro_batches > 1 or self._shared
+
+    @torch.no_grad()
     def begin(self, micro_batches: int) -> None:
-        """Note where the step starts; nothing to do where one micro-batch is all there is."""
+        """Note where the step starts."""
         self._micro_batches = micro_batches
-        self._start, self._change = [], []
-        if self._all:
-            self._before = [_flat(kind) for kind in self._kinds]
-            if micro_batches > 1 or self._together:
-                self._start = [buffer.detach().clone() for buffer in self._all]
-                self._change = self.no_change()
+        self._bring_home()
+        for kind in self._kinds:
+            kind.begin()
 
     def no_change(self) -> list[Tensor]:
-        """Zeros, as a micro-batch that changes nothing would give."""
-        return [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self._all] if self._start else []
+        """Zeros, as a micro-batch that changes nothing would give in `taken`."""
+        return [kind.zeros() for kind in self._floating()]
 
     @torch.no_grad()
     def taken(self) -> list[Tensor]:
-        """What the micro-batch that has just run changed; the buffers are back at the start afterwards."""
+        """What the micro-batch that has just run changed in floating buffers; all are back at the start afterwards.
+
+        What it changed in whole numbers is added up here: they have one sum in any order.
+        """
+        self._bring_home()
         changes = []
-        for buffer, start in zip(self._all, self._start, strict=bool(self._start)):
-            changes.append(_moved(start, buffer))
-            buffer.copy_(start)
+        for kind in self._kinds:
+            change = kind.take()
+            if kind.floating:
+                changes.append(change)
+            else:
+                kind.add(change)
         return changes
 
+    @torch.no_grad()
     def collect(self) -> None:
         """After one micro-batch: add its change to those of the others on this worker."""
-        if not self._change:
-            return
-        for change, fresh in zip(self._change, self.taken(), strict=True):
-            change += fresh
+        if self._by_changes:
+            for kind, change in zip(self._floating(), self.taken(), strict=True):
+                kind.add(change)
 
     @torch.no_grad()
     def abandon(self) -> None:
         """Go back to the start of a step that can't be finished."""
-        for kind, before in zip(self._kinds, self._before, strict=True):
-            _put_back(kind, before)
-        self._start, self._change = [], []
+        self._bring_home()
+        for kind in self._kinds:
+            kind.put(kind.start)
 
     def undo(self, skipped: Tensor) -> None:
         """Go back to the start if the step was skipped, or a NaN would stay in the statistics; no host sync."""
-        for kind, before in zip(self._kinds, self._before, strict=True):
-            _put_back(kind, torch.where(skipped.bool(), before, _flat(kind)))
-
-    def finish(self) -> None:
-        """After the last: move by the mean change of all micro-batches on all workers."""
-        if self._change:
-            flat = self._total(torch.cat([change.flatten().double() for change in self._change]))
-            parts = flat.split([change.numel() for change in self._change])
-            self.move([part.view_as(change) for part, change in zip(parts, self._change, strict=True)])
+        for kind in self._kinds:
+            kind.put(torch.where(skipped.bool(), kind.start, kind.now()))
 
     @torch.no_grad()
-    def move(self, changes: list[Tensor]) -> None:
-        """Move by the sum of all micro-batches' changes, divided by their number."""
-        for buffer, change in zip(self._all, changes, strict=bool(changes)):
-            buffer += (change / self._micro_batches).to(buffer.dtype)
+    def finish(self, summed: list[Tensor] | None = None) -> None:
+        """After the last: move by the mean change of all micro-batches on all workers.
+
+        Args:
+            summed: the changes in floating buffers, where they have been added up over all workers already.
+        """
+        self._bring_home()
+        if not self._by_changes:
+            return
+        if summed is not None:
+            for kind, change in zip(self._floating(), summed, strict=True):
+                kind.move(change, self._micro_batches)
+        if travelling := [kind for kind in self._kinds if summed is None or not kind.floating]:
+            sent = [kind.packed() for kind in travelling]
+            parts = self._total(torch.cat(sent)).split([len(part) for part in sent])
+            for kind, part in zip(travelling, parts, strict=True):
+                kind.move(kind.unpacked(part), self._micro_batches)
+
+    def _floating(self) -> list["_Kind"]:
+        return [kind for kind in self._kinds if kind.floating]
+
+    def _bring_home(self) -> None:
+        """Let registered tensors hold what forward put in their places."""
+        for place in self._places:
+            if place.owner[place.name] is not place.buffer:
+                place.bring_home(alone=not self._by_changes)
 
 
-@torch.no_grad()
-def _flat(buffers: list[Tensor]) -> Tensor:
-    """(n,) a copy of all elements: one kernel, where a copy of each would be hundreds in a deep network."""
-    return torch.cat([buffer.flatten() for buffer in buffers])
+class _Place:
+    """Where a module keeps a buffer, and the tensor that is registered there."""
+
+    def __init__(self, owner: MutableMapping[str, Tensor | None], name: str, full_name: str, *, kept: bool) -> None:
+        found = owner[name]
+        assert found is not None
+        self.owner, self.name, self.buffer, self._full_name, self._kept = owner, name, found, full_name, kept
+
+    def bring_home(self, *, alone: bool) -> None:
+        """Copy what was bound here since into the registered tensor, and bind that again.
+
+        A table of another size, as positions and masks grow for longer sequences, is left to its model.
+
+        Raises:
+            TrainingError: it is in checkpoints, and its changes have no mean; not where one micro-batch is `alone`.
+        """
+        bound, shape = self.owner[self.name], tuple(self.buffer.shape)
+        if bound is not None and bound.shape == shape:
+            self.buffer.copy_(bound.detach())
+            self.owner[self.name] = self.buffer
+        elif self._kept and not alone:
+            now = "nothing" if bound is None else tuple(bound.shape)
+            raise TrainingError(
+                f"forward changed the buffer {self._full_name} from {shape} to {now}: its changes have no mean",
+                remedy="give it its shape when it is registered, or keep it out of the state: persistent=False",
+            )
 
 
-@torch.no_grad()
-def _put_back(buffers: list[Tensor], flat: Tensor) -> None:
-    parts = flat.split([buffer.numel() for buffer in buffers])
-    torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+class _Kind:
+    """All buffers of one number format, seen as one flat tensor: one kernel, where a copy of each would be hundreds.
+
+    Attributes:
+        floating: whether changes are added up in this format; those of whole numbers are in wider ones.
+        start: (n,) what they were when the step began.
+    """
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self._buffers = buffers
+        self.format, self.floating = buffers[0].dtype, buffers[0].is_floating_point()
+        narrow = torch.int32 if self.format.itemsize <= 2 else torch.int64
+        self._wide = self.format if self.floating else narrow
+        self.begin()
+
+    @torch.no_grad()
+    def now(self) -> Tensor:
+        """(n,) a copy of all elements."""
+        return torch.cat([buffer.flatten() for buffer in self._buffers])
+
+    @torch.no_grad()
+    def put(self, flat: Tensor) -> None:
+        """Write all elements."""
+        parts = flat.split([buffer.numel() for buffer in self._buffers])
+        views = [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
+        torch._foreach_copy_(self._buffers, views)
+
+    def begin(self) -> None:
+        """Start from here, with no change."""
+        self.start = self.now()
+        self._change: Tensor | None = None
+
+    def zeros(self) -> Tensor:
+        """(n,) no change."""
+        return torch.zeros_like(self.start, dtype=self._wide)
+
+    def take(self) -> Tensor:
+        """(n,) now minus start, which they are at again afterwards; an infinite mask that stays has moved by zero."""
+        now = self.now()
+        self.put(self.start)
+        if self.floating:
+            return torch.where(now == self.start, 0.0, now - self.start)
+        return now.to(self._wide) - self.start.to(self._wide)
+
+    def add(self, change: Tensor) -> None:
+        """Add a change to those of this worker; its memory may be used."""
+        self._change = change if self._change is None else self._change.add_(change)
+
+    def packed(self) -> Tensor:
+        """(m,) float64, of which the sum over workers is the sum of the changes."""
+        change = self.zeros() if self._change is None else self._change
+        if self._wide != torch.int64:
+            return change.double()
+        return torch.cat([change >> _HALF, change & (2**_HALF - 1)]).double()
+
+    def unpacked(self, summed: Tensor) -> Tensor:
+        """(n,) the sum of the changes."""
+        if self._wide != torch.int64:
+            return summed
+        high, low = summed.long().chunk(2)
+        return (high << _HALF) + low
+
+    def move(self, change: Tensor, micro_batches: int) -> None:
+        """By the mean of so many changes, whose sum this is."""
+        if self.floating:
+            moved = self.start + (change / micro_batches).to(self.format)
+        elif self.format == torch.bool:
+            moved = self.start ^ change.bool()
+        else:
+            mean = torch.div(change.long(), micro_batches, rounding_mode="trunc")
+            moved = (self.start.long() + mean).to(self.format)
+        self.put(moved)
 
 
-def _moved(start: Tensor, end: Tensor) -> Tensor:
-    """End minus start; an infinite mask that stays has moved by zero, and a counter may be beyond what floats hold."""
-    if not end.is_floating_point():
-        return (end.long() - start.long()).to(_wide(end))
-    return torch.where(end == start, 0.0, end - start)
-
-
-def _wide(buffer: Tensor) -> torch.dtype:
-    return buffer.dtype if buffer.is_floating_point() else torch.float32
+def _places(model: nn.Module) -> list[_Place]:
+    """One for each registered tensor."""
+    found: dict[int, _Place] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kept = name not in module._non_persistent_buffers_set
+                full_name = f"{path}.{name}" if path else name
+                found.setdefault(id(buffer), _Place(module._buffers, name, full_name, kept=kept))
+    return list(found.values())

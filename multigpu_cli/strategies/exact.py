@@ -5,18 +5,20 @@ buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so 
 than two ranks; here only `a + b` on this device does arithmetic, and the network moves bytes.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.buffers import StepBuffers
 from multigpu_cli.strategies.tree import Tree, cover
 from multigpu_cli.strategies.waiting import LastBucket
 
-Sum = list[Tensor]  # one tensor for each parameter and buffer
+Sum = list[Tensor]  # one tensor for each parameter, and for each number format of floating buffers
 
 
 class Exact(Strategy):
@@ -36,9 +38,6 @@ class Exact(Strategy):
         self._buffers = StepBuffers(model, world.size, self._total, always=True)
         self._world = world
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        formats = {t.dtype for t in (*self._trained, *model.buffers()) if t.is_floating_point()}
-        if len(formats) > 1:
-            raise RequestError(f"--exact needs a model in one number format; this one has {sorted(map(str, formats))}")
         self._leaves = 0
         self._tree: Tree[Sum] = Tree(_add)
         self._wait = LastBucket([], world.device)
@@ -67,35 +66,40 @@ class Exact(Strategy):
                 whole = self._across_workers()
         for parameter, gradient in zip(self._trained, whole, strict=False):
             parameter.grad = gradient
-        self._buffers.move(whole[len(self._trained) :])
+        self._buffers.finish(whole[len(self._trained) :])
 
     def waited(self) -> float | None:
         return self._wait.read()
 
     def _across_workers(self) -> Sum:
         """Go on with the same tree over the workers; every rank ends with the same sum."""
-        blocks = [_block(self._leaves, self._world.size, rank) for rank in range(self._world.size)]
+        ranks = self._world.size
+        covers = [cover(*_block(self._leaves, ranks, rank)) for rank in range(ranks)]
         mine = [node.value for node in self._tree.nodes]
         self._tree.nodes.clear()
         like = mine[0] if mine else self._zeros()
-        flat = [torch.cat([t.flatten().to(_wide(like)) for t in value]) for value in mine]
-        size = sum(t.numel() for t in like)
-        covers = [cover(*block) for block in blocks]
-        if not _is_tree_of(covers):
-            found = self._by_pieces(flat, covers, size, like)
-        elif len(blocks) == 2:
-            dist.all_reduce(found := flat[0])  # two operands: either order gives the same bits
-        else:
-            _in_pairs(found := flat[0], self._world)
-        for tensor, part in zip(like, found.split([t.numel() for t in like]), strict=True):
-            tensor.copy_(part.view_as(tensor))  # laid out as on one worker, and no second copy of the gradient
+        for places in _by_format(like):  # each in its own, or those of one worker would have other roundings
+            flat = [torch.cat([value[place].flatten() for place in places]) for value in mine]
+            found = self._summed(flat, covers, [like[place] for place in places])
+            for place, part in zip(places, found.split([like[place].numel() for place in places]), strict=True):
+                like[place].copy_(part.view_as(like[place]))  # laid out as on one worker, and no second copy
         return like
 
-    def _by_pieces(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], size: int, like: Sum) -> Tensor:
+    def _summed(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
+        """The sum over workers of what each of them has for its nodes."""
+        if not _is_tree_of(covers):
+            return self._by_pieces(flat, covers, like)
+        if len(covers) == 2:
+            dist.all_reduce(flat[0])  # two operands: either order gives the same bits
+        else:
+            _in_pairs(flat[0], self._world)
+        return flat[0]
+
+    def _by_pieces(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
         """Each rank finishes the tree for its own piece of the vector, and then everybody gets all pieces."""
-        ranks = self._world.size
+        ranks, size = self._world.size, sum(t.numel() for t in like)
         piece = -(-size // ranks)
-        dtype, device = _wide(like), self._world.device
+        dtype, device = like[0].dtype, self._world.device
         mine = torch.zeros(len(flat), piece * ranks, dtype=dtype, device=device)
         for row, vector in zip(mine, flat, strict=True):
             row[:size] = vector
@@ -109,6 +113,10 @@ class Exact(Strategy):
         pieces = [torch.empty(piece, dtype=dtype, device=device) for _ in range(ranks)]
         dist.all_gather(pieces, tree.total().contiguous())
         return torch.cat(pieces)[:size]
+
+    def _total(self, values: Tensor) -> Tensor:
+        """Of whole numbers."""
+        return total(self._world, values)
 
     def _zeros(self) -> Sum:
         return [torch.zeros_like(p) for p in self._trained] + self._buffers.no_change()
@@ -168,9 +176,9 @@ def _add(left: Sum, right: Sum) -> Sum:
     return left
 
 
-def _wide(tensors: Sum) -> torch.dtype:
-    """The type that holds all of them; a model in one type keeps it."""
-    found = tensors[0].dtype
-    for tensor in tensors:
-        found = torch.promote_types(found, tensor.dtype)
-    return found
+def _by_format(tensors: Sum) -> Iterable[list[int]]:
+    """The places of those of one number format, for each of the formats."""
+    found: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(place)
+    return found.values()

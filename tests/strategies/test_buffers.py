@@ -1,6 +1,10 @@
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
@@ -22,6 +26,14 @@ class Statistics(nn.Module):
     def see(self, value: float) -> None:
         self.mean.mul_(0.9).add_(0.1 * value)
         self.count.add_(1)
+
+
+def step(buffers: StepBuffers, model: nn.Module, values: Sequence[float]) -> None:
+    buffers.begin(len(values))
+    for value in values:
+        model.see(value)
+        buffers.collect()
+    buffers.finish()
 
 
 def test_one_micro_batch_is_exactly_what_torch_does() -> None:
@@ -139,3 +151,98 @@ def test_a_model_without_buffers_sends_nothing() -> None:
     buffers.begin(8)
     buffers.collect()
     buffers.finish()
+
+
+class Rebinding(nn.Module):
+    """Buffers that forward replaces, as `self.mean = …` does, rather than writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([1.0, 2.0]))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def see(self, value: float, length: int = 3) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * value
+        if length > len(self.table):
+            self.table = torch.arange(float(length))
+
+
+@pytest.mark.parametrize("values", [(6.0,), (3.0, 6.0, 9.0)], ids=["one micro-batch", "accumulated"])
+def test_a_buffer_that_forward_replaces_counts_like_one_it_writes_into(values: tuple[float, ...]) -> None:
+    model, told = Rebinding(), torch.tensor([1.0, 2.0])
+    buffers, registered = StepBuffers(model, 1, kept), model.mean
+    for _ in range(2):
+        step(buffers, model, values)
+        told = 0.9 * told + 0.1 * 6.0
+        assert torch.allclose(model.mean, told)
+        assert model.mean is registered, "whoever holds it sees it move: a checkpoint, an average, DDP"
+
+
+def test_a_replaced_buffer_goes_back_with_a_skipped_step_and_an_abandoned_one() -> None:
+    model = Rebinding()
+    buffers = StepBuffers(model, 1, kept)
+    step(buffers, model, [torch.nan])
+    buffers.undo(torch.tensor(1.0))
+    assert model.mean.tolist() == [1.0, 2.0]
+    buffers.begin(2)
+    model.see(5.0)
+    buffers.abandon()
+    assert model.mean.tolist() == [1.0, 2.0]
+
+
+def test_a_table_that_grows_is_left_to_its_model() -> None:
+    """Positions and masks for longer sequences are made anew, each worker by itself, and are in no checkpoint."""
+    model = Rebinding()
+    buffers = StepBuffers(model, 2, kept)
+    for length in (3, 7, 7):
+        buffers.begin(2)
+        model.see(1.0, length)
+        buffers.collect()
+        buffers.finish()
+        assert model.table.tolist() == list(range(length))
+
+
+def test_a_buffer_of_the_checkpoint_must_keep_its_shape() -> None:
+    model = Rebinding()
+    buffers = StepBuffers(nn.ModuleDict({"inner": model}), 2, kept)
+    buffers.begin(2)
+    model.mean = torch.zeros(3)
+    with pytest.raises(TrainingError, match=r"inner\.mean from \(2,\) to \(3,\)"):
+        buffers.collect()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_a_flag_that_any_micro_batch_changes_changes(before: bool, after: bool, workers: int) -> None:
+    for changes in ([True, True], [True, False], [False, True]):
+        flags = nn.Module()
+        flags.register_buffer("flag", torch.tensor([before, before]))
+        buffers = StepBuffers(flags, workers, kept)
+        buffers.begin(2)
+        for changed in changes:
+            if changed:
+                flags.flag[1] = after
+            buffers.collect()
+        buffers.finish()
+        assert flags.flag.tolist() == [before, after]
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.int64])
+def test_whole_numbers_move_without_rounding(kind: torch.dtype) -> None:
+    """By the mean change, towards zero, however large the numbers are."""
+    far = {torch.uint8: 120, torch.int32: 2**29 + 1, torch.int64: 2**61 + 1}[kind]
+    start = torch.tensor([far, 0, 3, 100], dtype=kind)
+    sent: list[Tensor] = []
+    for changes in ([far, far, 0, -96], [far, far, -3, -100]):  # two workers, played one after the other
+        model = nn.Module()
+        model.register_buffer("count", start.clone())
+        buffers = StepBuffers(model, 2, lambda value: sent.append(value.clone()) or value)  # type: ignore[func-returns-value]
+        buffers.begin(2)
+        model.count.copy_(start.long() + torch.tensor(changes))
+        buffers.collect()
+        buffers.finish()
+    model.count.copy_(start)
+    buffers = StepBuffers(model, 2, lambda value: value.copy_(sum(sent)))  # type: ignore[arg-type]
+    buffers.begin(2)
+    buffers.finish()
+    assert model.count.tolist() == [2 * far, far, 2, 2]

@@ -1,4 +1,6 @@
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch._dynamo  # seconds; DDP imports it, and here it is done once rather
 import torch.distributed as dist
 
 from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.models.build import in_channels_last
 from multigpu_cli.models.convnet import build
 from multigpu_cli.planning.batch import BatchPlan
@@ -60,6 +63,37 @@ def test_workers_together_do_what_one_does(share: str, norm: bool) -> None:
         for one, other in zip(found, expected, strict=True):
             for name, value in other.items():
                 assert one[name] == pytest.approx(value, rel=1e-12, abs=1e-14), f"rank {rank}: {name}"
+
+
+def test_buffers_that_forward_replaces_stay_alike() -> None:
+    class Replacing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+            self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+            self.register_buffer("fresh", torch.tensor(True))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+            self.fresh = self.fresh & (inputs[0, 0] > 9)
+            result: torch.Tensor = self.inner(inputs - self.mean)
+            return result
+
+    def work(world: World, share: str) -> dict[str, list[float]]:
+        model = Replacing()
+        strategy = Distributed(model, world, CommunicationConfig()) if world.size > 1 else Single(model)
+        for _ in range(2):
+            reduce_step(strategy, replace(SHARES[share], workers=world.size), world.rank)
+            model.zero_grad(set_to_none=True)
+        check_replicas(model, world, 2)
+        return {name: value.double().flatten().tolist() for name, value in model.named_buffers()}
+
+    for share in ("uneven", "idle"):
+        expected = work(World(torch.device("cpu")), share)
+        assert expected["fresh"] == [0.0]
+        for found in each_rank(3, partial(work, share=share)):
+            for name, value in expected.items():
+                assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-14), (share, name)
 
 
 def test_the_mean_over_workers_is_undone_in_the_loss() -> None:

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import CommunicationConfig
-from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
@@ -51,7 +49,7 @@ def gradient(strategy: Strategy, model: Vector, count: int, world: World) -> byt
         strategy.micro_batch_done(number)
     strategy.finish(idle=not mine)
     assert model.weight.grad is not None
-    found = model.weight.grad.numpy().tobytes()
+    found = model.weight.grad.view(torch.uint8).numpy().tobytes()
     model.weight.grad = None
     return found
 
@@ -171,7 +169,71 @@ def test_a_nan_reaches_every_rank() -> None:
     assert each_rank(4, work) == [[True] * 3] * 4
 
 
-def test_a_model_in_two_formats_is_refused_by_name() -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(RequestError, match=r"one number format; this one has .*float32.*float64"):
-        Exact(model, ALONE)
+FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+KINDS = [*FLOATING, torch.complex64, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+class Counting(Vector):
+    """A weight of one type, and buffers of another: a table of some size, and a single number."""
+
+    def __init__(self, weight: torch.dtype, buffer: torch.dtype) -> None:
+        super().__init__(5)
+        self.to(weight)
+        self.register_buffer("seen", torch.tensor([1, 0, 1, 1, 0, 1, 1]).to(buffer))
+        self.register_buffer("last", torch.tensor(1).to(buffer))
+
+    def forward(self, leaf: Tensor) -> Tensor:
+        for buffer in self.buffers():
+            if buffer.is_floating_point() or buffer.is_complex():
+                buffer.mul_(0.9).add_(leaf.sum().to(buffer.dtype))
+            elif buffer.dtype == torch.bool:
+                buffer.logical_and_(leaf[0] > 0)
+            else:
+                buffer.add_(leaf[0].abs().long().clamp(max=9).to(buffer.dtype))
+        return super().forward(leaf.to(self.weight.dtype))
+
+
+def each_kind(world: World) -> dict[str, bytes]:
+    """The bits after two steps of 8 leaves, which pair up, and of 7, which do not, for each pair of types."""
+    found = {}
+    for weight in FLOATING:
+        for buffer in KINDS:
+            model = Counting(weight, buffer)
+            strategy = Exact(model, world)
+            gradients = [gradient(strategy, model, count, world) for count in (8, 7, 8, 7)]
+            state = [value.flatten().view(torch.uint8).numpy().tobytes() for value in model.buffers()]
+            found[f"{weight} with {buffer}"] = b"".join(gradients + state)
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_every_type_of_weight_and_buffer_has_the_bits_of_one_worker(workers: int) -> None:
+    expected = each_kind(ALONE)
+    assert len(expected) == len(FLOATING) * len(KINDS)
+    for found in each_rank(workers, each_kind):
+        assert [pair for pair in expected if found[pair] != expected[pair]] == []
+
+
+def test_a_model_in_two_formats() -> None:
+    """Each is added up in its own."""
+
+    class Both(Vector):
+        def __init__(self) -> None:
+            super().__init__(5)
+            self.narrow = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+
+        def forward(self, leaf: Tensor) -> Tensor:
+            return super().forward(leaf) + (self.narrow * leaf.bfloat16()).sum().float()
+
+    def work(world: World) -> list[bytes]:
+        model, found = Both(), []
+        strategy = Exact(model, world)
+        for count in (8, 7):
+            found.append(gradient(strategy, model, count, world))
+            assert model.narrow.grad is not None
+            found.append(model.narrow.grad.view(torch.uint8).numpy().tobytes())
+            model.narrow.grad = None
+        return found
+
+    expected = work(ALONE)
+    assert each_rank(4, work) == [expected] * 4
