@@ -26,16 +26,24 @@ _BUFFERS_BY_DDP: str = (  # renamed in torch 2.13
 
 
 class Replica(nn.Module):
-    """What DDP wraps: the model, or nothing but zeros for a worker that has no micro-batch in this step."""
+    """What DDP wraps: the model, or nothing but zeros for a worker that has no micro-batch in this step.
 
-    def __init__(self, model: nn.Module) -> None:
+    Where DDP looks for parameters that nobody used, an idle worker must not seem to have used any. DDP needs one to
+    begin with, so there is one more, which nobody but an idle worker uses, and no optimizer sees.
+    """
+
+    def __init__(self, model: nn.Module, *, finds_unused: bool) -> None:
         super().__init__()
         self.model = model
         self.idle = False
+        self._in_idle = [p for p in model.parameters() if p.requires_grad]
+        if finds_unused:
+            self._of_nobody = nn.Parameter(torch.zeros_like(self._in_idle[0].flatten()[:1]))
+            self._in_idle = [self._of_nobody]
 
     def forward(self, *inputs: object, **named: object) -> Tensor:
         if self.idle:
-            return torch.stack([p.sum() * 0 for p in self.model.parameters() if p.requires_grad]).sum()
+            return torch.stack([p.sum() * 0 for p in self._in_idle]).sum()
         return self.model(*inputs, **named)  # type: ignore[no-any-return]
 
 
@@ -56,7 +64,8 @@ class Distributed(Strategy):
     ) -> None:
         super().__init__(model, world.size)
         self._workers, self.loss_factor = world.size, float(world.size)
-        self._replica = Replica(model)
+        static = bool((more or {}).get("static_graph"))  # what is used shows in the first step, once and for all
+        self._replica = Replica(model, finds_unused=config.find_unused_parameters and not static)
         self._ddp = DistributedDataParallel(
             self._replica,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -65,7 +74,7 @@ class Distributed(Strategy):
             **{"gradient_as_bucket_view": True} | dict(more or {}),
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
         )
-        self._lays_out_first = world.size > 2 or bool((more or {}).get("static_graph"))
+        self._lays_out_first = world.size > 2 or static
         self._low_rank = LowRank(self._ddp) if config.grad_compression == "powersgd" else None
         if hook := _HOOKS.get(config.grad_compression):
             self._ddp.register_comm_hook(None, hook)

@@ -8,13 +8,17 @@ import torch
 import torch._dynamo  # seconds; DDP imports it, and here it is done once rather than in each forked rank
 import torch.distributed as dist
 
-from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.models.build import in_channels_last
 from multigpu_cli.models.convnet import build
+from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.exact import Exact
 from multigpu_cli.strategies.single import Single
 from tests.gloo import each_rank
 from tests.strategies.one_step import network, reduce_step, state
@@ -160,7 +164,7 @@ def test_gradients_can_travel_as_fp16() -> None:
 
 @pytest.mark.parametrize("find", [False, True])
 def test_a_parameter_that_a_step_skips(find: bool) -> None:
-    """With --find-unused-parameters it counts as zero; without, DDP says which flag is missing."""
+    """With --find-unused-parameters training goes on; without, DDP says which flag is missing."""
 
     class Sometimes(torch.nn.Module):
         def __init__(self) -> None:
@@ -183,6 +187,60 @@ def test_a_parameter_that_a_step_skips(find: bool) -> None:
         return "trained"
 
     assert each_rank(2, work) == (["trained"] * 2 if find else ["find_unused_parameters"] * 2)
+
+
+class Branching(torch.nn.Module):
+    """Its second branch takes part when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = torch.nn.Linear(5, 3).double(), torch.nn.Linear(5, 3).double()
+        self.both = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.first(inputs)
+        return result + self.second(inputs) if self.both else result
+
+
+BRANCHES = [[1, 1, 0], [0, 0, 0], [0], [1], [0, 1, 0], [0], [0, 0, 0], [0, 0]]
+"""For each micro-batch of each step whether the second branch takes part: in all, in some, in none; workers are idle."""
+
+
+def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]:
+    """Weights after those steps."""
+    model = Branching()
+    wanted = CommunicationConfig(find_unused_parameters=True)
+    strategy: Strategy = Exact(model, world) if kind == "exact" else Single(model)
+    if kind == "ddp" and world.size > 1:
+        strategy = Distributed(model, world, wanted)
+    moved = build_optimizer(model, OptimizerConfig(name=optimizer, weight_decay=0.1))
+    set_rate(moved, 0.05)
+    inputs = torch.randn(30, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for step in BRANCHES:
+        strategy.begin(len(step))
+        mine = range(len(step) * world.rank // world.size, len(step) * (world.rank + 1) // world.size)
+        for number in mine:
+            model.both = bool(step[number])
+            with strategy.accumulating(last=number == mine[-1]):
+                loss = strategy.callable(inputs[number * 10 : number * 10 + 10]).square().sum()
+                (loss * strategy.loss_factor / 10 / len(step)).backward()
+            strategy.micro_batch_done(number)
+        strategy.finish(idle=not mine)
+        Precision("off", world.device).commit(moved, list(model.parameters()), 1.0)
+    return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "exact"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_branch_that_no_worker_used_is_left_alone_as_on_one_worker(workers: int, kind: str) -> None:
+    """Neither weight decay nor momentum moves it, whether or not some workers are idle."""
+    optimizers = ("sgd", "adamw")
+    expected = [branching(World(torch.device("cpu")), optimizer, kind) for optimizer in optimizers]
+    for found in each_rank(workers, lambda world: [branching(world, each, kind) for each in optimizers]):
+        for one, other, optimizer in zip(found, expected, optimizers, strict=True):
+            for name, value in other.items():
+                assert one[name] == pytest.approx(value, rel=1e-11), f"{optimizer}: {name}"
 
 
 def test_buckets_can_be_sized() -> None:
