@@ -97,21 +97,32 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(model, config.weight_decay)
     kind, offered = _KINDS[config.name]
+    offered = offered | {"fused": kind is not SGD or not any(map(_has_no_fused_sgd, trained))}
     _without_compiler()
     if taken := sorted(config.args.keys() & {"lr", "params", "weight_decay"}):
         raise RequestError(f"optimizer.args.{taken[0]} is not for you to give", remedy="--lr and --weight-decay")
     optimizer: torch.optim.Optimizer = plugins.call(
-        kind, {"params": groups, "lr": 0.0, "fused": True, **offered}, config.args, where="optimizer"
+        kind, {"params": groups, "lr": 0.0, **offered}, config.args, where="optimizer"
     )
     if optimizer.defaults.get("momentum"):
         for parameter in trained:  # or the first step makes them, of uninitialised memory where that step is skipped
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    optimizer.register_load_state_dict_post_hook(_laid_out_as_weights)
+    optimizer.register_load_state_dict_post_hook(_as_built_here)
     return optimizer
 
 
-def _laid_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Fused kernels on CPU go through weights and state side by side in memory, and never look at strides."""
+def _has_no_fused_sgd(parameter: Tensor) -> bool:
+    """On CPU torch's kernel for 16-bit numbers leaves weights as they are, and says nothing (seen in torch 2.13)."""
+    return parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def _as_built_here(optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint may be of another device.
+
+    Fused kernels on CPU go through weights and state side by side in memory, and never look at strides.
+    """
+    for group in optimizer.param_groups:
+        group["fused"] = optimizer.defaults["fused"]
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

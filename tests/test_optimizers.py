@@ -243,3 +243,21 @@ def test_a_state_of_another_memory_layout_is_brought_into_that_of_the_weights(na
             optimizer.step()
         ends.append(fingerprint(model.state_dict()))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("number", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_weights_of_16_bits_move_on_a_cpu_too(name: str, number: torch.dtype) -> None:
+    """torch's fused SGD leaves them as they are; a checkpoint of a GPU says that its optimizer was a fused one."""
+    model = nn.Linear(64, 64).to(number)
+    optimizer = built(name, model, 0.0)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["fused"] = True
+    optimizer.load_state_dict(state)
+    before = model.weight.detach().clone()
+    set_rate(optimizer, 0.1)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    moved = before - model.weight.detach()
+    assert torch.allclose(moved, torch.full_like(moved, 0.1 if name == "adamw" else 0.19), atol=2e-3)

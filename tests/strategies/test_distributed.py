@@ -204,7 +204,7 @@ class Branching(torch.nn.Module):
 
 
 BRANCHES = [[1, 1, 0], [0, 0, 0], [0], [1], [0, 1, 0], [0], [0, 0, 0], [0, 0]]
-"""For each micro-batch of each step whether the second branch takes part: in all, in some, in none; workers are idle."""
+"""Whether the second branch takes part, for each micro-batch of each step; where there are few, workers are idle."""
 
 
 def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]:
