@@ -185,9 +185,8 @@ def fit(run: Run, every: Rhythm | None = None, *, until: int | None = None) -> s
         every: when checkpoints are due, of a loop that goes on.
         until: the end of an epoch, in steps, at which somebody else wants to have a say.
     """
-    progress, total = run.progress, run.plan.schedule.total_steps
-    every = every or Rhythm(run.config.checkpoint)
-    while progress.step < min(total, until or total) and not progress.stopped_early:
+    progress, every = run.progress, every or Rhythm(run.config.checkpoint)
+    while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         run.watch.at(progress.step, "fetching data")
@@ -220,7 +219,7 @@ def after(run: Run, outcome: Outcome, every: Rhythm) -> str:
     epoch_ended = progress.step % batches.steps_per_epoch == 0 or progress.step == total
     if epoch_ended:
         record.judge(run)
-    finished = progress.step == total or progress.stopped_early
+    finished = run.finished
     edge = epoch_ended or not run.train.whole_epochs
     run.watch.at(progress.step, "agreeing")
     wishes = (run.stop.signal is not None, every.overdue())

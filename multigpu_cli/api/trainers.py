@@ -41,7 +41,7 @@ class Step:
 
 
 class TrainLoader:
-    """The training data as steps; iterating gives what is left of the epoch that the run is in."""
+    """The training data as steps; iterating gives what is left of the epoch that the run is in, and of the run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -56,6 +56,8 @@ class TrainLoader:
         for number, work in enumerate(
             run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes), run.progress.step
         ):
+            if run.finished or number >= run.plan.schedule.total_steps:
+                return
             yield Step(number, list(work))
 
 
@@ -171,7 +173,7 @@ class MultiGPUTrainer(Functions):
             gradient was not finite; step: how many are done.
 
         Raises:
-            RequestError: no batch of the loader, or not the next one.
+            RequestError: no batch of the loader, or not the next one, or one beyond the end of the run.
             TrainingError: as for `train_epoch`.
         """
         run = self._running()
@@ -179,6 +181,11 @@ class MultiGPUTrainer(Functions):
             raise RequestError(
                 "train_step: not the next batch of the train_loader that setup_training returned",
                 remedy="for batch in train_loader: trainer.train_step(batch)",
+            )
+        if run.finished:
+            raise RequestError(
+                f"train_step: step {run.progress.step} was the last of this run",
+                remedy="trainer.finish(), or a greater num_epochs",
             )
         with self._working(run):
             outcome = engine.step(run, batch.number, iter(batch.batches))

@@ -13,13 +13,15 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.causes import unused_names
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.parts import Run
-from multigpu_cli.run.record import evaluate, note_fault, peak_memory, settle_writes
+from multigpu_cli.run.record import evaluate, note_fault, peak_memory, save, settle_writes
 from multigpu_cli.runtime.aside import log_of, who_spoke
 from multigpu_cli.runtime.collectives import decided, together
 
 
 def conclude(run: Run) -> dict[str, Any]:
     """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
+    if run.saved != run.progress.step:  # a loop of somebody's own ends where it likes
+        save(run)
     together(run.world, lambda: settle_writes(run))
     state = run.kept.for_use().state_dict()
     mark = fingerprint(state)

@@ -78,6 +78,7 @@ class Run(Learner):
     sampler: "Sampler | None"
     flops_per_sample: float | None  # where the device's peak rate is known
     tally: Tally | None  # of the epoch, where somebody wants its mean loss
+    saved: int  # the step of the newest checkpoint
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
     snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
     best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
@@ -86,6 +87,11 @@ class Run(Learner):
     @property
     def folder(self) -> Path:
         return Path(self.settled.start.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the planned steps are done, or nothing improves any more."""
+        return self.progress.step >= self.plan.schedule.total_steps or self.progress.stopped_early
 
 
 class Outcome(NamedTuple):
@@ -149,6 +155,7 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
         sampler=_sampler(world.device, stack),
         flops_per_sample=_flops(learner),
         tally=Tally(world) if learner.settled.brought else None,
+        saved=learner.progress.step,
     )
 
 

@@ -228,6 +228,7 @@ def save(run: Run) -> None:
     best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
     """
     run.watch.at(run.progress.step, "saving")
+    run.saved = run.progress.step
     with run.meters.paused():
         check_replicas(run.kept.model, run.world, run.progress.step)
         more = run.task.state(run.world)

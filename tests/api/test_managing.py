@@ -1,5 +1,6 @@
 """The loop of the founding documents, epoch by epoch and step by step, on the engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,44 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     assert summary["steps"] == EPOCHS * len(train_loader) == 9
     assert summary["avg_throughput"] == pytest.approx(9 * 16 / summary["total_time"])
     assert monitor.plot_metrics(tmp_path / "training_metrics.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_best_is_kept_where_no_checkpoint_was_due(tmp_path: Path, ranks: int) -> None:
+    """A loop without an end, finished when its owner has seen enough; the second epoch's score is made the best."""
+
+    def work(world: World | None) -> Any:
+        more = {"num_epochs": None, "checkpoint_frequency": 1000}
+        manager = MultiGPUTrainingManager(config(tmp_path / "run", **more))
+        model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
+        run, ends = manager.trainer.run, []
+        assert run is not None
+        for epoch in range(4):
+            manager.train_epoch(train_loader, epoch)
+            ends.append(weights(model))
+            if epoch == 1:
+                run.progress.score = [2.0]
+        summary = manager.finish()
+        return summary["best"]["step"], ends[1] == weights(model), summary["steps"]
+
+    assert (each_rank(ranks, work) if ranks > 1 else [work(None)]) == [(6, True, 12)] * ranks
+    assert torch.load(tmp_path / "run" / "best.pt", weights_only=True)["metrics"]["step"] == 6
+
+
+def test_there_is_no_step_beyond_the_end(tmp_path: Path) -> None:
+    manager = MultiGPUTrainingManager(config(tmp_path, settings={"max_steps": 4}))
+    model, train_loader, _ = manager.setup_training(network(), Points(40))
+    run = manager.trainer.run
+    assert run is not None
+    for ends_at in (3, 4, 4):
+        for batch in train_loader:
+            manager.trainer.train_step(batch)
+        assert run.progress.step == ends_at
+    before = weights(model)
+    with pytest.raises(RequestError, match="step 4 was the last"):
+        manager.trainer.train_step(replace(batch, number=4))
+    assert weights(model) == before
+    assert manager.finish()["steps"] == 4
 
 
 def test_a_loop_without_an_end_goes_on_for_as_long_as_it_is_called(tmp_path: Path) -> None:
