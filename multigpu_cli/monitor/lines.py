@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _MOST = 64 * 2**20  # bytes that may wait in memory
+_BLOCK = 1 << 16  # bytes read at once
 
 Warn = Callable[[str], None]
 
@@ -14,9 +15,9 @@ Warn = Callable[[str], None]
 class Lines:
     """Appends lines; while the disk takes none they wait in memory, and follow as soon as it does.
 
-    A line is a single `write` at the end of the file, so a killed process tears at most the last line, and several
-    writers never mix theirs. A line that an earlier attempt left torn is ended before the next one. A file that
-    somebody removes is made again, with all that was in it, if its folder is there.
+    A line is a single `write` at the end of the file, so a killed process tears at most the last line. A torn line is
+    cut off: at once where the disk was full, and by the next attempt after a kill. A file that somebody removes is made
+    again, with all that was in it, if its folder is there.
 
     Args:
         warn: called when lines begin to wait, and in the end if some are lost.
@@ -25,7 +26,8 @@ class Lines:
     def __init__(self, path: Path | str, warn: Warn = warnings.warn) -> None:
         self._path, self._warn = Path(path), warn
         self._file = self._opened(0)
-        self._waiting = bytearray() if _ends_whole(self._file) else bytearray(b"\n")
+        os.ftruncate(self._file, _whole_lines(self._file))
+        self._waiting = bytearray()
         self._trouble: OSError | None = None
         self._lost = 0
         self._closed = False
@@ -58,11 +60,22 @@ class Lines:
         try:
             if os.fstat(self._file).st_nlink == 0:
                 self._begin_again()
-            while self._waiting:
-                del self._waiting[: os.write(self._file, self._waiting)]
+            self._write_waiting()
         except OSError as error:
             return error
         return None
+
+    def _write_waiting(self) -> None:
+        """Write all that waits; where the disk takes only a part, whole lines of it stay in the file."""
+        taken = 0
+        try:
+            while taken < len(self._waiting):
+                taken += os.write(self._file, self._waiting[taken:])
+        finally:
+            whole = self._waiting.rfind(b"\n", 0, taken) + 1
+            if whole < taken:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (taken - whole))
+            del self._waiting[:whole]
 
     def _begin_again(self) -> None:
         """Not into a file of that name that is another's by now."""
@@ -75,7 +88,12 @@ class Lines:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
 
 
-def _ends_whole(file: int) -> bool:
-    """Whether an open file is empty or ends with a whole line; a kill may have torn the last one."""
-    size = os.fstat(file).st_size
-    return size == 0 or os.pread(file, 1, size - 1) == b"\n"
+def _whole_lines(file: int) -> int:
+    """Bytes of an open file up to the end of its last whole line."""
+    end = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - _BLOCK)
+        if found := os.pread(file, end - begin, begin).rfind(b"\n") + 1:
+            return begin + found
+        end = begin
+    return 0

@@ -1,4 +1,5 @@
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 from multigpu_cli.monitor import lines
 from multigpu_cli.monitor.lines import Lines
+from tests.forked import exit_code
 
 
 class Disk:
@@ -36,7 +38,7 @@ def test_lines_wait_for_room_and_lose_nothing(tmp_path: Path, disk: Disk) -> Non
     file = Lines(tmp_path / "a", said.append)
     for line in ("first", "second", "third"):
         file.add(line)
-    assert (tmp_path / "a").read_text() == "first\nseco"
+    assert (tmp_path / "a").read_text() == "first\n", "no reader meets half a line"
     assert said == [f"{tmp_path / 'a'} can't be written ([Errno 28] No space left on device); its lines wait in memory"]
     disk.room = 1000
     file.add("fourth")
@@ -56,7 +58,28 @@ def test_what_never_found_room_is_counted_in_the_end(tmp_path: Path, disk: Disk)
     file.add("after the end")
     disk.room = 1000
     Lines(tmp_path / "a", said.append).add("the next attempt")
-    assert (tmp_path / "a").read_text() == "first\nseco\nthe next attempt\n"
+    assert (tmp_path / "a").read_text() == "first\nthe next attempt\n"
+
+
+def test_a_full_disk_and_a_kill_leave_whole_lines_only(tmp_path: Path) -> None:
+    """The kernel writes a part of a line before it says that a file may grow no more."""
+    file, length = tmp_path / "a", 70_000
+
+    def full() -> None:
+        lines_of = Lines(file, lambda _: None)
+        lines_of.add("1" * length)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (length + 100, resource.RLIM_INFINITY))
+        lines_of.add("2" * length)
+        assert file.read_text() == "1" * length + "\n"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * length + 100, resource.RLIM_INFINITY))
+        lines_of.add("3" * length)
+        assert file.read_text() == "1" * length + "\n" + "2" * length + "\n"
+
+    assert exit_code(full) == 0
+    with open(file, "a") as torn:
+        torn.write("4" * length)
+    Lines(file).add("5")
+    assert file.read_text().splitlines() == ["1" * length, "2" * length, "5"]
 
 
 def test_memory_is_not_filled_instead(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +90,8 @@ def test_memory_is_not_filled_instead(tmp_path: Path, disk: Disk, monkeypatch: p
         file.add(f"line {number}")
     disk.room = 1000
     file.close()
-    assert (tmp_path / "a").read_text() == "line 0\nline 1\nline 2\nline 3\nline 4\n"
-    assert "a: 95 lines are lost (" in said[-1]
+    assert (tmp_path / "a").read_text() == "line 0\nline 1\nline 2\nline 3\n"
+    assert "a: 96 lines are lost (" in said[-1]
 
 
 def test_a_file_that_is_removed_is_made_again_whole(tmp_path: Path) -> None:
