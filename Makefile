@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
-EVERY_MARK := slow or quality or browser or netns or root or gpu or not slow
+EVERY_MARK := slow or quality or browser or netns or root or gpu or slurm or not slow
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all walkthrough picture chaos bench gpu-bench gpu-check lint format clean

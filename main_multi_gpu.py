@@ -206,7 +206,7 @@ def _version() -> str:
 def run(argv: Sequence[str]) -> int:
     """Do what the command line asks; the exit code."""
     if verdict := elastic.earlier_verdict(os.environ):
-        elastic.write_error(os.environ, verdict.message)
+        elastic.write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
     code, message = _outcome(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
@@ -222,7 +222,7 @@ def _outcome(argv: Sequence[str]) -> tuple[int, str]:
     except _UsageError as error:
         return _said(WRONG_REQUEST, explained.usage(error), error, argv)
     except elastic.Over as over:  # it was said when it happened
-        elastic.write_error(os.environ, over.problem)
+        elastic.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except TrainingError as error:
         return _said(error.exit_code, explained.foreseen(error), error, argv)
@@ -233,7 +233,7 @@ def _outcome(argv: Sequence[str]) -> tuple[int, str]:
     except Exception as error:  # the door is where every error ends, and none may end as our traceback
         return _said(FAILED, explained.unexpected(error), error, argv)
     if code == STOPPED:
-        elastic.write_error(os.environ, "stopped by a signal; run the same command again to go on")
+        elastic.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""
 
 
@@ -246,7 +246,7 @@ def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) ->
         again = elastic.note_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
-    elastic.write_error(os.environ, message, message if foreseen or lost else whole)
+    elastic.write_error(os.environ, code, message, message if foreseen or lost else whole)
     rank = _rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message

@@ -131,5 +131,5 @@ def _last_words(aside: Aside | None, error: TrainingError) -> None:
         aside.end()
     message = explained.foreseen(error)
     again = "" if error.consequence else elastic.note_failure(os.environ, message.splitlines()[0], error.failed_at)
-    elastic.write_error(os.environ, message)
+    elastic.write_error(os.environ, error.exit_code, message)
     Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

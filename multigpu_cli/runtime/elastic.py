@@ -71,15 +71,26 @@ class Round(NamedTuple):
     process: int
 
 
-def write_error(environ: Mapping[str, str], message: str, callstack: str = "") -> None:
+def write_error(environ: Mapping[str, str], code: int, message: str, callstack: str = "") -> None:
     """Leave our message where torchrun's final box looks for it (FIELD: its format is that of torch's ErrorHandler)."""
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
     draft = Path(f"{file}.draft")
     with suppress(OSError):  # the message was printed already; the box is a courtesy
-        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        draft.write_text(json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": extra}}))
         draft.replace(file)  # the agent may read it at any moment
+
+
+def exit_codes(logs: Path) -> set[int | None]:
+    """The exit codes that workers of an agent's last attempt left in their error files; None for files of others.
+
+    Args:
+        logs: the agent's --log-dir.
+    """
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda folder: int(folder.name.removeprefix("attempt_")))
+    files = attempts[-1].glob("*/error.json") if attempts else []
+    return {json.loads(file.read_text())["message"].get("errorCode") for file in files}
 
 
 def redirected(environ: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"
 STAND_INS = {
     "scontrol": """echo "scontrol $*" >> "$CALLS"
-        if [ "$1" = show ]; then printf 'alpha07\\nalpha08\\n'; fi""",
-    "srun": 'echo "srun $*" >> "$CALLS"; shift; trap "kill -USR1 \\$job" USR1; "$@" & job=$!; '
+        case "$2" in hostnames) printf 'alpha07\\nalpha08\\n';; job) echo "   $JOB";; esac""",
+    "srun": 'echo "srun $*" >> "$CALLS"; shift; trap : TERM; trap "kill -USR1 \\$job" USR1; "$@" & job=$!; touch "$CALLS.listens"; '
     "while true; do wait $job; code=$?; kill -0 $job 2>/dev/null || exit $code; done",
-    "torchrun": 'echo "torchrun $*" >> "$CALLS"; eval "$TRAINER"',
+    "python": 'echo "python $*" >> "$CALLS"; eval "$TRAINER"',
 }
 Job = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    """Starts the script as SLURM would; `trainer` is what torchrun does, in shell."""
+    """Starts the script as SLURM would; `trainer` is what the agent does, in shell."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, does in STAND_INS.items():
@@ -40,6 +41,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     ) -> "subprocess.Popen[str]":
         given = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha[07-08]"}
         given |= {"PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "TRAINER": trainer}
+        given["JOB"] = "PreemptEligibleTime=2026-11-22T10:36:26 PreemptTime=None"
         process = subprocess.Popen(
             ["bash", str(SCRIPT), *words],
             env=os.environ | given | dict(environ or {}),
@@ -67,28 +69,69 @@ def calls(tmp_path: Path) -> list[str]:
 def test_the_nodes_meet_at_the_first_one_and_the_trainer_gets_its_words(job: Job, tmp_path: Path) -> None:
     done = job("--config", "har", "--save-dir", "my runs/har")
     assert (done.wait(20), done.communicate()[1]) == (0, "")
-    show, srun, torchrun = calls(tmp_path)
+    show, srun, agent = calls(tmp_path)
     assert show == "scontrol show hostnames alpha[07-08]"
-    assert "--nnodes=2 --nproc-per-node=gpu --rdzv-id=4711" in torchrun
-    assert "--rdzv-endpoint=alpha07:24711" in torchrun
-    assert torchrun.endswith("-m main_multi_gpu --config har --save-dir my runs/har")
-    assert srun.startswith("srun --kill-on-bad-exit=1 torchrun")
+    assert "--nnodes=2 --nproc-per-node=gpu --rdzv-id=4711" in agent
+    assert "--rdzv-endpoint=alpha07:24711" in agent
+    assert agent.endswith("-m main_multi_gpu --config har --save-dir my runs/har")
+    assert srun.startswith("srun --kill-on-bad-exit=1 python -m multigpu_cli.runtime.agent")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_asked_to_stop_it_saves_and_is_queued_again(job: Job, tmp_path: Path, number: signal.Signals) -> None:
-    """The trainer takes a moment to save, and torchrun ends with 1 whatever its workers say."""
-    saving = (
-        'trap "sleep 0.3; echo saved >> $CALLS; exit 1" USR1; echo begun >> "$CALLS"; while true; do sleep 0.05; done'
-    )
-    running = job("--save-dir", "run", trainer=saving)
+SAVES = (
+    'trap "sleep 0.3; echo saved >> $CALLS; exit 75" USR1 TERM; echo begun >> "$CALLS"; while true; do sleep 0.05; done'
+)
+"""A trainer that takes a moment to save."""
+
+
+def listens(running: "subprocess.Popen[str]") -> bool:
+    """Whether the script has its traps."""
+    status = Path(f"/proc/{running.pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return all(caught >> number - 1 & 1 for number in (signal.SIGUSR1, signal.SIGTERM))
+
+
+def tell(running: "subprocess.Popen[str]", tmp_path: Path, *numbers: signal.Signals) -> None:
+    """Signals to the script of a job that trains, and to its workers, as far as SLURM tells them."""
     until = time.monotonic() + 20
-    while "begun" not in calls(tmp_path) and time.monotonic() < until:
+    while not (listens(running) and (tmp_path / "calls.listens").exists() and "begun" in calls(tmp_path)):
+        assert time.monotonic() < until, running.poll()
         time.sleep(0.02)
-    running.send_signal(number)
+    for number in numbers:
+        (running.send_signal if number == signal.SIGUSR1 else partial(os.killpg, running.pid))(number)
+
+
+def test_at_the_time_limit_it_saves_and_is_queued_again(job: Job, tmp_path: Path) -> None:
+    running = job("--save-dir", "run", trainer=SAVES)
+    tell(running, tmp_path, signal.SIGUSR1)
     assert running.wait(20) == 0
     assert calls(tmp_path)[-2:] == ["saved", "scontrol requeue 4711"]
-    assert "queued again" in running.communicate()[0]
+    assert running.communicate()[0] == "stopped with a checkpoint; job 4711 is queued again\n"
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1, signal.SIGTERM]])
+def test_cancelled_it_saves_and_stays_away(job: Job, tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    """Also where somebody cancels a job that has been told to save."""
+    running = job("--save-dir", "run", trainer=SAVES)
+    tell(running, tmp_path, *numbers)
+    assert running.wait(20) == 75
+    assert "saved" in calls(tmp_path)
+    assert not any("requeue" in call for call in calls(tmp_path))
+    assert running.communicate()[0].startswith("stopped with a checkpoint")
+
+
+def test_a_preemption_that_only_the_workers_were_told_of_is_queued_again(job: Job, tmp_path: Path) -> None:
+    running = job("--save-dir", "run", trainer="exit 75", environ={"JOB": "PreemptTime=2026-11-22T10:37:09"})
+    assert running.wait(20) == 0
+    assert calls(tmp_path)[-1] == "scontrol requeue 4711"
+    running.communicate()
+
+
+def test_a_stop_without_a_checkpoint_is_not_called_one(job: Job, tmp_path: Path) -> None:
+    running = job("--save-dir", "run", trainer=SAVES.replace("exit 75", "exit 138"))
+    tell(running, tmp_path, signal.SIGUSR1)
+    assert running.wait(20) == 0
+    assert running.communicate()[0].startswith("ended with exit code 138, without a new checkpoint")
+    assert calls(tmp_path)[-1] == "scontrol requeue 4711"
 
 
 def test_a_failure_of_its_own_is_not_repeated(job: Job, tmp_path: Path) -> None:
@@ -107,7 +150,7 @@ def test_without_a_save_dir_it_could_not_go_on(job: Job, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_real_run_goes_on_where_it_stopped_and_ends_as_if_nothing_had_been(job: Job, tmp_path: Path) -> None:
-    does = {"torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"'}
+    does = {"python": f'exec {sys.executable} "$@"'}
     does["scontrol"] = 'echo "scontrol $*" >> "$CALLS"; echo localhost'
     for name, code in does.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")

@@ -134,7 +134,7 @@ def test_the_last_attempt_says_nothing_of_restarts(tmp_path: Path) -> None:
 
 def test_the_error_file_is_what_torchs_box_reads(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
-    write_error({"TORCHELASTIC_ERROR_FILE": str(file)}, "error: no such data")
+    write_error({"TORCHELASTIC_ERROR_FILE": str(file)}, 2, "error: no such data")
     content = json.loads(file.read_text())["message"]
     assert content["message"] == content["extraInfo"]["py_callstack"] == "error: no such data"
     assert content["extraInfo"]["timestamp"].isdecimal()
@@ -151,13 +151,13 @@ def test_the_error_file_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypat
         return original(self, target)
 
     monkeypatch.setattr(Path, "replace", watched)
-    write_error({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}, "error: no such data")
+    write_error({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}, 2, "error: no such data")
     assert whole == [True]
 
 
 def test_nothing_is_written_without_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_error({}, "error: no such data")
+    write_error({}, 2, "error: no such data")
     assert list(tmp_path.iterdir()) == []
 
 
