@@ -15,7 +15,7 @@ from multigpu_cli.commands.bench_figure import drawn
 from multigpu_cli.commands.bench_overlap import Overlap, overlap
 from multigpu_cli.commands.plan import NO_WIRE, forecast_of, measured_wire
 from multigpu_cli.commands.plan_measure import measured
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.pinned import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import RequestError, counted
@@ -23,7 +23,7 @@ from multigpu_cli.launch import run_alone
 from multigpu_cli.monitor.history import history_of
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.planning.speedup import Network, Row
-from multigpu_cli.runtime.devices import cores, visible_gpus
+from multigpu_cli.runtime.devices import cores, usable_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
 _STEPS, _SECONDS = 64, 4.0  # of a run at least, where nobody says how long it should be
@@ -81,17 +81,18 @@ class Bench:
         return asdict(self)
 
 
-def counts(words: str | None) -> list[int]:
-    """Numbers of workers: those asked for, or powers of two up to the GPUs, or the cores, of this machine."""
-    most = visible_gpus() or min(cores(), 8)
+def counts(words: str | None, config: Config) -> list[int]:
+    """Numbers of workers: those asked for, or powers of two up to the GPUs, or the cores, that may be used here."""
+    gpus = len(usable_gpus(config.device))
+    most = gpus or min(cores(), 8)
     if words is None:
         return [2**power for power in range(most.bit_length()) if 2**power <= most]
     try:
         found = sorted({int(word) for word in words.split(",")})
     except ValueError as error:
         raise RequestError(f"--workers {words}", remedy="numbers, as 1,2,4") from error
-    if found[0] < 1 or (visible_gpus() and found[-1] > visible_gpus()):
-        raise RequestError(f"--workers {words}: this machine has {visible_gpus() or cores()} devices to use")
+    if found[0] < 1 or (gpus and found[-1] > gpus):
+        raise RequestError(f"--workers {words}: only {counted(gpus or cores(), 'device')} to use")
     return sorted({1, *found})
 
 
@@ -121,7 +122,7 @@ def benched(
                 if strategy != "dp":  # beside the run: whatever else is at work here disturbs both alike
                     alone = measured(config, [count])
                     if alone.wire or count not in wires:  # one that is idle is measured once
-                        wires[count] = alone.wire or measured_wire(count)
+                        wires[count] = alone.wire or measured_wire(count, config.device)
                     forecasts[count] += forecast_of(alone, config, [count], Network(wires[count]))
                 length = length or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
                 folder = Path(name, f"{strategy}-{count}-{repetition}")
@@ -147,8 +148,8 @@ def benched(
 
 def no_dp(config: Config) -> str:
     """Why nn.DataParallel is not measured too; "" where it is."""
-    if visible_gpus() < 2:
-        return f"it needs two GPUs, and this machine has {visible_gpus() or 'none'}"
+    if (gpus := len(usable_gpus(config.device))) < 2:
+        return f"it needs two GPUs, and there is {gpus or 'none'} to use"
     return "it can't be --exact" if config.reproducibility.exact else ""
 
 
@@ -192,12 +193,12 @@ def one_run(
     config: Config, strategy: str, workers: int, steps: int, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, float]:
     """The real trainer for some steps; medians of its journal's windows, the first left out."""
-    place: dict[str, Any] = {"multi_gpu": "none"}
+    config = forgotten(config, "nproc_per_node")
+    place: dict[str, Any] = {"multi_gpu": "none" if strategy == "single" else strategy}
     if strategy == "ddp":
-        place = {"multi_gpu": "ddp", "nproc_per_node": workers}
-    elif strategy == "dp":
-        ids = config.device.gpu_ids or tuple(range(workers))
-        place = {"multi_gpu": "dp", "gpu_ids": list(ids[:workers])}
+        place["nproc_per_node"] = workers
+    if ids := config.device.gpu_ids or (range(workers) if strategy == "dp" else ()):
+        place["gpu_ids"] = list(ids[:workers])
     interval = _interval(steps)
     length = {"epochs": _ENDLESS, "max_steps": interval * _LINES, "log_interval": interval}
     quiet = {"save_dir": str(folder), "resume": "never", "checkpoint_every": str(_ENDLESS), "warmup_epochs": 0.0}

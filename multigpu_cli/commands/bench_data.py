@@ -16,7 +16,7 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import open_source
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.devices import cores, visible_gpus
+from multigpu_cli.runtime.devices import cores, cuda, usable_gpus
 from multigpu_cli.tasks.sources import of_samples
 
 _SECONDS = 3.0  # of each pass at most
@@ -51,7 +51,7 @@ def loading(config: Config, repetitions: int) -> Loading:
     source = open_source(config.data, config.reproducibility.seed)
     in_memory = isinstance(source.train, TensorDataset)
     processes = [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= cores()), cores()})
-    device = torch.device("cuda", 0) if visible_gpus() else torch.device("cpu")
+    (device,) = cuda(usable_gpus(config.device)[:1]) or (torch.device("cpu"),)
     size = 32 if config.batch.size == "auto" else int(config.batch.size)
     rates: dict[int, list[float]] = {number: [] for number in processes}
     where = ""

@@ -24,7 +24,7 @@ from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.run.learner import Learner
 from multigpu_cli.runtime.collectives import gathered
 from multigpu_cli.runtime.determinism import seed_micro_batch
-from multigpu_cli.runtime.devices import Choice, visible_gpus
+from multigpu_cli.runtime.devices import Choice, cuda, usable_gpus, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, joined
 
 _STEPS, _WARM_UP = 40, 6
@@ -50,8 +50,7 @@ def overlap(config: Config, workers: int) -> Overlap | None:
     wire = config.communication
     if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
         return None
-    device = "cuda" if visible_gpus() else "cpu"
-    devices = tuple(torch.device(device, at) if device == "cuda" else torch.device(device) for at in range(workers))
+    devices = cuda(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as folder:
         crowd(config, Choice("ddp", devices, workers, "bench"), "bench", Path(folder))
         return Overlap(**json.loads(Path(folder, _RESULT).read_text()))

@@ -11,14 +11,14 @@ import torch
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor_wire import launched
 from multigpu_cli.commands.plan_measure import Alone, measured
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.errors import RequestError, counted, did_you_mean
 from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.monitor.result import duration
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, forecast, where_it_ends
-from multigpu_cli.runtime.devices import Choice, cores, visible_gpus
+from multigpu_cli.runtime.devices import Choice, cores, cuda, usable_gpus
 
 NO_WIRE = Wire("none", 0.0, inf, "one worker needs none")
 _GIB = 2.0**30
@@ -125,14 +125,13 @@ def forecast_of(
     )
 
 
-def measured_wire(workers: int) -> Wire:
-    """The wire between this machine's GPUs, or between processes on its CPU that do nothing else."""
-    gpus = visible_gpus()
-    kind, count = ("cuda", min(workers, gpus)) if gpus > 1 else ("cpu", max(2, min(workers, cores())))
-    devices = tuple(torch.device(kind, at) if kind == "cuda" else torch.device(kind) for at in range(count))
-    found = launched(Choice("ddp", devices, count, "plan"))
+def measured_wire(workers: int, device: DeviceConfig) -> Wire:
+    """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
+    ids = usable_gpus(device)
+    devices = cuda(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, cores()))
+    found = launched(Choice("ddp", devices, len(devices), "plan"))
     points = [(8.0, found["latency"]), *map(tuple, found["by_size"])]
-    return Wire.measured(found["backend"], count, points, overlaps=kind == "cuda")
+    return Wire.measured(found["backend"], len(devices), points, overlaps=len(ids) > 1)
 
 
 def keep(found: Forecast, folder: Path) -> None:
@@ -154,11 +153,11 @@ def show(found: Forecast, *, as_json: bool) -> None:
 
 
 def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
-    chosen = wished.interconnect
+    chosen, device = wished.interconnect, alone.learner.settled.config.device
     if max(wished.workers) == 1:
         return Network(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
-        one_gpu = alone.learner.world.device.type == "cuda" and visible_gpus() < 2
+        one_gpu = len(usable_gpus(device)) == 1
         chosen = "pcie4" if one_gpu else "measured"
     if chosen in BETWEEN_MACHINES:
         inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
@@ -166,7 +165,7 @@ def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
             said = f"assumed: {between.rests_on} between machines of {wished.per_node}; {inside.rests_on} within"
             return Network(inside, between, wished.per_node), said
         return Network(between), f"assumed: {between.rests_on}"
-    wire = (alone.wire or measured_wire(max(wished.workers))) if chosen == "measured" else ASSUMED[chosen]
+    wire = (alone.wire or measured_wire(max(wished.workers), device)) if chosen == "measured" else ASSUMED[chosen]
     return Network(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
 
 

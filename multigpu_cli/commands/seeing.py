@@ -128,7 +128,7 @@ def _bench(environ: Mapping[str, str]) -> Callable[..., Action]:
             if data_only:
                 bench_data.show(bench_data.loading(config, times), as_json=values["json"])
                 return 0
-            rungs, folder = counts(workers), place(out)
+            rungs, folder = counts(workers, config), place(out)
             with interruptible():
                 found = benched(config, rungs, length, times, environ)
             show(found, write(found, folder), as_json=values["json"])

@@ -35,6 +35,15 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def usable_gpus(wanted: DeviceConfig) -> tuple[int, ...]:
+    """The GPUs that --gpu-ids names, or all visible ones; none on CPU.
+
+    Raises:
+        RequestError: GPUs that are not there.
+    """
+    return _usable(wanted, visible_gpus())
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,11 +57,10 @@ def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | 
     """
     if meeting is not None:  # a self-launch has followed --gpu-ids already: its workers see only those, from 0
         return _under_launcher(wanted, gpus, meeting)
-    _check_ids(wanted.gpu_ids, gpus)
-    ids = wanted.gpu_ids or tuple(range(gpus))
+    ids = _usable(wanted, gpus)
     if wanted.multi_gpu == "dp":
         if len(ids) >= 2:
-            return Choice("dp", _cuda(ids), 0, f"--multi-gpu dp on GPUs {_listed(ids)}")
+            return Choice("dp", cuda(ids), 0, f"--multi-gpu dp on GPUs {_listed(ids)}")
         return _single(ids, f"--multi-gpu dp needs two GPUs and there {_are(len(ids))}")
     if wanted.multi_gpu == "none":
         return _single(ids, "--multi-gpu none")
@@ -74,7 +82,7 @@ def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: Rendezvous) -> Cho
             f"torchrun started {meeting.local_size} processes on a machine with {counted(gpus, 'visible GPU')}",
             remedy=f"--nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return Choice("ddp", _cuda((meeting.local_rank,)), 0, processes)
+    return Choice("ddp", cuda((meeting.local_rank,)), 0, processes)
 
 
 def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Choice:
@@ -88,25 +96,28 @@ def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Cho
             f"--nproc-per-node {count}, but only {counted(len(ids), 'GPU')} to use: {_listed(ids)}",
             remedy=f"--nproc-per-node {len(ids)}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return Choice("ddp", _cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")
+    return Choice("ddp", cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")
 
 
 def _single(ids: tuple[int, ...], because: str) -> Choice:
-    device = _cuda(ids[:1])[0] if ids else torch.device("cpu")
+    device = cuda(ids[:1])[0] if ids else torch.device("cpu")
     where = f"GPU {ids[0]}" if ids else "CPU"
     return Choice("single", (device,), 0, f"{because}: one process on {where}")
 
 
-def _check_ids(ids: tuple[int, ...] | None, gpus: int) -> None:
+def _usable(wanted: DeviceConfig, gpus: int) -> tuple[int, ...]:
+    ids = wanted.gpu_ids
     if ids and (absent := [number for number in ids if number >= gpus]):
         visible = f"visible: {_listed(tuple(range(gpus)))}" if gpus else "no GPU is visible"
         raise RequestError(
             f"--gpu-ids {_listed(ids)}: there is no GPU {_listed(tuple(absent))} ({visible})",
             remedy="leave --gpu-ids out to use what is there" + ("" if gpus else ", here the CPU"),
         )
+    return ids or tuple(range(gpus))
 
 
-def _cuda(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
+def cuda(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
+    """The devices of these numbers."""
     return tuple(torch.device("cuda", number) for number in ids)
 
 

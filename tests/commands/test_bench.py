@@ -10,25 +10,80 @@ import pytest
 import yaml
 
 import main_multi_gpu
-from multigpu_cli.commands import bench
+from multigpu_cli.commands import bench, bench_overlap, plan
 from multigpu_cli.commands.bench import benched, counts, no_dp, one_run, show, write
-from multigpu_cli.commands.bench_overlap import Overlap
-from multigpu_cli.config.schema import Config
+from multigpu_cli.commands.bench_overlap import Overlap, overlap
+from multigpu_cli.commands.plan import measured_wire
+from multigpu_cli.commands.request import requested
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.planning.speedup import Wire
+from multigpu_cli.runtime import devices
+from multigpu_cli.runtime.devices import Choice
 
 OWN = {"data": "tests.own:tensors", "model": "tests.own:net"}
 
 
 def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "visible_gpus", lambda: 6)
-    assert counts(None) == [1, 2, 4]
-    assert counts("6,3") == [1, 3, 6]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 6)
+    config = resolve(OWN, [], None)
+    assert counts(None, config) == [1, 2, 4]
+    assert counts("6,3", config) == [1, 3, 6]
     for words in ("0", "x", "7"):
         with pytest.raises(RequestError, match=f"--workers {words}"):
-            counts(words)
+            counts(words, config)
+    some = resolve(OWN | {"gpu_ids": "5,1,4"}, [], None)
+    assert counts(None, some) == [1, 2]
+    with pytest.raises(RequestError, match="--workers 4: only 3 devices to use"):
+        counts("4", some)
+    with pytest.raises(RequestError, match="--gpu-ids 9: there is no GPU 9"):
+        counts(None, resolve(OWN | {"gpu_ids": "9"}, [], None))
+
+
+def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each run, the overlap and the wire take the first so many of them; each request passes the door of a training."""
+    asked: list[str] = []
+
+    def started(*words: Any) -> None:
+        asked.append(words[0][1])
+        raise InterruptedError
+
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(bench, "run_alone", started)
+    config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
+    several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
+    sides = [(config, "single", 1), (config, "ddp", 2), (config, "dp", 3), (several, "single", 1), (several, "ddp", 4)]
+    for number, (each, strategy, count) in enumerate(sides):
+        with pytest.raises(InterruptedError):
+            one_run(each, strategy, count, 8, tmp_path / f"{number}", {})
+    places = [requested(dict.fromkeys(SETTINGS) | {"config": file}, {}).device for file in asked]
+    assert [(place.multi_gpu, place.gpu_ids, place.nproc_per_node) for place in places] == [
+        ("none", (3,), None),
+        ("ddp", (3, 1), 2),
+        ("dp", (3, 1, 2), None),
+        ("none", None, None),
+        ("ddp", None, 4),
+    ]
+
+
+def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
+    chosen: list[Choice] = []
+
+    def started(*words: Any) -> None:
+        chosen.extend(word for word in words if isinstance(word, Choice))
+        raise InterruptedError
+
+    monkeypatch.setattr(bench_overlap, "crowd", started)
+    monkeypatch.setattr(plan, "launched", started)
+    with pytest.raises(InterruptedError):
+        overlap(config, 2)
+    with pytest.raises(InterruptedError):
+        measured_wire(2, config.device)
+    assert [[device.index for device in choice.devices] for choice in chosen] == [[3, 1]] * 2
 
 
 def test_a_real_run_is_read(tmp_path: Path) -> None:
@@ -80,7 +135,7 @@ def test_what_is_made_of_the_runs(
 
     monkeypatch.setattr(bench, "one_run", planted)
     monkeypatch.setattr("multigpu_cli.commands.plan_measure.cores", lambda: 1)
-    monkeypatch.setattr(bench, "measured_wire", lambda workers: Wire("planted", 0.0, 1e30, "planted"))
+    monkeypatch.setattr(bench, "measured_wire", lambda workers, device: Wire("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
     monkeypatch.setattr(bench, "no_dp", lambda config: "")
     found = benched(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 10, 3, {})
@@ -118,12 +173,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
 def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its request names the GPUs; whether they do it is for a machine that has some."""
     for gpus, flags, reason in (
-        (0, {}, "it needs two GPUs, and this machine has none"),
-        (1, {}, "it needs two GPUs, and this machine has 1"),
+        (0, {}, "it needs two GPUs, and there is none to use"),
+        (1, {}, "it needs two GPUs, and there is 1 to use"),
+        (2, {"gpu_ids": "1"}, "it needs two GPUs, and there is 1 to use"),
         (2, {"exact": True}, "it can't be --exact"),
         (2, {}, ""),
     ):
-        monkeypatch.setattr(bench, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(devices, "visible_gpus", lambda gpus=gpus: gpus)
         assert no_dp(resolve(OWN | flags, [], None)) == reason
 
     def started(*_: Any) -> None:

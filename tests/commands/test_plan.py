@@ -14,6 +14,7 @@ import main_multi_gpu
 from multigpu_cli.commands import doctor_wire, plan, plan_measure
 from multigpu_cli.commands.plan import positive, wishes
 from multigpu_cli.commands.plan_measure import measured, threads_for
+from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Wire
@@ -201,7 +202,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_wire, "run_workers", workers)
     monkeypatch.setattr(torch.distributed, "all_reduce", late)
     monkeypatch.setattr(doctor_wire, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
-    wire = plan.measured_wire(2)
+    wire = plan.measured_wire(2, DeviceConfig())
     assert isinstance(wire, Wire)
     assert 0.0025 <= wire.latency < 0.02
     assert not wire.overlaps, "the cores that carry the bytes are those that compute"
