@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 EVERY_MARK := slow or quality or browser or netns or root or gpu or slurm or not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos bench gpu-bench gpu-check lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos mutants bench gpu-bench gpu-check lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +31,9 @@ picture: $(VENV)/.installed-dev ## docs/run.svg, which the README shows, from a 
 
 chaos: $(VENV)/.installed-dev ## kill, stop and damage ROUNDS=5 small trainings, drawn from SEED; each must end as if nothing had been
 	$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),5) $(if $(SEED),--seed $(SEED))
+
+mutants: $(VENV)/.installed-dev ## COUNT=300 small faults in the code, drawn from SEED=17; the tests must notice them: an hour, goes on if stopped
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),17) $(if $(ONLY),--only $(ONLY))
 
 gpu-check: ## every way that needs a GPU, one line each, with this machine's own python3
 	$(PYTHON) tests/gpu/check.py

@@ -1,0 +1,108 @@
+"""A copy of the tree in which one mutant at a time lives, with a server that runs tests there."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.mutations import Mutation
+from tests.mutants.tracing import SITE
+
+_BEFORE_TORCH = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:5"}  # as tests/conftest.py has them
+
+
+class Copy:
+    """Closing it ends what runs there and removes it. The tree that it was made from is never written to.
+
+    Attributes:
+        tree: its root.
+    """
+
+    def __init__(self, root: Path, home: Path) -> None:
+        self.tree, self._home = home / "tree", home
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        for name in listed.stdout.split("\0"):
+            if name and (root / name).is_file():
+                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, self.tree / name)
+        (self.tree / "sitecustomize.py").write_text(SITE, encoding="utf-8")
+        (home / "tmp").mkdir()
+        environment = os.environ | _BEFORE_TORCH | {"PYTHONPATH": str(self.tree), "TMPDIR": str(home / "tmp")}
+        self._changes = 0
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.server"],
+            cwd=self.tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Copy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._server.terminate()
+        self._server.wait()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    @contextmanager
+    def mutated(self, mutation: Mutation) -> Iterator[None]:
+        """The file has the fault meanwhile, and a time of its own: bytecode of another mutant never passes for it."""
+        file, kept = self.tree / mutation.file, self.tree / f"{mutation.file}.kept"
+        file.rename(kept)
+        try:
+            file.write_text(mutation.made(kept.read_text(encoding="utf-8")), encoding="utf-8")
+            self._changes += 1
+            os.utime(file, (self._changes, self._changes))
+            yield
+        finally:
+            kept.replace(file)
+
+    def run(
+        self,
+        files: Sequence[str],
+        *,
+        limits: Mapping[str, float] | None = None,
+        first: Sequence[str] = (),
+        words: Sequence[str] = (),
+        traced: bool = False,
+    ) -> dict[str, Any]:
+        """Run test files; what the server tells.
+
+        Args:
+            limits: only these tests, each within so many seconds.
+            first: those of them that come first.
+            words: more flags for pytest.
+            traced: also tell which lines each test ran.
+        """
+        lines = self._home / "lines"
+        lines.unlink(missing_ok=True)
+        asked = {
+            "files": list(files), "limits": dict(limits or {}), "first": list(first), "words": list(words),
+            "log": str(self._home / "log"), "told": str(self._home / "told"), "scratch": str(self._home / "t"),
+            "traced": str(lines) if traced else "",
+        }  # fmt: skip
+        assert self._server.stdin
+        assert self._server.stdout
+        print(json.dumps(asked), file=self._server.stdin, flush=True)
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server of {self._home} is gone")
+        shutil.rmtree(self._home / "tmp", ignore_errors=True)
+        (self._home / "tmp").mkdir(exist_ok=True)
+        found: dict[str, Any] = json.loads(answer)
+        found["lines"] = lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []
+        return found
+
+    def log(self) -> str:
+        """What pytest said last."""
+        return (self._home / "log").read_text(encoding="utf-8", errors="replace")

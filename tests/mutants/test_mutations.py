@@ -1,0 +1,89 @@
+"""Faults are drawn by seed, from what does something, and each is one that Python can read."""
+
+import ast
+from pathlib import Path
+
+from tests.mutants.mutations import Mutation, drawn, files, mutations_of
+
+ROOT = Path(__file__).resolve().parents[2]
+NEVER = '''"""Module 1."""
+from typing import TYPE_CHECKING, Literal, cast
+if TYPE_CHECKING:
+    a = 1
+__all__ = ["f"[0:]]
+Either = int | None
+
+@decorator(frozen=True)
+def f(x: "Literal[1]", *, y: int | None = None) -> tuple[int, Literal[2]] | None:
+    """Docstring 2."""
+    z: int | None = cast("int | None", g("text" + x, f"{x + 1} {x > 2}"))
+    assert x > 3, "message"
+    console.note(f"{x} {1}")
+    zip(x, z, strict=True)
+'''
+
+
+def after(text: str) -> set[str]:
+    return {one.after for one in mutations_of("toy.py", text)}
+
+
+def test_words_types_and_what_is_only_told_stay():
+    assert [one.diff() for one in mutations_of("toy.py", NEVER)] == ["toy.py:14 f\n-zip(x, z, strict=True)\n+pass"]
+
+
+def test_each_kind_of_fault():
+    assert after("a = b < c") == {"a = b <= c"}
+    assert after("a = b is not c") == {"a = b is c"}
+    assert after("a = b not in (c)") == {"a = b in (c)"}
+    assert after("a = (b) and c") == {"a = (b) or c"}
+    assert after("a = not b") == {"a = b"}
+    assert after("a = 3 if b else True") == {
+        "a = 4 if b else True",
+        "a = 3 if not (b) else True",
+        "a = 3 if b else False",
+    }
+    assert after("a = min(b)") == {"a = max(b)"}
+    assert after("a = any(b)") == {"a = all(b)"}
+    assert after("a = [b for b in c if d.e]") == {"a = [b for b in c if not (d.e)]"}
+    assert after("while a:\n    break") == {"while not (a):", "continue"}
+    assert after("def f(a=1): a.b = c") == {"def f(a=2): a.b = c", "def f(a=1): pass"}
+    assert after("def f():\n  a(b)\n  return -c") == {"pass", "return None", "return c"}
+    assert after("def f():\n  a += b + c") == {"a -= b + c", "a = b + c", "a += b - c"}
+
+
+def test_characters_of_several_bytes_and_several_lines_are_no_hindrance():
+    text = 'def f():\n    return g("× – ü", a <  # ≤ <\n        b, "…")\n'
+    [swapped] = [one for one in mutations_of("toy.py", text) if "None" not in one.after]
+    assert swapped.made(text) == text.replace("a <  #", "a <=  #")
+    assert (swapped.line, swapped.place, swapped.inside) == (2, "f", (1,))
+    [gone] = [one for one in mutations_of("toy.py", text) if "None" in one.after]
+    assert gone.made(text) == "def f():\n    return None\n"
+    assert gone.inside == (1, 2)
+
+
+def test_alike_lines_of_one_place_have_names_of_their_own():
+    found = mutations_of("toy.py", "def f():\n    a()\n    b\n    a()\n")
+    assert [one.again for one in found] == [0, 1]
+    assert len({one.name for one in found}) == 2
+
+
+def real() -> list[Mutation]:
+    return [one for file in files(ROOT) for one in mutations_of(file, (ROOT / file).read_text(encoding="utf-8"))]
+
+
+def test_a_seed_draws_the_same_and_a_change_elsewhere_moves_none():
+    everything = real()
+    first = drawn(everything, 1, 300)
+    assert len({one.name for one in first}) == 300
+    assert drawn(everything[::-1], 1, 300) == first
+    assert drawn(everything, 1, 100) == first[:100]
+    assert {one.name for one in drawn(everything, 2, 300)} != {one.name for one in first}
+    assert {one.file.split("/")[1] for one in first} == {"engine.py", "run", "strategies", "checkpoint", "planning"}
+    without = [one for one in everything if one.file != first[0].file]
+    assert [one for one in drawn(without, 1, 300) if one in first] == [one for one in first if one in without]
+
+
+def test_python_can_read_each_and_it_is_another_program():
+    for one in drawn(real(), 5, 40):
+        text = (ROOT / one.file).read_text(encoding="utf-8")
+        assert ast.dump(ast.parse(one.made(text))) != ast.dump(ast.parse(text)), one.diff()
