@@ -1,6 +1,6 @@
 """A trained network made anew from what a run has left: settings, dataset, model, weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,15 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.checkpoint.export import Trained
 from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.config.own_code import check_code
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.vocabulary import recalled
+from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.learner import fresh_model
-from multigpu_cli.tasks.sources import environments_of_ours, opened
+from multigpu_cli.tasks.sources import opened
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ def restored(found: Trained, changes: Mapping[str, Any], *, own_code: bool) -> R
         RequestError: code that nobody has allowed, a dataset that is not there, or one that the weights don't fit.
     """
     config = _config(found, changes)
-    data = None if environments_of_ours(config) else found.settings.get("data")
-    _check_allowed(found, [config.model.name, data, config.task.name], own_code=own_code)
+    check_code(config, _command(changes, own_code=own_code), str(found.origin), environments=ENVIRONMENTS)
     source = opened(config)
     before = found.settings.get("learned")
     if before is not None and before != source.learned():
@@ -63,10 +64,13 @@ def remembered(found: Trained, *, own_code: bool) -> Restored:
     Raises:
         RequestError: code that nobody has allowed, or a file that says nothing of the data.
     """
-    config, told = _config(found, {}), dict(found.settings.get("built_for", {}))
+    told = dict(found.settings.get("built_for", {}))
     if not told:
         raise RequestError(f"{found.origin} does not say what it was built for", remedy="weights of a newer run")
-    _check_allowed(found, [config.model.name], own_code=own_code)
+    config = _config(found, {})
+    config = with_settings(config, {"model": config.model.name or told["model"]})
+    command = _command({}, own_code=own_code)
+    check_code(config, command, str(found.origin), environments=ENVIRONMENTS, parts=["model"])
     tokens, shape = told.pop("vocabulary", None), tuple(told.pop("input_shape"))
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
     known = recalled(tokens) if tokens else None
@@ -81,13 +85,8 @@ def _with_weights(config: Config, source: Source, found: Trained) -> Restored:
     return Restored(config, source, model.eval())
 
 
-def _check_allowed(found: Trained, names: Sequence[str | None], *, own_code: bool) -> None:
-    named = [name for name in names if name and ":" in name]
-    if named and not own_code:
-        raise RequestError(
-            f"{found.origin} names code that is not ours: {', '.join(named)}",
-            remedy="--own-code, if you know it and want it to run",
-        )
+def _command(changes: Mapping[str, Any], *, own_code: bool) -> Config:
+    return with_settings(Config(), {**changes, "own_code": own_code})
 
 
 def _config(found: Trained, changes: Mapping[str, Any]) -> Config:

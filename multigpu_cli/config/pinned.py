@@ -7,7 +7,7 @@ from typing import Any
 from multigpu_cli.config.schema import SETTINGS, Config, Setting
 from multigpu_cli.errors import RequestError, all_wrong
 
-OF_THE_COMMAND = {"save_dir", "resume"}
+OF_THE_COMMAND = {"save_dir", "resume", "own_code"}
 _LENGTH = {"epochs", "max_steps", "env_steps", "episodes", "data_dir"}
 
 

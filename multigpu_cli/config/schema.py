@@ -224,6 +224,7 @@ class CheckpointConfig:
         "checkpoint_every", None, kinds.every, "optimizer steps or minutes (default: each epoch)", free=True
     )
     keep: int = setting("keep", 3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
+    own_code: bool = setting("own_code", False, kinds.switch, "import code that only a run folder names", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.config.entries import PARTS, Entry, from_flags
 from multigpu_cli.config.kinds import shown
+from multigpu_cli.config.pinned import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.errors import RequestError, TrainingError, all_wrong
 
-_PLACES = ("save_dir", "resume")
 _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
 
 
@@ -73,12 +73,12 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
 
 
 def dump(config: Config) -> str:
-    """config.yaml: every setting after resolution but the places (save_dir, resume); `--config` reads it back."""
+    """config.yaml: every setting after resolution but save_dir, resume and own_code; `--config` reads it back."""
     from multigpu_cli.config import yaml_text  # late: only the rank that writes the folder needs it
 
     data: dict[str, Any] = {"recipe": config.recipe}
     for key in SETTINGS:
-        if key not in _PLACES:
+        if key not in OF_THE_COMMAND:
             _put(data, key, config.get(key))
     return yaml_text.dump(data)
 

@@ -47,6 +47,11 @@ class Brought:
         live = (self.model, self.criterion, self.optimizer, self.scheduler)
         return ", ".join(getattr(each, "__name__", type(each).__name__) for each in live if each is not None)
 
+    @property
+    def made_by_name(self) -> tuple[str, ...]:
+        """The parts that are made from what the settings name."""
+        return () if self.criterion else ("task",)
+
     def rate_because(self) -> str:
         """Where the learning rate comes from, for the plan."""
         moved = f", moved by {type(self.scheduler).__name__} after each {self.each}" if self.scheduler else ""

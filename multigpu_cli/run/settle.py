@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigpu_cli.checkpoint.run_folder import Start
+from multigpu_cli.config.own_code import NAMING, check_code
 from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.base import Source
+from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
@@ -130,7 +132,9 @@ def settle(
         words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
     elif start.global_batch and not config.batch.global_size:
         pins = {"global_batch_size": start.global_batch}
-    config = with_settings(words, _resolved(pins)) if pins else words
+    command, config = config, with_settings(words, _resolved(pins)) if pins else words
+    made = brought.made_by_name if brought else NAMING
+    check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=made)
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
     if world.size > 1:
         from multigpu_cli.run.alike import check_same_data  # late: alone, nothing is compared

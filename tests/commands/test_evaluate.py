@@ -67,7 +67,7 @@ def test_people_see_the_metrics_and_the_tables(run: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run"], "names code that is not ours: tests.own:net, tests.own:tensors"),
+        (["run"], "names code that this command does not: --data tests.own:tensors, --model tests.own:net"),
         (["nowhere"], "nowhere: there is no such file or folder"),
         (["run", "--own-code", "--data", "tests.own:no_validation", "--split", "val"], "--split val: the data has"),
         (["run", "--set", "epochs=3"], "--set epochs: only the data can differ"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.pinned import merged, same_run, settings, with_settings
+from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, same_run, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
@@ -74,7 +74,7 @@ OTHER = {  # a valid value for each setting that is not its default
     "hang_timeout": 5.0,
     "max_restarts": 1,
 }
-KEYS = sorted(set(SETTINGS) - {"save_dir", "resume"})
+KEYS = sorted(set(SETTINGS) - OF_THE_COMMAND)
 FREE = {key for key, entry in SETTINGS.items() if entry.free}
 
 
@@ -183,8 +183,8 @@ def test_two_commands_mean_the_same_run(key: str) -> None:
 
 
 def test_places_are_of_the_command_alone() -> None:
-    config = with_settings(Config(), {"save_dir": "/x", "resume": "never"})
-    assert not {"save_dir", "resume"} & set(settings(config))
+    config = with_settings(Config(), {"save_dir": "/x", "resume": "never", "own_code": True})
+    assert not OF_THE_COMMAND & set(settings(config))
     assert same_run(config, settings(Config()))
     assert merged(config, settings(Config()), [], PINS, "run") == config
 

@@ -8,8 +8,8 @@ FLAGS = """
 --data --data-dir --model --task --mode --epochs --max-steps --batch-size --grad-accum-steps --global-batch-size
 --drop-last --lr --base-lr --base-batch-size --lr-scaling --warmup-epochs --schedule --optimizer --weight-decay
 --max-grad-norm --label-smoothing --ema --amp --compile --num-workers --data-on-device --early-stopping-patience
---save-dir --resume --checkpoint-every --keep --log-interval --trace-samples --seed --exact --nonfinite --on-oom
---hang-timeout --max-restarts --sync-bn --grad-checkpointing --find-unused-parameters --freeze --init-from
+--save-dir --resume --own-code --checkpoint-every --keep --log-interval --trace-samples --seed --exact --nonfinite
+--on-oom --hang-timeout --max-restarts --sync-bn --grad-checkpointing --find-unused-parameters --freeze --init-from
 --bucket-cap-mb --grad-compression --num-envs --env-group --env-steps --episodes --multi-gpu --gpu-ids --nproc-per-node
 """
 DEFAULTS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli.config.pinned import OF_THE_COMMAND
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump, explicit_dump, gather, resolve
 from multigpu_cli.errors import RequestError
@@ -173,6 +174,7 @@ WRITTEN = {
     "data_dir": "~/some where/däta #1",
     "save_dir": "runs/1",
     "resume": "never",
+    "own_code": True,
     "init_from": "null",
 }
 
@@ -181,17 +183,16 @@ WRITTEN = {
 def test_config_yaml_repeats_the_run(recipe: Write, flags: dict[str, Any]) -> None:
     config = resolve(flags, (), None)
     repeated = resolve({}, (), recipe(dump(config)))
-    for key in SETTINGS.keys() - {"save_dir", "resume"}:
+    for key in SETTINGS.keys() - OF_THE_COMMAND:
         assert repeated.get(key) == config.get(key), key
     assert repeated.recipe == config.recipe
     assert dump(repeated) == dump(config)
-    assert "save_dir" not in dump(config)
-    assert "resume" not in dump(config)
+    assert not any(key in dump(config) for key in OF_THE_COMMAND)
 
 
 def test_config_yaml_has_every_setting_in_the_tables_order(recipe: Write) -> None:
     found = [line.split(":")[0] for line in dump(Config()).splitlines() if not line.startswith(" ")]
-    told = [key for key in SETTINGS if key not in ("save_dir", "resume") and "." not in key]
+    told = [key for key in SETTINGS if key not in OF_THE_COMMAND and "." not in key]
     assert found == ["recipe", *told]
 
 

@@ -1,0 +1,171 @@
+"""No code that is named by a file runs unasked: not by any command, not from any part of a run folder."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import main_multi_gpu
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
+from tests.forked import exit_code
+from tests.trained import trained
+
+SYNTHETIC = {"data": "synthetic", "model": "mlp", "batch_size": 8, "max_steps": 2}
+SMALL = ["data.args.shape=[6]", "data.args.classes=3", "data.args.train=24", "data.args.val=6", "data.args.test=6"]
+PLANTED = """open("ran", "w").close()
+from multigpu_cli.models.mlp import build as net
+from multigpu_cli.data.synthetic import load as tensors
+from multigpu_cli.tasks.classification import Classification
+"""
+CHECKPOINT = "checkpoints/step_00000002"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that names nothing but ours."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert trained(save_dir=str(run), sets=SMALL, **SYNTHETIC).error == ""
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """It came from somebody else, with a module beside it that leaves a mark when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made, "run")
+    Path("planted.py").write_text(PLANTED)
+    return Path("run")
+
+
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "planted:net"}, "--model planted:net"),
+    "a command": ({"model": "subprocess:run"}, "--model subprocess:run"),
+    "data": ({"data": "planted:tensors"}, "--data planted:tensors"),
+    "task": ({"task": "planted:Classification"}, "--task planted:Classification"),
+    "gym": ({"data": "gym:planted:Env-v0"}, "--data gym:planted:Env-v0"),
+    "gym's id": ({"data": "gym:A-v0", "data.args": {"id": "planted:Env-v0"}}, "data.args.id=planted:Env-v0"),
+    "within": ({"task.args": {"loss": [{"of": "planted:net"}]}}, "task.args.loss.0.of=planted:net"),
+}
+"""What may stand in a checkpoint's settings and in the label of weights, and how it is called."""
+
+TRAIN: list[list[str]] = [
+    ["--save-dir", "run"],
+    ["--resume", "run", "--save-dir", "new"],
+    ["--resume", f"run/{CHECKPOINT}", "--save-dir", "new"],
+    ["--resume", f"run/{CHECKPOINT}"],
+]
+USE = [
+    ["evaluate", "run"],
+    ["evaluate", "run/last.pt"],
+    ["evaluate", f"run/{CHECKPOINT}"],
+    ["predict", "run", "--out", "said.csv"],
+    ["export", f"run/{CHECKPOINT}", "--to", "model.pt2"],
+]
+LOOK = [["status", "run"], ["report", "run"], ["verify", "run", "run"], ["checkpoints", "run"]]
+
+
+def unsigned(run: Path) -> dict[str, Any]:
+    return {name: told for name, told in read_manifest(run / CHECKPOINT).items() if name != "sha256"}
+
+
+def sign(run: Path, manifest: dict[str, Any]) -> None:
+    (run / CHECKPOINT / MANIFEST).write_bytes(signed(manifest))
+    assert damage_in(run / CHECKPOINT) is None
+
+
+def plant(run: Path, told: dict[str, Any]) -> None:
+    """Write settings into every label of the run, and sign the manifest for it: every checksum is right."""
+
+    def write(label: dict[str, Any]) -> None:
+        label.update(told)
+        label["built_for"]["task"] = "language-model"  # which `sample` asks for
+
+    manifest = unsigned(run)
+    write(manifest["settings"])
+    manifest["pins"] |= {key: value for key, value in told.items() if key in ("model", "task")}
+    sign(run, manifest)
+    for name in ("best.pt", "last.pt"):
+        weights = torch.load(run / name, weights_only=True)
+        write(weights["config"])
+        torch.save(weights, run / name)
+
+
+def ended(words: list[str]) -> int:
+    """The exit code of a command, in a process of its own: some of these would train."""
+    return exit_code(lambda: os._exit(main_multi_gpu.run(words)))
+
+
+def everything() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("words", [*TRAIN, *USE], ids=" ".join)
+def test_what_only_a_file_names_is_refused_by_name(
+    run: Path, words: list[str], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told, called = KINDS[kind]
+    plant(run, told)
+    before = everything()
+    assert ended(words) == 2
+    said = capfd.readouterr().err
+    assert f"names code that this command does not: {called}\n" in said
+    assert "--own-code" in said
+    assert everything() == before, "nothing ran, and nothing was touched"
+
+
+@pytest.mark.parametrize("words", LOOK, ids=" ".join)
+def test_who_only_looks_runs_nothing(run: Path, words: list[str]) -> None:
+    everywhere = {"model": "planted:net", "data": "planted:tensors", "task": "planted:Classification"}
+    plant(run, everywhere)
+    words_of_the_run = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(words_of_the_run.replace("name: synthetic", "name: planted:tensors"))
+    assert ended(words) == 0
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("place", ["run", "run/last.pt", f"run/{CHECKPOINT}"])
+def test_a_network_that_writes_is_no_other(run: Path, place: str, capfd: pytest.CaptureFixture[str]) -> None:
+    plant(run, {"model": "planted:net"})
+    assert ended(["sample", place, "--prompt", "a"]) == 2
+    assert "names code that this command does not: --model planted:net\n" in capfd.readouterr().err
+    assert not Path("ran").exists()
+
+
+def test_the_network_that_weights_say_they_were_built_for_is_named_by_a_file_too(run: Path) -> None:
+    weights = torch.load(run / "last.pt", weights_only=True)
+    weights["config"]["built_for"] |= {"model": "planted:net", "task": "language-model"}
+    torch.save(weights | {"config": weights["config"] | {"model": None}}, run / "last.pt")
+    assert ended(["sample", "run/last.pt", "--prompt", "a"]) == 2
+    assert not Path("ran").exists()
+
+
+def test_a_pin_can_name_no_more_than_the_settings(run: Path) -> None:
+    manifest = unsigned(run)
+    manifest["pins"] |= {"model": "planted:net", "own_code": True}
+    sign(run, manifest)
+    for words in ([], ["--model", "mlp"]):
+        assert ended(["--save-dir", "run", *words]) == 2
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("words", [["--own-code"], ["--model", "planted:net"]])
+def test_what_the_command_names_or_allows_runs(run: Path, words: list[str]) -> None:
+    plant(run, {"model": "planted:net"})
+    assert ended(["--save-dir", "run", "--max-steps", "3", *words]) == 0
+    assert Path("ran").exists()
+    assert "own_code" not in Path("run/config.yaml").read_text(), "it is of one command"
+    Path("ran").unlink()
+    assert ended(["--save-dir", "run", "--max-steps", "4"]) == 2
+    assert ended(["--config", "run/config.yaml", "--save-dir", "run", "--max-steps", "4"]) == 0, "a file of the command"
+
+
+def test_all_workers_refuse_it(run: Path) -> None:
+    plant(run, {"task": "planted:Classification"})
+    refused = trained(2, save_dir="run", data="synthetic", model="mlp")
+    assert refused.kind == "RequestError"
+    assert "--task planted:Classification" in refused.error
+    assert not Path("ran").exists()
