@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,31 +59,32 @@ class NothingThere(RequestError):
     """--resume names a place that has no checkpoint, on this node."""
 
 
-def choose_start(config: Config, *, attempt: int) -> Start:
+def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = ()) -> Start:
     """Settle the run folder and what to go on from; nothing is written.
 
     Args:
-        attempt: how often the launcher restarted us; `--resume never` is for the first attempt only.
+        attempt: how often the launcher restarted us.
+        begun: run folders of earlier attempts of this launch; it goes on with these and with nobody else's.
 
     Raises:
         RequestError: --resume names nothing to go on from, or forbids what is there; another run is at work there.
         TrainingError: an earlier attempt of this one still is.
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
-    if resume == "never" and attempt > 0:
-        resume = "auto"
     if resume not in ("auto", "never"):
         return _from_path(Path(resume), save_dir, attempt)
     if save_dir is not None:
         folder = Path(save_dir)
         _check_folder(folder)
-        if resume == "never" and holds_run(folder):
+        if resume == "never" and holds_run(folder) and str(folder) not in begun:
             raise RequestError(
                 f"--resume never, but {folder} already holds a run",
                 remedy="another --save-dir, or --resume auto to go on with it",
             )
         return _in_folder(folder, attempt)
     home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
+    if ours := next((run for run in begun if Path(run).parent == home), None):
+        return _in_folder(Path(ours), attempt)
     if resume == "auto" and (unfinished := _newest_unfinished(home, config)):
         return _in_folder(unfinished, attempt)
     return Start(str(home / _run_id()), None, None, None, [], "a new run")

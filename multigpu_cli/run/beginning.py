@@ -8,7 +8,8 @@ import torch
 from multigpu_cli.checkpoint.run_folder import NothingThere, Start, choose_start, read_note
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.collectives import decided, from_main, gathered, together
+from multigpu_cli.runtime.collectives import collected, decided, from_main, gathered, together
+from multigpu_cli.runtime.elastic import note_run, noted_runs
 from multigpu_cli.runtime.world import World
 
 
@@ -22,9 +23,26 @@ def agreed_start(config: Config, world: World) -> Start:
         RequestError: rank 0 can't begin, and no other node has a checkpoint.
         TrainingError: an earlier attempt is still at work in the folder.
     """
+    begun = _begun(world)
+    start = _agreed(config, world, begun)
+    if start.folder in begun and world.local_rank == 0:
+        note_run(world.agent, world.attempt, start.folder)
+    return start
+
+
+def _begun(world: World) -> list[str]:
+    """Run folders of this launch's earlier attempts that this one has not come to: as some node remembers them."""
+    if not world.attempt:
+        return []
+    now = noted_runs(world.agent, [world.attempt])
+    earlier = [run for run in noted_runs(world.agent, range(world.attempt)) if run not in now]
+    return next(filter(None, collected(world, earlier)), [])
+
+
+def _agreed(config: Config, world: World, begun: list[str]) -> Start:
     if world.size == world.local_size:
-        return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt).as_dict()))
-    found, error = _look(config, world) if world.local_rank == 0 else (None, None)
+        return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt, begun=begun).as_dict()))
+    found, error = _look(config, world, begun) if world.local_rank == 0 else (None, None)
     reached = int(found.manifest["step"]) + 1 if found and found.manifest else 0
     steps = [int(step) for step in gathered(world, torch.tensor([reached], device=world.device))]
     holder = steps.index(max(steps))
@@ -33,9 +51,9 @@ def agreed_start(config: Config, world: World) -> Start:
     return _with_notes(replace(start, holder=holder), world)
 
 
-def _look(config: Config, world: World) -> tuple[Start | None, TrainingError | None]:
+def _look(config: Config, world: World, begun: list[str]) -> tuple[Start | None, TrainingError | None]:
     try:
-        return choose_start(config, attempt=world.attempt), None
+        return choose_start(config, attempt=world.attempt, begun=begun), None
     except TrainingError as error:
         return None, error
 

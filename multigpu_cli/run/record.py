@@ -23,11 +23,14 @@ from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink
 from multigpu_cli.run.returning import bring_best
 from multigpu_cli.runtime.collectives import decided, gathered
+from multigpu_cli.runtime.elastic import note_run
 from multigpu_cli.tasks.base import Evaluation
 
 
 def open_run(run: Run, faults: list[str]) -> None:
     """Write the settings, and the first lines of this attempt, with what went wrong before it could start."""
+    if run.world.local_rank == 0:
+        note_run(run.world.agent, run.world.attempt, str(run.folder))
     decided(run.world, lambda: _prepare_folder(run))
     start = run.settled.start
     run.journal.write(

@@ -166,10 +166,8 @@ def agreed_on(environ: Mapping[str, str], number: int, nodes: Sequence[str]) -> 
     folder = agent_folder(environ)
     if folder is not None:
         now = Round(number, list(nodes), os.getpid())
-        file, draft = (folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.{kind}" for kind in ("json", "draft"))
         with suppress(OSError):  # a full disk: then the agents' own counts must do
-            draft.write_text(json.dumps(now._asdict()))
-            draft.replace(file)
+            _replace(folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.json", now._asdict())
 
 
 def note_end(folder: Path | None, number: int, last: Last) -> None:
@@ -182,6 +180,20 @@ def last_end(environ: Mapping[str, str]) -> Last | None:
     """What was left by the attempt before this one."""
     found = _read(agent_folder(environ), f"last-{attempt(environ) - 1}")
     return Last(**found) if found else None
+
+
+def note_run(folder: Path | None, number: int, run: str) -> None:
+    """Let later attempts know of a run folder that attempt `number` works in; one process of each node says so."""
+    if folder is None or run in (known := noted_runs(folder, [number])):
+        return
+    with suppress(OSError):  # a full disk: then a restart chooses as a first attempt does
+        _replace(folder / f"multigpu-runs-{number}.json", {"runs": [*known, run]})
+
+
+def noted_runs(folder: Path | None, attempts: Iterable[int]) -> list[str]:
+    """The run folders of these attempts, in the order in which they were begun or continued."""
+    told = [(_read(folder, f"runs-{number}") or {"runs": []})["runs"] for number in attempts]
+    return list(dict.fromkeys(run for runs in told for run in runs))
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -206,6 +218,12 @@ def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:
         return
     with suppress(FileExistsError), open(folder / f"multigpu-{name}.json", "x") as file:
         json.dump(content, file)
+
+
+def _replace(file: Path, content: Mapping[str, Any]) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(content))
+    draft.replace(file)
 
 
 def _read(folder: Path | None, name: str) -> dict[str, Any] | None:

@@ -126,8 +126,21 @@ def test_a_run_at_work_is_left_alone() -> None:
 
 def test_never_starts_afresh_beside_an_unfinished_run() -> None:
     run_in(Path("checkpoints/digits/x"), 10)
-    assert choose_start(asked(resume="never"), attempt=0).checkpoint is None
-    assert choose_start(asked(resume="never"), attempt=1).checkpoint is not None, "a restart is no fresh command"
+    for attempt in (0, 1):
+        assert choose_start(asked(resume="never"), attempt=attempt).checkpoint is None
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> None:
+    """A younger one of the same configuration is somebody else's."""
+    begun, stranger = (run_in(Path("checkpoints/digits", name), 10) for name in ("begun", "stranger"))
+    aged(begun, 100)
+    start = choose_start(asked(resume=resume), attempt=1, begun=[str(begun)])
+    assert start.folder == str(begun)
+    assert str(start.checkpoint).startswith(str(begun))
+    gone = choose_start(asked(resume=resume), attempt=1, begun=["checkpoints/digits/gone"])
+    assert (gone.folder, gone.checkpoint) == ("checkpoints/digits/gone", None)
+    assert stranger.exists()
 
 
 # -- with --save-dir
@@ -156,11 +169,12 @@ def test_a_folder_whose_run_has_no_checkpoint_yet_starts_over() -> None:
     assert start.because == "from the beginning: the folder has no whole checkpoint"
 
 
-def test_never_into_a_folder_that_holds_a_run_is_refused_at_the_first_attempt_only() -> None:
+def test_never_into_a_folder_that_holds_a_run_is_refused_unless_this_launch_began_it() -> None:
     run_in(Path("mine"), 10)
-    with pytest.raises(RequestError, match="--resume never, but mine already holds a run"):
-        choose_start(asked("mine", "never"), attempt=0)
-    assert choose_start(asked("mine", "never"), attempt=1).checkpoint is not None
+    for attempt in (0, 1):
+        with pytest.raises(RequestError, match="--resume never, but mine already holds a run"):
+            choose_start(asked("mine", "never"), attempt=attempt)
+    assert choose_start(asked("mine", "never"), attempt=1, begun=["mine"]).checkpoint is not None
     assert choose_start(asked("other", "never"), attempt=0).because == "a new run"
 
 

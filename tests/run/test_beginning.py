@@ -17,8 +17,10 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.beginning import agreed_start
+from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
+from tests.trained import trained
 
 
 def holding(folder: Path, step: int) -> None:
@@ -112,3 +114,50 @@ def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request
 
     with owned(tmp_path):
         assert each_rank(2, work) == [[1, True] if again else [2, False]] * 2
+
+
+def launched(agent: Path, attempt: int) -> dict[str, str]:
+    """What torchrun's agent says of an attempt, beside the ranks."""
+    return {
+        "TORCHELASTIC_RUN_ID": "a-test",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "TORCHELASTIC_ERROR_FILE": str(agent / f"attempt_{attempt}" / "0" / "error.json"),
+    }
+
+
+def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt ends before its first checkpoint; beside it lies an unfinished run of the same settings."""
+    monkeypatch.chdir(tmp_path)
+    home, agent = Path("checkpoints/tests.own-tensors"), tmp_path / "agent"
+    agent.mkdir()
+    flags = {"batch_size": 10, "max_steps": 4}
+    assert trained(2, save_dir=str(home / "stranger"), **flags).error == ""
+    (home / "stranger/summary.json").unlink()
+    strangers = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    deed = {"OWN_DEED": "1:2:SIGKILL"}
+    assert trained(2, resume="never", environ=launched(agent, 0) | deed, **flags).killed
+    (begun,) = (folder for folder in home.iterdir() if folder.name != "stranger")
+    ended = trained(2, resume="never", environ=launched(agent, 1), attempt=1, **flags)
+    assert ended.summary["save_dir"] == str(begun)
+    assert {path: path.read_bytes() for path in strangers} == strangers
+    assert len(list(home.iterdir())) == 2
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path, resume: str) -> None:
+    """Rank 0 may be on a node that is new."""
+    run = Path("checkpoints/digits/begun")
+    holding(tmp_path / "node1" / run, 7)
+
+    def work(world: World) -> list[Any]:
+        world = replace(world, attempt=1, agent=tmp_path)
+        if world.rank == 1:
+            elastic.note_run(tmp_path / "node1", 0, str(run))
+            world = replace(world, agent=tmp_path / "node1")
+        return begun(world, resolve({"resume": resume}, [], None))
+
+    found = on_disks_of_their_own(tmp_path, work)
+    assert found[0] == found[1]
+    assert found[0][:2] == [str(run / "checkpoints/step_00000007"), 1]

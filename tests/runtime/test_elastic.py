@@ -16,6 +16,8 @@ from multigpu_cli.runtime.elastic import (
     node_name,
     note_end,
     note_failure,
+    note_run,
+    noted_runs,
     redirected,
     remember,
     write_error,
@@ -167,3 +169,13 @@ def test_files_of_torchruns_own_are_noticed(tmp_path: Path) -> None:
     assert not redirected({})
     Path(environ["TORCHELASTIC_ERROR_FILE"]).with_name("stderr.log").touch()
     assert redirected(environ)
+
+
+def test_the_runs_of_a_launch_are_remembered_in_order_and_once(tmp_path: Path) -> None:
+    for attempted, run in ((0, "one"), (0, "two"), (1, "one"), (1, "one"), (2, "three")):
+        note_run(tmp_path, attempted, run)
+    assert noted_runs(tmp_path, [1]) == ["one"]
+    assert noted_runs(tmp_path, range(3)) == ["one", "two", "three"]
+    assert noted_runs(tmp_path, [7]) == noted_runs(None, [0]) == []
+    note_run(None, 0, "nowhere")
+    note_run(tmp_path / "gone", 0, "nowhere")
