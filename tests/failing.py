@@ -8,10 +8,11 @@ from math import prod
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 class Failing(nn.Module):
-    """What goes wrong: drift, raise, sleep, SIGKILL, SIGSTOP, …"""
+    """What goes wrong: drift, spoil, raise, sleep, SIGKILL, SIGSTOP, …"""
 
     def __init__(self, inner: nn.Module, how: str, rank: int, at: int) -> None:
         super().__init__()
@@ -29,11 +30,20 @@ class Failing(nn.Module):
         if self.how == "drift":
             next(self.inner.parameters()).data[0, 0] += 1.0
             return
+        if self.how == "spoil":
+            register_optimizer_step_post_hook(spoil)
+            return
         if self.how == "raise":
             raise ValueError("the planted fault")
         if self.how == "sleep":
             time.sleep(60)
         os.kill(os.getpid(), signal.Signals[self.how])
+
+
+def spoil(optimizer: Optimizer, *_: object) -> None:
+    """Change what the optimizer keeps beside the weights."""
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] *= 1.5
 
 
 def net(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: int = 1, at: int = 5) -> nn.Module:

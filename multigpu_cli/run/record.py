@@ -233,7 +233,7 @@ def save(run: Run) -> None:
     run.watch.at(run.progress.step, "saving")
     run.saved = run.progress.step
     with run.meters.paused():
-        check_replicas(run.kept.model, run.world, run.progress.step)
+        check_replicas(run.kept.model, run.world, run.progress.step, run.kept.optimizer)
         more = run.task.state(run.world)
         if not run.world.main:
             return

@@ -53,6 +53,23 @@ def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) ->
     assert fingerprint(resumed.for_use().state_dict()) == fingerprint(undisturbed.for_use().state_dict())
 
 
+def test_the_loss_scale_goes_on_where_it_was() -> None:
+    """A new one begins high, so that the first steps after a resume would be skipped again."""
+    live, resumed = (kept(seed=seed) for seed in (0, 99))
+    for each in (live, resumed):
+        each.precision = Precision("fp16", CPU)
+    for bad in (True, True, False):
+        loss = live.model(torch.ones(8, 3)).square().mean()
+        live.precision.backward(loss * torch.inf if bad else loss)
+        _, skipped = live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
+        assert bool(skipped) == bad
+    scale = live.precision.state_dict()
+    assert scale["scale"] == resumed.precision.state_dict()["scale"] / 4
+    assert scale["_growth_tracker"] == 1
+    resumed.restore(unpacked(packed(live.capture()), "state.pt"), "state.pt")
+    assert resumed.precision.state_dict() == scale
+
+
 def test_a_capture_stays_when_training_goes_on() -> None:
     live = kept()
     train(live, 2)

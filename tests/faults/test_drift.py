@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.optimizers import build_optimizer
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 from tests.trained import trained
@@ -18,13 +21,15 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def verdict(world: World, change_on: int | None) -> str:
-    model = network()
+def verdict(
+    world: World, change_on: int | None, model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> str:
+    model = model or network()
     if world.rank == change_on:
         with torch.no_grad():
             model[2].weight[0, 0] = torch.nextafter(model[2].weight[0, 0], torch.tensor(9.0))
     try:
-        check_replicas(model, world, 7)
+        check_replicas(model, world, 7, optimizer)
     except TrainingError as error:
         return error.problem
     return ""
@@ -60,8 +65,47 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
     assert each_rank(2, differs) == [True, True]
 
 
-def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path) -> None:
+def test_statistics_count_as_weights_do() -> None:
+    def said(world: World) -> str:
+        model = network()
+        model[1].num_batches_tracked += world.rank == 1
+        return verdict(world, None, model)
+
+    assert all("rank 1 differs in 1.num_batches_tracked" in text for text in each_rank(3, said))
+
+
+def test_so_does_what_the_optimizer_keeps() -> None:
+    """A bit of a second moment may take long to show in a weight; a state that only one rank has is another, too."""
+
+    def said(world: World) -> list[str]:
+        model = network()
+        optimizer = build_optimizer(model, OptimizerConfig())
+        found = [verdict(world, None, model, optimizer)]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if world.rank != 2:
+            optimizer.step()
+        found.append(verdict(world, None, model, optimizer))
+        optimizer.step()
+        if world.rank == 2:
+            optimizer.step()
+        found.append(verdict(world, None, model, optimizer))
+        if world.rank == 1:
+            square = optimizer.state[model[2].weight]["exp_avg_sq"]
+            square[0, 0] = torch.nextafter(square[0, 0], torch.tensor(9.0))
+        found.append(verdict(world, None, model, optimizer))
+        return found
+
+    for alike, missing, again, other in each_rank(3, said):
+        assert (alike, again) == ("", "")
+        assert "rank 2 differs in the optimizer's state of 0.weight, the optimizer's state of 2.weight" in missing
+        assert other.endswith("by step 7: rank 1 differs in the optimizer's state of 2.weight")
+
+
+@pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])
+def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, how: str, where: str) -> None:
     flags = {"model": "tests.failing:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
-    ended = trained(2, **flags, batch_size=5, epochs=2, sets=["model.args.how=drift"])
-    assert "the replicas have drifted apart by step 4" in ended.error
+    ended = trained(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
+    assert "the replicas have drifted apart by step 4: rank" in ended.error
+    assert f" differs in {where}" in ended.error
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
