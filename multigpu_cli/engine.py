@@ -186,6 +186,7 @@ def fit(run: Run, every: Rhythm | None = None, *, until: int | None = None) -> s
         until: the end of an epoch, in steps, at which somebody else wants to have a say.
     """
     progress, every = run.progress, every or Rhythm(run.config.checkpoint)
+    run.meters.begin()
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)

@@ -52,13 +52,16 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         run, batches = self._run, self._run.plan.batches
+        run.meters.begin()
         epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
         for number, work in enumerate(
             run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes), run.progress.step
         ):
             if run.finished or number >= run.plan.schedule.total_steps:
                 return
-            yield Step(number, list(work))
+            with run.meters.waiting("data_wait"):
+                fetched = list(work)
+            yield Step(number, fetched)
 
 
 class MultiGPUTrainer(Functions):

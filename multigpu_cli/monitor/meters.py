@@ -53,10 +53,15 @@ class Meters:
     ) -> None:
         self._clock, self._cpu, self._runs_ahead = clock, cpu, device_runs_ahead
         self._times = Quantiles()
-        self._last = clock()
-        self._step_so_far = 0.0  # of a step that a pause or a read cuts in two
-        self.steps, self.samples, self.seconds = 0, 0, 0.0
-        self._window = _Window(cpu())
+        self.steps, self.samples = 0, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins now, unless a step is done already: what was before is no part of the first one."""
+        if not self.steps:
+            self._last, self.seconds = self._clock(), 0.0
+            self._step_so_far = 0.0  # of a step that a pause or a read cuts in two
+            self._window = _Window(self._cpu())
 
     def step(self, samples: int) -> None:
         """One optimizer step is done, by all workers together on so many samples."""

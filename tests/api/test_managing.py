@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor import journal
+from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.runtime.world import World
 from tests.api.brought import Points, network, weights
 from tests.gloo import each_rank
+from tests.monitor.test_meters import Clock
 from train_multi_gpu import (
     MultiGPUConfig,
     MultiGPUTrainer,
@@ -145,6 +148,35 @@ def test_there_is_no_step_beyond_the_end(tmp_path: Path) -> None:
         manager.trainer.train_step(replace(batch, number=4))
     assert weights(model) == before
     assert manager.finish()["steps"] == 4
+
+
+class Slow(Points):
+    """A sample takes a second by the clock that it is given, which otherwise stands still."""
+
+    clock: Clock
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.clock.pass_by(1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("by", ["steps", "epochs"])
+def test_fetching_is_a_wait_for_data_and_the_time_before_is_no_training(tmp_path: Path, by: str) -> None:
+    slow = Slow(32)
+    slow.clock = Clock()
+    with MultiGPUTrainingManager(config(tmp_path, num_workers=0, settings={"log_interval": 2})) as manager:
+        _, train_loader, _ = manager.setup_training(network(), slow)
+        run = manager.trainer.run
+        assert run is not None
+        run.meters = Meters(clock=slow.clock)
+        slow.clock.pass_by(1000)
+        if by == "epochs":
+            manager.train_epoch(train_loader)
+        for batch in train_loader if by == "steps" else ():
+            manager.trainer.train_step(batch)
+        assert run.meters.seconds == 32
+    line = next(line for line in journal.read(tmp_path / "journal.jsonl") if line["event"] == "train")
+    assert (line["step"], line["step_ms"], line["samples_per_second"], line["data_wait_share"]) == (2, 16e3, 1, 1)
 
 
 def test_a_loop_without_an_end_goes_on_for_as_long_as_it_is_called(tmp_path: Path) -> None:

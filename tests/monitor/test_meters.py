@@ -59,6 +59,22 @@ def test_step_times_and_rates_of_run_and_window() -> None:
     assert meters.step_ms()["p95"] == pytest.approx(500, rel=0.006)
 
 
+def test_training_begins_once() -> None:
+    clock, cpu = Clock(), Clock()
+    meters = Meters(clock=clock, cpu=cpu)
+    with meters.paused():
+        clock.pass_by(1)
+    for _ in range(2):  # the second time a step is done: what passes then is part of the next
+        clock.pass_by(1000)
+        cpu.pass_by(100)
+        meters.begin()
+        clock.pass_by(0.1)
+        meters.step(10)
+    assert meters.seconds == pytest.approx(1000.2)
+    assert meters.at_work() == pytest.approx(100)
+    assert meters.step_ms()["p50"] == pytest.approx(100, rel=0.006)
+
+
 def test_pauses_are_no_training_time() -> None:
     clock = Clock()
     meters = Meters(clock=clock)
