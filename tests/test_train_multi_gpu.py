@@ -58,7 +58,7 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     loaded = {name.removeprefix("multigpu_cli.") for name in result.stdout.split()}
     rooms = {"api", "environments.base", "tasks.ppo", "tasks.criterion", "models.hugging_face", "strategies.exact"}
     rooms |= {"strategies.distributed", "strategies.data_parallel", "runtime.handshake", "run.alike", "run.brought"}
-    rooms |= {"data.items", "data.mark", "data.unanswered", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
+    rooms |= {"data.items", "data.unanswered", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
     rooms |= {"monitor.tensorboard", "run.tracing", "strategies.buckets"}
     assert not loaded & (rooms | {"yaml", "tqdm", "rich", "tensorboard", "matplotlib", "sklearn", "pynvml"})
     assert not {name for name in loaded if name.startswith("torch.")}

@@ -1,6 +1,7 @@
 """A cheap mark of what a dataset holds: alike where two machines have the same data, whatever rounds their floats."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -11,34 +12,65 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.items import Keyed, elsewhere
 from multigpu_cli.errors import RequestError
 
+Mark = tuple[Sequence[int], Sequence[float]]  # what must be the same to the bit, and what may be rounded differently
+
+_PARTS = ("classes, tokens or scales", "training samples", "validation samples", "test samples")
+_SUMS = 4  # of each split
+_ROUNDING = 1e-6  # relative; machines add up in different orders
 _ALL = 2**24  # values; of a larger tensor only some rows are looked at
 _SOME = 4096  # rows
 _FEW = 8  # samples of a dataset that is fetched one by one
+_AT_ONCE = 2**18  # values, in double precision: as many as a cache holds
 
 
-def mark_of(source: Source, seed: int) -> tuple[list[int], list[float]]:
-    """What must be the same to the bit, and what may be rounded differently.
+def mark_of(source: Source, seed: int) -> Mark:
+    """A mark of each split, and of what the training part has taught.
 
     Returns:
-        Four 64-bit numbers of a SHA-256 over lengths, shapes, whole numbers and bytes; sums of what is floating.
+        64 bits each of a SHA-256: what was learned; of train, val and test lengths, shapes, whole numbers and bytes.
+        Of each split four sums of what is floating.
     """
-    exact, sums = sha256(source.learned().encode()), numpy.zeros(12)
-    for place, split in enumerate((source.train, source.val, source.test)):
-        if split is None:
-            exact.update(b"none")
-            continue
-        look = partial(_looked_at, split, seed)
-        digest, sums[4 * place : 4 * place + 4] = look() if isinstance(split, TensorDataset) else elsewhere(look)
-        exact.update(digest)
-    return numpy.frombuffer(exact.digest(), dtype=numpy.int64).tolist(), sums.tolist()
+    splits = (source.train, source.val, source.test)
+    look = partial(_look, splits, seed)
+    if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
+        found = look()
+    else:
+        from multigpu_cli.data.items import elsewhere  # late: samples are fetched one by one
+
+        found = elsewhere(look)
+    digests, sums = zip(*found, strict=True)
+    exact = [sha256(source.learned().encode()).digest(), *digests]
+    return [int.from_bytes(digest[:8], signed=True) for digest in exact], [one for each in sums for one in each]
+
+
+def differences(one: Mark, other: Mark) -> list[str]:
+    """What is not the same, in words."""
+    each = zip(_PARTS, _by_part(one), _by_part(other), strict=True)
+    return [part for part, here, there in each if here[0] != there[0] or not _close(here[1], there[1])]
+
+
+def _by_part(mark: Mark) -> list[tuple[int, Sequence[float]]]:
+    """What was learned has no sums."""
+    exact, sums = mark
+    return [(exact[part], sums[_SUMS * max(part - 1, 0) : _SUMS * part]) for part in range(len(_PARTS))]
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(
+        math.isclose(here, there, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(map(abs, one)))
+        for here, there in zip(one, other, strict=True)
+    )
+
+
+def _look(splits: Sequence[Dataset[Any] | None], seed: int) -> list[tuple[bytes, list[float]]]:
+    return [(b"none".ljust(8), [0.0] * _SUMS) if split is None else _looked_at(split, seed) for split in splits]
 
 
 def _looked_at(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:
     """SHA-256 of length, shapes, whole numbers and bytes of one split, and the sums of what is floating."""
-    exact, sums = sha256(str(len(split)).encode()), numpy.zeros(4)  # type: ignore[arg-type]
+    exact, sums = sha256(str(len(split)).encode()), numpy.zeros(_SUMS)  # type: ignore[arg-type]
     for value in _values(split, seed):
         if isinstance(value, Tensor) and value.is_floating_point():
             exact.update(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -52,6 +84,8 @@ def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     if isinstance(split, TensorDataset):
         yield from (_rows(tensor) for tensor in split.tensors)
         return
+    from multigpu_cli.data.items import Keyed  # late: samples are fetched one by one
+
     keyed, count = Keyed(split, seed), len(split)  # type: ignore[arg-type]
     for index in sorted({number * count // _FEW for number in range(_FEW)}) if count else ():
         try:
@@ -80,9 +114,13 @@ def _flat(value: Any) -> list[Any]:
 
 def _sums(value: Tensor) -> list[float]:
     """Sum, sum of squares, and both with places counted, so that order matters."""
-    flat = value.detach().double().cpu().flatten().nan_to_num()
-    place = torch.linspace(1, 2, len(flat), dtype=torch.float64)
-    return [float(part.sum()) for part in (flat, flat.square(), flat * place, flat.square() * place)]
+    flat, sums = value.detach().cpu().flatten(), numpy.zeros(_SUMS)
+    places = torch.linspace(1, 2, len(flat), dtype=torch.float64).split(_AT_ONCE)
+    for part, place in zip(flat.split(_AT_ONCE), places, strict=True):
+        here = part.double().nan_to_num(posinf=0.0, neginf=0.0)
+        squares = here.square()
+        sums += [float(each) for each in (here.sum(), squares.sum(), here.dot(place), squares.dot(place))]
+    return sums.tolist()
 
 
 def _bytes(value: Any) -> bytes:

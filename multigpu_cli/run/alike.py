@@ -1,27 +1,24 @@
 """Whether all nodes have the same data: each has a copy of its own, and a step takes its samples from all of them."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from multigpu_cli.data.base import Source
-from multigpu_cli.data.mark import mark_of
+from multigpu_cli.data.mark import Mark, differences
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.runtime.collectives import gathered
 from multigpu_cli.runtime.world import World
 
-_ROUNDING = 1e-6  # relative; machines add up in different orders
 
-
-def check_same_data(world: World, source: Source, name: str, seed: int) -> None:
-    """Compare a cheap mark of the data over all ranks, of which there are several.
+def check_same_data(world: World, source: Source, mark: Mark, name: str) -> None:
+    """Compare a mark of the data over all ranks.
 
     Raises:
         RequestError: some differ; names their nodes. The same on every rank.
     """
-    exact, sums = mark_of(source, seed)
+    exact, sums = mark
     lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
     whole = torch.tensor([*exact, source.samples, *lengths], dtype=torch.int64, device=world.device)
     rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
@@ -38,17 +35,11 @@ def grouped(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> 
         next(
             first
             for first in range(rank + 1)
-            if list(marks[first]) == list(marks[rank]) and _close(sums[first], sums[rank])
+            if list(marks[first]) == list(marks[rank])
+            and not differences((marks[first], sums[first]), (marks[rank], sums[rank]))
         )
         for rank in range(len(marks))
     ]
-
-
-def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(
-        math.isclose(here, there, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(map(abs, one)))
-        for here, there in zip(one, other, strict=True)
-    )
 
 
 def _differing(world: World, groups: Sequence[int], marks: Sequence[Sequence[int]], name: str) -> RequestError:

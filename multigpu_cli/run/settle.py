@@ -13,6 +13,7 @@ from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_se
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.mark import Mark, mark_of
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
@@ -45,6 +46,7 @@ class Settled:
         source: the dataset.
         plan: the arithmetic.
         model, task: names, the dataset's own where the user named none.
+        mark: of the dataset's contents.
         brought: live objects, in place of what the settings name.
     """
 
@@ -55,6 +57,7 @@ class Settled:
     plan: Plan
     model: str
     task: str
+    mark: Mark
     brought: "Brought | None" = None
 
     @property
@@ -90,7 +93,7 @@ class Settled:
         """What a checkpoint's manifest says of the run."""
         written = sorted(self.words.explicit - OF_THE_COMMAND)
         facts = {"settings": self.label(), "written": written, "pins": self.pins}
-        return facts | {"samples": self.plan.batches.samples}
+        return facts | {"samples": self.plan.batches.samples, "data": self.mark}
 
     @property
     def nothing_to_do(self) -> bool:
@@ -136,14 +139,15 @@ def settle(
     made = brought.made_by_name if brought else NAMING
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=made)
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
+    mark = together(world, lambda: mark_of(source, config.reproducibility.seed))
     if world.size > 1:
         from multigpu_cli.run.alike import check_same_data  # late: alone, nothing is compared
 
-        check_same_data(world, source, config.data.name, config.reproducibility.seed)
+        check_same_data(world, source, mark, config.data.name)
     plan = _plan(words, config, choice, world, start, source, brought)
-    raise_all(beyond_the_data(config, plan, source, start))
+    raise_all(beyond_the_data(config, plan, source, start, mark))
     model, task = config.model.name or source.model, config.task.name or source.task
-    return Settled(words, config, start, source, plan, model, task, brought)
+    return Settled(words, config, start, source, plan, model, task, mark, brought)
 
 
 def _opened(config: Config, choice: Choice, world: World, source: Source | None) -> Source:

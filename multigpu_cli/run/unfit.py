@@ -8,12 +8,18 @@ import torch
 from multigpu_cli.checkpoint.run_folder import Start
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.mark import Mark, differences
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.sources import acts
+
+_SAME_DATA = (
+    "the data that it was started with, in any --data-dir; or start afresh, with --resume never and another --save-dir "
+    "(--init-from takes its weights along)"
+)
 
 
 def raise_all(wrong: Iterable[RequestError]) -> None:
@@ -47,8 +53,12 @@ def beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[
         yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
 
 
-def beyond_the_data(config: Config, plan: Plan, source: Source, start: Start) -> Iterator[RequestError]:
-    """What was asked for and does not go with the data, or with what the run folder holds."""
+def beyond_the_data(config: Config, plan: Plan, source: Source, start: Start, mark: Mark) -> Iterator[RequestError]:
+    """What was asked for and does not go with the data, or with what the run folder holds.
+
+    Args:
+        mark: of the data's contents.
+    """
     if config.model.sync_bn and not plan.batches.even:
         yield RequestError(
             "--sync-bn needs the same number of micro-batches on every worker in every step, also an epoch's last",
@@ -66,8 +76,16 @@ def beyond_the_data(config: Config, plan: Plan, source: Source, start: Start) ->
                 f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: other bits",
                 remedy="go on where it was started, or start afresh with another --save-dir",
             )
-    if start.manifest and (before := start.manifest["samples"]) != plan.batches.samples:
+    if not start.manifest:
+        return
+    if (before := start.manifest["samples"]) != plan.batches.samples:
         yield RequestError(
             f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
-            remedy="the same data, or another --save-dir to start afresh",
+            remedy=_SAME_DATA,
+        )
+    elif other := differences(start.manifest.get("data", mark), mark):  # an older checkpoint has no mark
+        where = f" in --data-dir {config.data.dir}" if config.data.dir else ""
+        yield RequestError(
+            f"--data {config.data.name}: other {', other '.join(other)}{where} than {start.folder} was started with",
+            remedy=_SAME_DATA,
         )

@@ -1,17 +1,14 @@
 """Each node has its own copy of the data; one whose copy differs is named."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.base import Source
+from multigpu_cli.data.mark import mark_of
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.alike import check_same_data
-from multigpu_cli.run.settle import settle
-from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 
@@ -26,7 +23,8 @@ def source(size: int = 30, shift: float = 0.0) -> Source:
 
 def said(world: World, hosts: tuple[str, ...], data: list[Source]) -> str:
     try:
-        check_same_data(replace(world, hosts=hosts), data[world.rank], "mine", 42)
+        mine = data[world.rank]
+        check_same_data(replace(world, hosts=hosts), mine, mark_of(mine, 42), "mine")
     except RequestError as error:
         return error.problem if error.shared else "several ranks speak"
     return ""
@@ -51,18 +49,3 @@ def test_the_node_that_differs_is_named() -> None:
     assert told[0][2].startswith("--data mine: rank 0 and the others see different data: 30 training samples instead")
     assert "rank 1 and the others" in told[0][3], "not its whole node"
     assert "rank 2 and the others see different data: 29 training samples instead of 30" in told[0][4]
-
-
-def test_a_run_of_several_workers_looks_before_anything_is_written(tmp_path: Path) -> None:
-    def work(world: World) -> str:
-        request = resolve({"data": "tests.own:tensors", "save_dir": str(tmp_path / "run")}, [], None)
-        choice = Choice("ddp", (world.device,), 0, "a test")
-        try:
-            settle(request, choice, replace(world, hosts=("a", "b")), source=source(shift=float(world.rank)))
-        except RequestError as error:
-            return error.problem
-        return ""
-
-    for told in each_rank(2, work):
-        assert told.startswith("--data tests.own:tensors: b (rank 1) and the others see different data")
-    assert not (tmp_path / "run").exists()

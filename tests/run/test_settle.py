@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from multigpu_cli.run.settle import Settled, settle
 from multigpu_cli.run.unfit import beyond_the_data
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
 
 ALONE = World(torch.device("cpu"))
 SINGLE = Choice("single", (ALONE.device,), 0, "a test")
@@ -111,6 +113,64 @@ def test_other_data_is_refused() -> None:
         settled()
 
 
+def arrays(folder: str, **changed: float) -> dict[str, Any]:
+    """A dataset in a folder, of which the first number of some arrays is another; the flags that name it."""
+    found = {f"X_{split}": numpy.linspace(0, 1, 120).reshape(40, 3) for split in ("train", "val", "test")}
+    found |= {name.replace("X", "y"): numpy.arange(40) % 2 for name in found}
+    for name, value in changed.items():
+        found[name].flat[0] = value
+    Path(folder).mkdir(exist_ok=True)
+    numpy.savez(Path(folder, "data.npz"), **found)
+    return {"data": "npz", "data_dir": folder}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"X_train": 0.1}, "other training samples in --data-dir here than"),
+        ({"y_train": 1}, "other training samples in"),
+        ({"X_val": 0.1, "X_test": 0.1}, "other validation samples, other test samples in"),
+        ({"y_test": 2}, "other classes, tokens or scales, other test samples in"),
+    ],
+)
+def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, float], named: str) -> None:
+    saved(settled(**arrays("here")))
+    assert settled(**arrays("here")).start.checkpoint, "written again, but the same"
+    with pytest.raises(RequestError) as refused:
+        settled(**arrays("here", **changed))
+    assert named in refused.value.problem
+    assert "run was started with" in refused.value.problem
+    assert "--resume never and another --save-dir" in str(refused.value)
+
+
+def test_data_may_move_to_another_folder() -> None:
+    saved(settled(**arrays("here")))
+    assert settled(**arrays("there")).start.checkpoint
+
+
+def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
+    found = settled(**arrays("here"))
+    facts = found.facts() | {"world_size": 1}
+    del facts["data"]
+    Path("run").mkdir()
+    Store(Path("run/checkpoints"), 3).save(10, {}, facts)
+    assert settled(**arrays("here", X_train=0.1)).start.checkpoint
+
+
+def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
+    def work(world: World) -> str:
+        data = arrays(f"here{world.rank}", X_train=float(world.rank))
+        try:
+            settle(resolve(OWN | data, [], None), Choice("ddp", (world.device,), 0, "a test"), world)
+        except RequestError as error:
+            return error.problem
+        return ""
+
+    for told in each_rank(2, work):
+        assert told.startswith("--data npz: rank 1 and the others see different data: other contents")
+    assert not Path("run").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "workers", "named"),
     [
@@ -134,7 +194,7 @@ def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: i
 
 def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
     uneven, wish = settled(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
-    (told,) = beyond_the_data(wish, uneven.plan, uneven.source, uneven.start)
+    (told,) = beyond_the_data(wish, uneven.plan, uneven.source, uneven.start, uneven.mark)
     assert "--sync-bn needs the same number of micro-batches" in told.problem
 
 
