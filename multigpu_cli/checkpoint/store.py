@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.checkpoint.best import BEST, Best, add_best
 from multigpu_cli.checkpoint.files import flush_folder, publish, publish_by
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
 from multigpu_cli.checkpoint.packing import pack, tensor_bytes, unpacked
@@ -38,11 +39,12 @@ class Store:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
-    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> int:
-        """Write one checkpoint and let the oldest go; returns its size in bytes.
+    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any], best: Best | None = None) -> int:
+        """Write one checkpoint and let the oldest go; returns the size of its state in bytes.
 
         Args:
             facts: what goes into the manifest beside sizes and sums (pins, world size, versions).
+            best: the best weights so far, which stay with it.
 
         Raises:
             OSError: it could not be written; the others are as they were.
@@ -54,6 +56,10 @@ class Store:
             draft.mkdir()
             size, total = _write(draft / "state.pt", state)
             listed = {"state.pt": {"size": size, "sha256": total}}
+            if best and add_best(
+                draft, best, self._folders()
+            ):  # not a listed file: without it the state is still whole
+                facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
             publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
             if final.exists():  # the same step once more, after a resume from an older checkpoint
                 self._remove(final)

@@ -25,9 +25,11 @@ def fingerprint(state: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def save_weights(path: Path, state: dict[str, Tensor], config: dict[str, Any], metrics: dict[str, Any]) -> None:
-    """Write {"model", "config", "metrics"}; loads with `torch.load(path, weights_only=True)`."""
-    publish(path, packed({"model": host_copy(state), "config": config, "metrics": metrics}))
+def save_weights(path: Path, state: dict[str, Tensor], config: dict[str, Any], metrics: dict[str, Any]) -> str:
+    """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256."""
+    content = packed({"model": host_copy(state), "config": config, "metrics": metrics})
+    publish(path, content)
+    return sha256(content).hexdigest()
 
 
 def read_weights(path: Path, flag: str = "") -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from multigpu_cli.checkpoint.best import BEST, bring_back
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import write_summary
@@ -40,9 +41,9 @@ def _publish(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     with needed(run.folder):
         check_ours(run.folder)
         save_weights(run.folder / "last.pt", state, words, metrics)
-        if run.progress.best and best.is_file():
-            return read_weights(best)
         if run.progress.best:
+            if bring_back([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.best_sum):
+                return read_weights(best)
             note_fault(run, "checkpoint", "best.pt has gone: the last weights take its place")
         save_weights(best, state, words, metrics)
     return {}

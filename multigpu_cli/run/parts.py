@@ -82,6 +82,7 @@ class Run(Learner):
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
     snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
     best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
+    best_sum: str = ""  # SHA-256 of the best weights that were written, on rank 0
     before: Last | None = None  # how the attempt before this one ended, until a step of this one is done
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigpu_cli.checkpoint.best import Best
 from multigpu_cli.checkpoint.files import publish, sweep
 from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
@@ -51,7 +52,8 @@ def open_run(run: Run, faults: list[str]) -> None:
         note_fault(run, "out of memory", fault)
     if cause := earlier_cause(run.world):
         note_fault(run, "restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
-    bring_best(run)
+    if lost := bring_best(run):
+        note_fault(run, "checkpoint", lost)
     run.watch.begin(run.progress.step, run.folder / "logs")
     if run.console.aside:
         run.console.aside.begin(run.folder / "logs", run.world.attempt)
@@ -245,10 +247,12 @@ def save(run: Run) -> None:
 
         def write() -> None:
             check_ours(run.folder)
+            weights = run.folder / "best.pt"
             if best is not None:
-                save_weights(run.folder / "best.pt", best, run.settled.label(), best_metrics)
+                run.best_sum = save_weights(weights, best, run.settled.label(), best_metrics)
             facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
-            size = run.store.save(step, snapshot.state, facts)
+            so_far = Best(weights, run.best_sum) if best_metrics else None
+            size = run.store.save(step, snapshot.state, facts, so_far)
             seconds = time.perf_counter() - began
             stall = stalled + run.writer.waited
             run.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)

@@ -1,41 +1,63 @@
 """What an attempt takes over from the one before it, and what the gap between them has cost."""
 
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from multigpu_cli.checkpoint.best import best_of, first_with
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import needed
+from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import counted
 from multigpu_cli.run.parts import Run
 from multigpu_cli.runtime.collectives import decided
 
 
-def bring_best(run: Run) -> None:
-    """The best weights so far lie in the folder that the run comes from; without them the next ones are the best."""
-    if not run.settled.start.checkpoint or not run.progress.best:
-        return
-    holder = run.settled.start.holder
-    there, here = Path(run.settled.start.checkpoint).parent.parent / "best.pt", run.folder / "best.pt"
-    sent = decided(run.world, lambda: _content(there), by=holder) if holder else None
+def bring_best(run: Run) -> str:
+    """Make best.pt what the checkpoint counts on: the one in the folder may be of another future, or of none.
+
+    Returns:
+        What is lost, in words: the next evaluation is the best then. "" where nothing is.
+    """
+    start, best, here = run.settled.start, run.progress.best, run.folder / "best.pt"
+    if not start.checkpoint:
+        return ""
+    sent = decided(run.world, lambda: _as_tensor(_best_there(run)), by=start.holder) if start.holder else None
 
     def brought() -> bool:
+        content = _best_there(run) if not start.holder else sent if sent is None else sent.numpy().tobytes()
         with needed(run.folder):
-            if sent is not None:
-                publish(here, sent.numpy().tobytes())
-            elif not holder and there.is_file() and there.resolve() != here.resolve():
-                publish(here, there.read_bytes())
+            if content is not None:
+                run.best_sum = sha256(content).hexdigest()
+                if first_with([here], run.best_sum) is None:
+                    publish(here, content)
+            elif best and best["step"] == run.progress.step:  # an older version's: it is the checkpoint's own state
+                run.best_sum = save_weights(here, run.kept.for_use().state_dict(), run.settled.label(), best)
+            elif here.is_file():
+                here.replace(run.folder / "replaced_best.pt")
             return here.is_file()
 
-    if not decided(run.world, brought):
-        run.progress.best, run.progress.score = {}, []
+    if decided(run.world, brought) or not best:
+        return ""
+    run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
+    return f"the best weights so far, of step {best['step']}, have gone: the next evaluation's take their place"
 
 
-def _content(file: Path) -> Tensor | None:
-    """A file as (n,) uint8, to be sent; None where it is not there."""
-    return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) if file.is_file() else None
+def _best_there(run: Run) -> bytes | None:
+    """The best weights that the checkpoint counts on, on the disk of its holder."""
+    start, best = run.settled.start, run.progress.best
+    if not best or not start.checkpoint or not start.manifest:
+        return None
+    with needed(Path(start.checkpoint)):
+        return best_of(Path(start.checkpoint), start.manifest, int(best["step"]))
+
+
+def _as_tensor(content: bytes | None) -> Tensor | None:
+    """(n,) uint8, to be sent."""
+    return None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def note_recovery(run: Run) -> None:

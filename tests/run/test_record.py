@@ -1,7 +1,6 @@
 """What a run leaves behind when something went wrong on the way."""
 
 import json
-from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -83,31 +82,10 @@ def test_a_damaged_checkpoint_stays_as_evidence() -> None:
 # -- which evaluation is the best
 
 
-@pytest.fixture
-def judged() -> Callable[..., Ended]:
+def judged(scores: list[float], **flags: Any) -> Ended:
     """A run whose evaluations have these scores, one an epoch."""
-    Path("planned.py").write_text(
-        """
-import json
-from pathlib import Path
-
-from multigpu_cli.tasks.classification import Classification
-
-class Planned(Classification):
-    def __init__(self, source, config):
-        super().__init__(source, config)
-        self.scores = iter(json.loads(Path("scores.json").read_text()))
-
-    def score(self, metrics):
-        return next(self.scores), 0.5
-"""
-    )
-
-    def run(scores: list[float], **flags: Any) -> Ended:
-        Path("scores.json").write_text(json.dumps(scores))
-        return trained(**RUN | {"epochs": len(scores), "task": "planned:Planned"} | flags)
-
-    return run
+    Path("scores.json").write_text(json.dumps(scores))
+    return trained(**RUN | {"epochs": len(scores), "task": "tests.planned:Planned"} | flags)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +99,7 @@ class Planned(Classification):
     ],
     ids=["nan first", "nan later", "infinite first", "as good again", "nothing but nan"],
 )
-def test_the_best_is_the_first_of_the_greatest_numbers(
-    judged: Callable[..., Ended], scores: list[float], best: int | None
-) -> None:
+def test_the_best_is_the_first_of_the_greatest_numbers(scores: list[float], best: int | None) -> None:
     ended = judged(scores)
     assert ended.error == ""
     assert ended.summary["best"].get("epoch") == best
@@ -134,11 +110,11 @@ def test_the_best_is_the_first_of_the_greatest_numbers(
 @pytest.mark.parametrize(
     ("scores", "epochs"), [([nan, nan, nan, 0.1, nan, 0.1, 0.1], 6), ([0.1, 0.2, 0.1, 0.1, 0.3], 4)]
 )
-def test_patience_counts_from_the_best_number(judged: Callable[..., Ended], scores: list[float], epochs: int) -> None:
+def test_patience_counts_from_the_best_number(scores: list[float], epochs: int) -> None:
     assert judged(scores, early_stopping_patience=2).summary["epochs"] == epochs
 
 
-def test_a_longer_run_has_all_its_patience_again(judged: Callable[..., Ended]) -> None:
+def test_a_longer_run_has_all_its_patience_again() -> None:
     patient = {"early_stopping_patience": 2, "epochs": 5}
     assert judged([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
     longer = judged([0.1, 0.1], **patient | {"epochs": 9}).summary

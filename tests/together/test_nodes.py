@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli.monitor import journal
 from tests.netns import FRONT_DOOR, Host, hosts, missing, torchrun, wait_for
@@ -169,6 +170,7 @@ def test_disks_of_their_own_and_rank_0_on_a_node_without_the_checkpoints(
     there = json.loads((undisturbed / "summary.json").read_text())
     assert (here["steps"], here["fingerprint"]) == (there["steps"], there["fingerprint"])
     assert here["best"] == there["best"]
+    assert torch.load(again.run / "best.pt", weights_only=True)["metrics"] == here["best"]
     assert samples(again.run).keys() == set(range(resumed + 1, here["steps"] + 1))
 
 

@@ -1,0 +1,16 @@
+"""A task whose evaluations score what scores.json in the working directory lists, one after the other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.tasks.classification import Classification
+
+
+class Planned(Classification):
+    def __init__(self, source: Any, config: Any) -> None:
+        super().__init__(source, config)
+        self.scores = iter(json.loads(Path("scores.json").read_text()))
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return next(self.scores), 0.5
