@@ -1,7 +1,6 @@
 """Samples fetched one by one, or as a dataset hands them out, by loader processes or here."""
 
 import os
-import random
 import signal
 import time
 from collections import deque
@@ -12,7 +11,6 @@ from itertools import tee
 from multiprocessing import current_process
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -23,6 +21,7 @@ from multigpu_cli.data.sampler import HELD_OUT
 from multigpu_cli.data.transfer import Fetched, moved
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.planning.keys import key
+from multigpu_cli.runtime.determinism import seed_host
 from multigpu_cli.runtime.parent import die_with_parent
 
 _MOST_PROCESSES = 8  # for each worker
@@ -108,10 +107,7 @@ class Keyed(Dataset[Any]):
         return list(zip(indices, samples_of(self.dataset, indices), strict=True))
 
     def _seed(self, epoch: int, index: int) -> None:
-        number = key(self.seed, epoch, index)
-        random.seed(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(number)
+        seed_host(key(self.seed, epoch, index))
 
 
 def _belong_to_trainer(_: int) -> None:

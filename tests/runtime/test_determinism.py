@@ -49,11 +49,12 @@ def test_each_micro_batch_has_its_own_numbers_whoever_runs_it() -> None:
         for step in range(3):
             for index in range(3):
                 seed_micro_batch(seed, step, index, CPU)
-                found[seed, step, index] = float(torch.rand((), dtype=torch.float64))
-    assert len(set(found.values())) == 18
-    torch.rand(100)  # whatever was drawn in between
+                found[seed, step, index] = drawn()
+    for generator in range(3):
+        assert len({numbers[generator] for numbers in found.values()}) == 18
+    drawn()  # whatever was drawn in between
     seed_micro_batch(1, 2, 1, CPU)
-    assert float(torch.rand((), dtype=torch.float64)) == found[1, 2, 1]
+    assert drawn() == found[1, 2, 1]
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
