@@ -36,6 +36,10 @@ class RequestError(TrainingError):
     exit_code = WRONG_REQUEST
 
 
+class OutOfMemory(TrainingError):
+    """The memory of some rank's device did not suffice, and every rank knows."""
+
+
 def all_wrong(errors: Iterable[TrainingError]) -> RequestError:
     """Several broken rules of one request as one error, each with its own remedy."""
     return RequestError("\n".join(str(error) for error in errors))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.packing import packed, unpacked
@@ -72,7 +73,7 @@ def check_fit(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
     wrong += [
         f"{name} is {tuple(state[name].shape)}, the model has {tuple(own[name].shape)}"
         for name in own
-        if name in state and state[name].shape != own[name].shape
+        if name in state and not is_lazy(own[name]) and state[name].shape != own[name].shape
     ]
     if wrong:
         more = [f"… {len(wrong) - 6} more"] if len(wrong) > 6 else []

@@ -36,19 +36,20 @@ def fitting(config: Config) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
         config = with_settings(config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"})
 
-        def tried(size: object) -> tuple[Learner, list[str]]:
+        def tried(size: object) -> Learner:
             each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
             learner = build_learner(settle(each, choice, world), choice, world)
             with closing(learner.train):
-                return learner, rehearse(learner)
+                rehearse(learner)
+                return learner
 
         try:
             if config.batch.size != "auto":
-                learner, notes = tried(config.batch.size)
-                yield _asked(learner, int(config.batch.size), notes)
+                learner = tried(config.batch.size)
+                yield _asked(learner, int(config.batch.size))
                 if learner.world.device.type != "cuda":
                     return
-            learner, _ = tried("auto")
+            learner = tried("auto")
             batches = learner.plan.batches
             reason = learner.plan.size_because or "the largest that is of use here"
             yield Finding("largest batch", "ok", f"--batch-size {batches.micro_batch} a device: {reason}")
@@ -58,12 +59,12 @@ def fitting(config: Config) -> Iterator[Finding]:
             yield Finding("model", "fail", error.problem, error.remedy)
 
 
-def _asked(learner: Learner, size: int, notes: list[str]) -> Finding:
+def _asked(learner: Learner, size: int) -> Finding:
     parameters = sum(p.numel() for p in learner.kept.model.parameters())
     said = f"{learner.settled.model}, {parameters:,} parameters"
     device = learner.world.device
-    if notes:
-        fits = learner.plan.batches.micro_batch
+    fits = learner.plan.batches.micro_batch
+    if fits < size:
         fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
         return Finding("model", "warn", f"{said}: --batch-size {size} does not fit, {fits} does", fix)
     if device.type != "cuda":

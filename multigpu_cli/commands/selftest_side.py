@@ -13,6 +13,7 @@ from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.parts import Run, assemble
+from multigpu_cli.run.rehearsal import warm_up
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
@@ -55,7 +56,9 @@ class Side:
         config = with_settings(self.config, overrides)
         settled = settle(config, self.choice, self.world, source=self.source)
         share_threads(self.workers, cores(), exact=config.reproducibility.exact)
-        return build_learner(settled, self.choice, self.world)
+        learner = build_learner(settled, self.choice, self.world)
+        warm_up(learner)
+        return learner
 
     def run(self, stack: ExitStack, **overrides: Any) -> Run:
         """A run that is ready for its first step."""

@@ -1,7 +1,6 @@
 """The network that a run trains, as the user asked for it."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime.preserve import preserve_buffers
 
 
 def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.Module:
@@ -104,15 +104,5 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _buffers_kept(block)
-
-
-@contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
     """While a block runs a second time its running statistics stay as the first time left them."""
-    before = [buffer.clone() for buffer in block.buffers()]
-    try:
-        yield
-    finally:  # it is left by an exception as soon as backward has what it needs
-        for buffer, kept in zip(block.buffers(), before, strict=True):
-            buffer.copy_(kept)
+    return nullcontext(), preserve_buffers(block)

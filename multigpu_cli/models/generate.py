@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: the model may be trained on, with what it keeps from these passes
 def generate(
     model: nn.Module,
     tokens: Tensor,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Kept, Progress
@@ -32,6 +33,7 @@ from multigpu_cli.runtime.compiled import Compiled
 from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
@@ -58,6 +60,7 @@ class Learner:
     test: Loader | None
     resumed_without: str  # what a checkpoint could not bring back, in words
     compiled: Compiled | None = field(default=None, kw_only=True)
+    eval_limit: int | None = field(default=None, kw_only=True)  # of an evaluation's batch, where memory has set one
 
     @cached_property
     def trained(self) -> list[Tensor]:
@@ -87,7 +90,8 @@ class Learner:
     @property
     def eval_batch(self) -> int:
         """Samples in one batch of an evaluation: the same on any number of workers; it keeps no activations."""
-        return 2 * self.plan.batches.micro_batch
+        usual = 2 * self.plan.batches.micro_batch
+        return min(usual, self.eval_limit or usual)
 
 
 def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
@@ -109,8 +113,6 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
     model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
     settled = _with_buckets(settled, kept.model, world)
     strategy = _strategy(model, choice, world, settled)
-    some = min(settled.plan.batches.micro_batch, train.size)
-    strategy.warm_up(lambda: task.loss_sum(strategy.callable, first_batch(train, some)))
     learner = Learner(settled, choice, world, task, kept, precision, strategy, train, val, test, resumed_without)
     if isinstance(model, Compiled):
         learner.compiled, model.size = model, lambda: learner.plan.batches.micro_batch
@@ -150,6 +152,9 @@ def fresh_model(config: Config, source: Source) -> nn.Module:
 
 def _lay_out(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
     """Channels last where the model has 2-d convolutions and takes a batch like that; a `.view` of features may not."""
+    if any(map(is_lazy, model.parameters())):  # their weights come with the first pass, and until then have no layout
+        seed_weights(settled.config.reproducibility.seed, late=True)
+        _try_a_batch(settled, task, model, precision, batch)
     if in_channels_last(model):
         try:
             return _try_a_batch(settled, task, model, precision, batch)
@@ -160,11 +165,10 @@ def _lay_out(settled: Settled, task: Task, model: nn.Module, precision: Precisio
 
 def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
     """Whether data, model and task fit together shows in one small evaluation, before anything is written."""
-    model.eval()
     seen: list[str] = []
     watch = model.register_forward_hook(lambda _module, _inputs, output: seen.append(shapes(output)))
     try:
-        with torch.inference_mode(), precision.autocast():
+        with preserve_buffers(model), evaluating(model), precision.autocast():
             task.measure(model, batch)
     except torch.OutOfMemoryError:
         raise
@@ -172,7 +176,6 @@ def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Prec
         raise _no_fit(settled, task, batch, seen, error) from error
     finally:
         watch.remove()
-    model.train()
 
 
 def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], error: Exception) -> RequestError:

@@ -7,7 +7,7 @@ from math import fsum, isnan
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.best import Best
 from multigpu_cli.checkpoint.files import publish, sweep
@@ -16,12 +16,12 @@ from multigpu_cli.checkpoint.run_folder import begin_again, leave_note
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.weights import host_copy, save_weights
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.errors import TrainingError, counted
+from multigpu_cli.errors import OutOfMemory, TrainingError, counted
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.faults.ends import earlier_cause
 from multigpu_cli.run import details, figures
 from multigpu_cli.run.parts import Outcome, Run
-from multigpu_cli.run.rehearsal import shrink
+from multigpu_cli.run.rehearsal import shrink, shrink_evaluation
 from multigpu_cli.run.returning import bring_best
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.runtime.elastic import note_run
@@ -182,7 +182,7 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
     model, progress = run.kept.for_use(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.watch.at(progress.step, "evaluating"))
     with run.meters.paused():
-        found = run.task.evaluate(model, loader, run.world, run.precision, run.eval_batch)
+        found = _measured(run, model, loader)
         moving.remove()
         epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
         entry = run.journal.write(
@@ -191,6 +191,16 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
         run.console.eval(entry)
     run.progress.last |= {f"{split}_{name}": value for name, value in found.metrics.items()}
     return found
+
+
+def _measured(run: Run, model: nn.Module, loader: Loader) -> Evaluation:
+    """In batches that fit into every rank's memory."""
+    while True:
+        try:
+            return run.task.evaluate(model, loader, run.world, run.precision, run.eval_batch)
+        except OutOfMemory:
+            text = shrink_evaluation(run)
+        note_fault(run, "out of memory", text)
 
 
 def judge(run: Run) -> None:

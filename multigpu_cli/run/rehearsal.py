@@ -2,17 +2,22 @@
 
 A micro-batch runs forward and backward without communication, and its gradients are thrown away; then the ranks vote.
 Out of memory on one rank in the middle of a reduction could not be survived: the others would wait for it for ever.
+A batch of an evaluation is tried in the same way.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run.learner import Learner, first_batch
 from multigpu_cli.run.settle import with_batch, with_measured_batch
-from multigpu_cli.runtime.collectives import greatest
+from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
+from multigpu_cli.tasks.base import Task
 
 _MOST_WITHOUT_GPU = 256  # where memory has no edge that can be felt, a larger micro-batch gains nothing
 _REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, or --amp bf16"
@@ -24,16 +29,58 @@ def rehearse(learner: Learner) -> list[str]:
     Raises:
         TrainingError: not even one sample fits, or the policy is to stop.
     """
+    first = learner.strategy.reduces_first
+    if first:
+        warm_up(learner)
+    notes = [*_settle_micro_batch(learner), *_settle_evaluation(learner)]
+    if not first:
+        warm_up(learner)
+    return notes
+
+
+def warm_up(learner: Learner) -> None:
+    """Let the strategy do what it has to before the first step, with two samples, which fit where a micro-batch does.
+
+    Raises:
+        OutOfMemory: they do not, and it had to be done first.
+    """
+    size = min(2, learner.plan.batches.micro_batch, learner.train.size)
+
+    def loss() -> Tensor:
+        with learner.precision.autocast():
+            return learner.task.loss_sum(learner.strategy.callable, first_batch(learner.train, size))
+
+    with preserve_buffers(learner.kept.model):
+        learner.strategy.warm_up(lambda: together(learner.world, loss))
+
+
+def _settle_micro_batch(learner: Learner) -> list[str]:
     if learner.settled.words.batch.size == "auto" and not learner.settled.start.manifest:
         _take_the_largest(learner)
         return []
     if smaller := learner.settled.start.smaller:
         learner.settled = with_batch(learner.settled, smaller)
     _try_the_shortest(learner)
-    size, notes = learner.plan.batches.micro_batch, []
-    while not _fits(learner, size):
+    notes = []
+    while not _fits(learner, learner.plan.batches.micro_batch):
         notes.append(shrink(learner))
-        size = learner.plan.batches.micro_batch
+    return notes
+
+
+def _settle_evaluation(learner: Learner) -> list[str]:
+    """A task that evaluates in a way of its own has no batches to try."""
+    loader = learner.val if learner.val is not None else learner.test
+    notes: list[str] = []
+    if loader is None or type(learner.task).evaluate is not Task.evaluate:
+        return notes
+
+    def evaluate_a_batch() -> None:
+        model, batch = learner.kept.for_use(), first_batch(loader, min(learner.eval_batch, loader.size))
+        with preserve_buffers(model), evaluating(model), learner.precision.autocast():
+            learner.task.measure(model, batch)
+
+    while not _fits_everywhere(learner, evaluate_a_batch):
+        notes.append(shrink_evaluation(learner))
     return notes
 
 
@@ -56,19 +103,37 @@ def shrink(learner: Learner) -> str:
     Raises:
         TrainingError: it can't be halved, or must not be.
     """
-    size, config = learner.plan.batches.micro_batch, learner.config
-    reasons = {
-        "--on-oom stop": config.fault.on_oom == "stop",
-        "one sample": size == 1,
-        "--exact": config.reproducibility.exact,
-        "whole groups of environments": learner.settled.source.pieces is not None,
-    }
-    if why := next((reason for reason, holds in reasons.items() if holds), None):
-        raise TrainingError(f"out of memory with micro-batches of {size} ({why})", remedy=_REMEDY)
+    size = learner.plan.batches.micro_batch
+    acting = {"whole groups of environments": learner.settled.source.pieces is not None}
+    _check_may_halve(learner, size, f"with micro-batches of {size}", acting)
     learner.settled = with_batch(learner.settled, size // 2)
     kinds = {type(m).__name__ for m in learner.kept.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
     text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
     return text + (f"; smaller micro-batches for {' and '.join(sorted(kinds))} too" if kinds else "")
+
+
+def shrink_evaluation(learner: Learner) -> str:
+    """Halve the batches of evaluations, whose figures are sums over samples and stay the same, to rounding.
+
+    Raises:
+        TrainingError: they can't be halved, or must not be.
+    """
+    size, own = learner.eval_batch, type(learner.task).evaluate is not Task.evaluate
+    _check_may_halve(learner, size, f"in an evaluation with batches of {size}", {"the task's own evaluation": own})
+    learner.eval_limit = size // 2
+    return f"out of memory in an evaluation: batches of {size // 2} instead of {size}"
+
+
+def _check_may_halve(learner: Learner, size: int, what: str, reasons: dict[str, bool]) -> None:
+    """Raises TrainingError with the first reason that holds."""
+    config = learner.config
+    reasons = {
+        "--on-oom stop": config.fault.on_oom == "stop",
+        "one sample": size == 1,
+        "--exact": config.reproducibility.exact,
+    } | reasons
+    if why := next((reason for reason, holds in reasons.items() if holds), None):
+        raise TrainingError(f"out of memory {what} ({why})", remedy=_REMEDY)
 
 
 def _take_the_largest(learner: Learner) -> None:
@@ -100,20 +165,11 @@ def _least(learner: Learner) -> int:
 
 def _fits(learner: Learner, size: int) -> bool:
     """Whether every rank can run forward and backward with so many samples, beside the optimizer's state."""
-    failed = False
-    kept = [buffer.clone() for buffer in learner.kept.model.buffers()]
-    try:
-        _run(learner, size)
-    except torch.OutOfMemoryError:
-        failed = True
-    finally:
-        _put_back(learner.kept.model, kept)
-    named = learner.kept.model.named_parameters()
-    unused = [name for name, p in named if p.requires_grad and p.grad is None and not failed]
-    learner.kept.model.zero_grad(set_to_none=True)
-    if learner.world.device.type == "cuda":
-        torch.cuda.empty_cache()
-    fits = greatest(learner.world, [float(failed)])[0] == 0
+    model = learner.kept.model
+    with preserve_buffers(model):
+        fits = _fits_everywhere(learner, lambda: _run(learner, size))
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
+    model.zero_grad(set_to_none=True)
     if unused and learner.strategy.name == "ddp" and not learner.config.communication.find_unused_parameters:
         names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
         raise RequestError(
@@ -123,15 +179,30 @@ def _fits(learner: Learner, size: int) -> bool:
     return fits
 
 
+def _fits_everywhere(learner: Learner, work: Callable[[], None]) -> bool:
+    """Whether no rank runs out of memory in it, beside the state that the optimizer will have."""
+
+    def work_beside_the_state() -> None:
+        _reserved = [] if learner.kept.optimizer.state else _room_for_state(learner)
+        work()
+
+    try:
+        together(learner.world, work_beside_the_state)
+    except OutOfMemory:
+        return False
+    finally:
+        if learner.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return True
+
+
 def _run(learner: Learner, size: int) -> None:
     """Twice on a GPU: in the second pass the first one's gradients take their room, as in accumulation."""
-    reserved = [] if learner.kept.optimizer.state else _room_for_state(learner)
     batch = first_batch(learner.train, min(size * learner.strategy.lanes, learner.train.size))
     for _ in range(2 if learner.world.device.type == "cuda" else 1):
         with learner.strategy.accumulating(last=False), learner.precision.autocast():
             loss = learner.task.loss_sum(learner.strategy.callable, batch)
             (loss * 0).backward()
-    del reserved
 
 
 def _room_for_state(learner: Learner) -> list[Tensor]:
@@ -139,9 +210,3 @@ def _room_for_state(learner: Learner) -> list[Tensor]:
     if learner.world.device.type != "cuda":
         return []
     return [torch.empty_like(p) for p in learner.trained for _ in range(2)]
-
-
-@torch.no_grad()
-def _put_back(model: nn.Module, buffers: list[Tensor]) -> None:
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from multigpu_cli.run.learner import Learner, first_batch
+from multigpu_cli.runtime.preserve import preserve_buffers
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ def traced(learner: Learner, size: int) -> Traced:
     """Run the first micro-batch of so many samples; weights, buffers and gradients are left as they were."""
     model = learner.kept.model
     batch = first_batch(learner.train, min(size * learner.strategy.lanes, learner.train.size))
-    before = [buffer.clone() for buffer in model.buffers()]
     known = {_place(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     known |= {_place(tensor) for tensor in (batch.inputs, batch.targets) if isinstance(tensor, Tensor)}
     kept: dict[int, int] = {}
@@ -47,15 +47,12 @@ def traced(learner: Learner, size: int) -> Traced:
             kept[_place(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with _Counter() as counter, saved_tensors_hooks(pack, _as_it_is):
+    with preserve_buffers(model), _Counter() as counter, saved_tensors_hooks(pack, _as_it_is):
         with learner.strategy.accumulating(last=False), learner.precision.autocast():
             loss = learner.task.loss_sum(learner.strategy.callable, batch)
         counter.in_backward = True
         (loss * 0).backward()
     model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, was in zip(model.buffers(), before, strict=True):
-            buffer.copy_(was)
     return Traced(len(batch.indices), counter.get_total_flops(), sum(kept.values()))
 
 

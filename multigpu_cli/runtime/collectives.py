@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way once a group is there; torchtitan's too
 
-from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.runtime.world import World
 
 Result = TypeVar("Result")
+
+_KINDS = (TrainingError, RequestError, OutOfMemory)  # of errors that are raised on all ranks
 
 
 def total(world: World, value: Tensor) -> Tensor:
@@ -90,6 +92,9 @@ def together(world: World, work: Callable[[], Result]) -> Result:
 
     Without this, the ranks that succeeded would wait in the next collective for the one that left. `work` itself must
     not communicate.
+
+    Raises:
+        OutOfMemory: the device's memory did not suffice.
     """
     error: TrainingError | None = None
     result: Result | None = None
@@ -97,15 +102,18 @@ def together(world: World, work: Callable[[], Result]) -> Result:
         result = work()
     except TrainingError as caught:
         error = caught
+    except torch.OutOfMemoryError as caught:  # and with it goes what its traceback holds in that memory
+        said = (str(caught).splitlines() or [""])[0]
+        error = OutOfMemory(f"rank {world.rank} ran out of memory: {said}", remedy="a smaller --batch-size")
     guilty = world.size - int(greatest(world, [float(world.size - world.rank) if error else 0.0])[0])
     if guilty == world.size:
         return result  # type: ignore[return-value]
     if world.size == 1 and error:
         raise error
-    own = [error.problem, error.remedy, error.exit_code, error.consequence] if error else None
+    kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
+    own = [error.problem, error.remedy, kind, error.consequence] if error else None
     told = from_main(world, own, source=guilty)
-    kind = RequestError if told[2] == RequestError.exit_code else TrainingError
-    everywhere = kind(told[0], remedy=told[1])
+    everywhere = _KINDS[told[2]](told[0], remedy=told[1])
     everywhere.shared, everywhere.consequence = True, told[3]
     raise everywhere from error
 

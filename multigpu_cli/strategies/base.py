@@ -20,11 +20,13 @@ class Strategy(ABC):
         name: single, dp, ddp or exact.
         lanes: micro-batches that one forward pass takes in (dp: one for each device).
         loss_factor: what each loss is multiplied by before backward, to undo an average over workers.
+        reduces_first: no backward pass without communication may come before `warm_up`.
     """
 
     name: str
     lanes: int = 1
     loss_factor: float = 1.0
+    reduces_first: bool = False
 
     def __init__(self, model: nn.Module, workers: int = 1) -> None:
         self.callable: Callable[..., Tensor] = model
@@ -34,7 +36,8 @@ class Strategy(ABC):
         """Whatever has to happen before the first step so that a resumed run goes on with the same bits.
 
         Args:
-            loss: forward pass of a micro-batch that is the same on every rank, and at every start of the run.
+            loss: forward pass of a few samples that are the same on every rank, and at every start of the run; who
+                calls puts the buffers back.
         """
 
     def begin(self, micro_batches: int) -> None:

@@ -64,8 +64,8 @@ class Distributed(Strategy):
     ) -> None:
         super().__init__(model, world.size)
         self._workers, self.loss_factor = world.size, float(world.size)
-        static = bool((more or {}).get("static_graph"))  # what is used shows in the first step, once and for all
-        self._replica = Replica(model, finds_unused=config.find_unused_parameters and not static)
+        self.reduces_first = bool((more or {}).get("static_graph"))  # what is used shows then, once and for all
+        self._replica = Replica(model, finds_unused=config.find_unused_parameters and not self.reduces_first)
         self._ddp = DistributedDataParallel(
             self._replica,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -74,7 +74,7 @@ class Distributed(Strategy):
             **{"gradient_as_bucket_view": True} | dict(more or {}),
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
         )
-        self._lays_out_first = world.size > 2 or static
+        self._lays_out_first = world.size > 2 or self.reduces_first
         self._low_rank = LowRank(self._ddp) if config.grad_compression == "powersgd" else None
         if hook := _HOOKS.get(config.grad_compression):
             self._ddp.register_comm_hook(None, hook)
@@ -87,16 +87,12 @@ class Distributed(Strategy):
         After its first backward pass DDP deals the gradients to buckets anew. With more than two workers a reduction
         adds in an order that depends on a gradient's place in its bucket, so a run that starts again would otherwise
         take its first step with other bits than the one that was not interrupted. With static_graph it learns the graph
-        in that pass, and fails (an internal assert) where the first one is accumulated without a reduction.
+        in that pass, and fails or hangs where any other one comes before it.
         """
         if not self._lays_out_first:
             return
-        kept = [buffer.clone() for buffer in self._replica.buffers()]
         (loss() * 0).backward()
         self._ddp.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, before in zip(self._replica.buffers(), kept, strict=True):
-                buffer.copy_(before)
 
     def undo(self, skipped: Tensor) -> None:
         super().undo(skipped)

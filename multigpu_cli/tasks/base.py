@@ -12,9 +12,12 @@ from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.feed import Feed
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.sampler import HELD_OUT
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import together, total
+from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve import evaluating
 from multigpu_cli.runtime.world import World
 
 Loss = Callable[[Any, Any], Tensor]
@@ -153,7 +156,6 @@ class Task(ABC):
         """Orders results: the greater is the better one; with NaN in it, it is never the best."""
         return (-metrics["loss"],)
 
-    @torch.inference_mode()
     def evaluate(
         self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int
     ) -> Evaluation:
@@ -161,14 +163,28 @@ class Task(ABC):
 
         The loss of each batch has a slot of its own, which only one worker fills, and so have other sums; the slots are
         added without rounding (Shewchuk's fsum).
+
+        Raises:
+            OutOfMemory: a batch did not fit on some rank; raised on all of them.
         """
-        was_training = model.training
-        model.eval()
-        batches = -(-loader.size // batch_size)
-        slots = torch.zeros(1 + len(self.sums), batches, dtype=torch.float64, device=world.device)
+        with evaluating(model):
+            slots, counts, units = together(world, lambda: self._pass(model, loader, world, precision, batch_size))
+        counts = _agreed(world, counts)
+        seen = int(total(world, units))
+        loss, *others = (fsum(row) / seen if seen else nan for row in total(world, slots).tolist())
+        figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
+        return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
+
+    def _pass(
+        self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """This worker's part: (1 + sums, batches) float64 slots, (k,) counts, None without a batch, and () units."""
+        slots = torch.zeros(1 + len(self.sums), -(-loader.size // batch_size), dtype=torch.float64, device=world.device)
         counts: Tensor | None = None
         units = torch.zeros((), dtype=torch.int64, device=world.device)
+        seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for batch in loader.held_out(batch_size, world.rank, world.size):
+            seed_micro_batch(seed, HELD_OUT, batch.index, world.device)
             with precision.autocast():
                 measured = self.measure(model, batch)
             slots[0, batch.index] = measured.loss_sum
@@ -176,12 +192,7 @@ class Task(ABC):
                 slots[1:, batch.index] = measured.sums
             units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
-        model.train(was_training)
-        counts = _agreed(world, counts)
-        seen = int(total(world, units))
-        loss, *others = (fsum(row) / seen if seen else nan for row in total(world, slots).tolist())
-        figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
-        return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
+        return slots, counts, units
 
 
 def _agreed(world: World, counts: Tensor | None) -> Tensor:

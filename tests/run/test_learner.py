@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 
 CPU = torch.device("cpu")
+NAMED: dict[str, Any] = {"model": "tests.run.test_learner:Late", "data": "tests.run.test_learner:Pictures"}
 
 
 class Viewing(nn.Module):
@@ -29,16 +33,64 @@ class Viewing(nn.Module):
         return logits
 
 
-def learner(folder: Path, **flags: Any) -> Learner:
-    config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, [], None)
+class Late(nn.Module):
+    """Its layers learn the sizes of their inputs from the first batch."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LazyConv2d(4, 3), nn.LazyConv2d(6, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(num_classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Fetched one by one, and each fetch draws."""
+
+    num_classes = 3
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(1, 8, 8), index % 3
+
+
+def learner(folder: Path, *sets: str, **flags: Any) -> Learner:
+    config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
     choice, world = Choice("single", (CPU,), 0, "a test"), World(CPU)
     return build_learner(settle(config, choice, world), choice, world)
 
 
-@pytest.mark.parametrize(("model", "last"), [("convnet", True), ("tests.run.test_learner:Viewing", False)])
+@pytest.mark.parametrize(
+    ("model", "last"),
+    [("convnet", True), ("tests.run.test_learner:Viewing", False), ("tests.run.test_learner:Late", True)],
+)
 def test_kernels_lie_with_channels_last_where_the_model_can_take_it(model: str, last: bool, tmp_path: Path) -> None:
     kernels = [p for p in learner(tmp_path, model=model).kept.model.parameters() if p.ndim == 4]
     assert [p.is_contiguous(memory_format=torch.channels_last) for p in kernels if p.shape[1] > 1] == [True] * (
         len(kernels) - 1 if last else 0
     )
     assert all(p.is_contiguous() for p in kernels) is not last
+
+
+def test_layers_that_get_their_weights_from_the_first_batch_get_the_same_ones_whoever_fetches_it(
+    tmp_path: Path,
+) -> None:
+    fingerprints = []
+    for processes in (0, 1):
+        made = learner(tmp_path, **NAMED, num_workers=processes)
+        fingerprints.append(fingerprint(made.kept.model.state_dict()))
+        made.train.close()
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_a_network_that_does_not_take_two_samples_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="rank 0 ran out of memory"):
+        learner(tmp_path, "model.args.evaluation=1", model="tests.awkward:greedy", data="tests.own:tensors")

@@ -83,6 +83,43 @@ def test_a_single_sample_that_does_not_fit() -> None:
     assert "micro-batches of 1 (one sample)" in trained(**RUN | GREEDY, sets=["model.args.limit=0"]).error
 
 
+def evaluated(folder: str) -> list[float]:
+    return [event["loss"] for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "eval"]
+
+
+EVALUATED = {"model": "tests.awkward:greedy", "data": "tests.own:tensors"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "data"),
+    [(1, "tests.own:tensors"), (2, "tests.own:tensors"), (2, "tests.own:no_validation")],
+    ids=["alone", "on one of two ranks", "at the end"],
+)
+def test_an_evaluation_that_runs_out_of_memory_later_goes_on_in_smaller_batches(workers: int, data: str) -> None:
+    """Two batches are evaluated before the first step: the trial's and the rehearsal's. Rank 1 has one short batch."""
+    flags = RUN | EVALUATED | {"data": data}
+    plenty = trained(workers, **flags | {"save_dir": "plenty"})
+    shrunk = trained(workers, **flags, sets=["model.args.evaluation=7", "model.args.after=2"])
+    assert shrunk.error == plenty.error == ""
+    assert losses("run") == losses("plenty"), "the micro-batch stays"
+    assert evaluated("run") == pytest.approx(evaluated("plenty"), rel=1e-6)
+    assert faults() == [
+        "out of memory in an evaluation: batches of 10 instead of 20",
+        "out of memory in an evaluation: batches of 5 instead of 10",
+    ]
+
+
+@pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "later"])
+@pytest.mark.parametrize(("flags", "why"), [({"on_oom": "stop"}, "--on-oom stop"), ({"exact": True}, "--exact")])
+def test_an_evaluation_stops_where_smaller_batches_are_not_wanted(flags: dict[str, Any], why: str, after: int) -> None:
+    sets = ["model.args.evaluation=7", f"model.args.after={after}"]
+    ended = trained(2, **RUN | EVALUATED | flags, sets=sets)
+    assert ended.kind == "TrainingError"
+    assert f"out of memory in an evaluation with batches of 20 ({why})" in ended.error
+    assert "--batch-size" in ended.error
+    assert Path("run").exists() == bool(after)
+
+
 @pytest.mark.parametrize(("limit", "found"), [(1, 1), (3, 2), (20, 16), (99, 16)])
 def test_auto_finds_the_largest_that_fits(limit: int, found: int) -> None:
     ended = trained(**RUN | GREEDY | {"batch_size": "auto"}, sets=[f"model.args.limit={limit}"])

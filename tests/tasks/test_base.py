@@ -1,6 +1,8 @@
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Measured, Task
@@ -78,6 +81,7 @@ class Counting(Task):
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
         self.seen_training = model.training
         assert not torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled(), "a table that the model keeps has to take part in training"
         return Measured(batch.targets.sum().double(), torch.tensor([len(batch), 1]))
 
 
@@ -116,6 +120,53 @@ def test_workers_add_up_without_a_batch_of_their_own() -> None:
         return found.metrics
 
     assert each_rank(4, work) == [{"loss": 2.5}] * 4
+
+
+class Scarce(Counting):
+    """Batches of more than two samples don't fit on rank 1."""
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        if batch.index and len(batch) > 2:
+            raise torch.OutOfMemoryError("out of memory (played)")
+        return super().measure(model, batch)
+
+
+def test_out_of_memory_on_one_rank_is_known_to_all() -> None:
+    def work(world: World) -> Any:
+        test = TensorDataset(torch.zeros(8, 2), torch.arange(8).float())
+        source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+        loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
+        task, model, found = Scarce(source, TaskConfig()), nn.Linear(2, 2).train(), []
+        for size in (4, 2):
+            try:
+                found.append(task.evaluate(model, loader, world, Precision("off", CPU), size).metrics["loss"])
+            except OutOfMemory as error:
+                found.append(error.problem)
+        return [*found, model.training]
+
+    assert each_rank(2, work) == [["rank 1 ran out of memory: out of memory (played)", 3.5, True]] * 2
+
+
+class Noisy(Counting):
+    """What it measures depends on what it draws."""
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        drawn = torch.rand(()) + numpy.random.rand() + random.random()
+        return Measured(drawn.double(), torch.zeros(1, dtype=torch.int64))
+
+
+def test_what_a_model_draws_in_an_evaluation_does_not_depend_on_the_workers() -> None:
+    def work(world: World) -> Any:
+        test = TensorDataset(torch.zeros(12, 2), torch.zeros(12))
+        source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+        loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
+        task, model = Noisy(source, TaskConfig()), nn.Linear(2, 2)
+        torch.rand(world.rank)
+        return [task.evaluate(model, loader, world, Precision("off", CPU), 4).metrics["loss"] for _ in range(2)]
+
+    [alone, again] = work(ALONE)
+    assert alone == again
+    assert each_rank(3, work) == [[alone, alone]] * 3
 
 
 def test_a_loss_that_is_not_finite_is_told_not_hidden() -> None:

@@ -89,7 +89,7 @@ class Collector:
         rollout = self._room(steps, policy)
         said = torch.zeros(steps, size, policy.outputs, device=self._device)
         ended = torch.zeros(3, dtype=torch.float64, device=self._device)
-        with torch.inference_mode():
+        with torch.no_grad():
             for step in range(steps):
                 outputs, values, memory = self._looked(network, self._observation, self._begun)
                 actions = policy.chosen(outputs, noise[step])
@@ -112,7 +112,6 @@ class Collector:
                 self._observation, self._begun = stepped.observation, over.to(torch.float32)
             rollout.log_probabilities.copy_(policy.judged(said, rollout.actions)[0])
             rollout.after.copy_(self._looked(network, self._observation, self._begun)[1])
-        self._memory, self._begun, self._tally = self._memory.clone(), self._begun.clone(), self._tally.clone()
         return rollout, ended
 
     def _looked(self, network: Network, observation: Tensor, begun: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +119,6 @@ class Collector:
         return outputs[0].float(), values[0].float(), memory
 
     def _room(self, steps: int, policy: Policy) -> Rollout:
-        """Ordinary tensors to write into: those that inference mode makes can't take part in training."""
         size, device = self._size, self._device
 
         def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,6 +13,7 @@ from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve import evaluating
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.acting import Acting
 from multigpu_cli.tasks.ppo.advantages import advantages
@@ -158,14 +159,13 @@ class Rollouts:
         if settings.normalize_observations:
             self._model.normalizer.adopt(self._seen.mean, self._seen.deviation)  # type: ignore[union-attr, operator]
         began, self._rollouts, found = time.perf_counter(), [], []
-        self._model.eval()
-        for collector in self._collectors:
-            generator = torch.Generator().manual_seed(key(self.seed, _CHOICES, epoch, collector.number))
-            noise = self.policy.drawn(shape, generator).to(self.world.device)
-            rollout, ended = collector.collect(self._network, self.policy, noise)
-            found.append(torch.cat([ended, self._moments(collector, rollout)]))
-            self._rollouts.append(rollout)
-        self._model.train()
+        with evaluating(self._model):
+            for collector in self._collectors:
+                generator = torch.Generator().manual_seed(key(self.seed, _CHOICES, epoch, collector.number))
+                noise = self.policy.drawn(shape, generator).to(self.world.device)
+                rollout, ended = collector.collect(self._network, self.policy, noise)
+                found.append(torch.cat([ended, self._moments(collector, rollout)]))
+                self._rollouts.append(rollout)
         self.told.rollout(len(self.mine), time.perf_counter() - began)
         sizes = [3, self._seen.state.numel(), self._paid.state.numel()]
         ended, seen, paid = self._shared(found, (sum(sizes),)).split(sizes, 1)

@@ -12,8 +12,9 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.feed import Feed
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import collected, total
+from multigpu_cli.runtime.collectives import collected, together, total
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve import evaluating
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Evaluation, Measured, Task
 from multigpu_cli.tasks.ppo.acting import Acting
@@ -111,7 +112,6 @@ class PPO(Task):
         count = int(total(world, anew))
         return f"{count} environments could not be brought back and began their episode anew" if count else ""
 
-    @torch.inference_mode()
     def evaluate(
         self, model: nn.Module, loader: Any, world: World, precision: Precision, batch_size: int
     ) -> Evaluation:
@@ -121,10 +121,9 @@ class PPO(Task):
             with precision.autocast():
                 return model(observations, begun, memory)  # type: ignore[no-any-return]
 
-        was_training = model.training
-        model.eval()
-        played = list(loader.played(network, self.policy, int(model.memory_size)))  # type: ignore[arg-type]
-        model.train(was_training)
+        with evaluating(model):
+            size = int(model.memory_size)  # type: ignore[arg-type]
+            played = together(world, lambda: list(loader.played(network, self.policy, size)))
         names = next(part for part in collected(world, [list(found) for _, found in played]) if part)[0]
         slots = torch.zeros(len(names), loader.size, dtype=torch.float64, device=world.device)
         for numbers, found in played:

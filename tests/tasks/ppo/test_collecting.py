@@ -18,6 +18,8 @@ def collector(limit: int = 5) -> Collector:
 
 def place(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A policy without preferences; an observation is worth its place, and the memory counts an episode's steps."""
+    assert not torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled(), "a table that the network keeps has to take part in training"
     memory = memory * (1 - begun[-1][:, None]) + 1
     return torch.zeros(*begun.shape, 2), observations[..., 0], memory
 
