@@ -1,7 +1,6 @@
 """Samples fetched one by one, or as a dataset hands them out, by loader processes or here."""
 
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.base import Fetching
+from multigpu_cli.data.loader_processes import LoaderContext, end_processes, ignore_group_signals
 from multigpu_cli.data.sample import Collate, inner, sample_of, samples_of
 from multigpu_cli.data.sampler import HELD_OUT
 from multigpu_cli.data.transfer import Fetched, moved
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime.determinism import seed_host
-from multigpu_cli.runtime.parent import die_with_parent
 
 _MOST_PROCESSES = 8  # for each worker
 _HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
@@ -55,7 +54,8 @@ class Items:
             pin_memory=fetching.pin_memory and device.type == "cuda",
             prefetch_factor=fetching.prefetch if processes else None,
             persistent_workers=processes > 0,
-            worker_init_fn=_belong_to_trainer,
+            worker_init_fn=ignore_group_signals,
+            multiprocessing_context=LoaderContext() if processes else None,
         )
         self.where = f"fetched by {counted(processes, 'loader process')}" if processes else "fetched in this process"
         self.where += because
@@ -71,7 +71,7 @@ class Items:
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
-        _end_processes(self._loader)
+        end_processes(self._loader)
 
 
 class _Chunks:
@@ -110,13 +110,6 @@ class Keyed(Dataset[Any]):
         seed_host(key(self.seed, epoch, index))
 
 
-def _belong_to_trainer(_: int) -> None:
-    """A signal to the whole process group is for the trainer, which still needs its loaders; they end with it."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
 def _loader_processes(dataset: Keyed, wanted: int | str, workers_here: int) -> tuple[int, str]:
     """How many, and for `auto` why: one a spare core, unless samples come faster than a process hands them over."""
     if wanted != "auto":
@@ -142,13 +135,14 @@ def elsewhere(work: Callable[[], Result]) -> Result:
         collate_fn=_as_it_is,
         num_workers=1,
         persistent_workers=True,
-        worker_init_fn=_belong_to_trainer,
+        worker_init_fn=ignore_group_signals,
+        multiprocessing_context=LoaderContext(),
     )
     try:
         with _without_traceback():
             return next(iter(there))  # type: ignore[no-any-return]
     finally:
-        _end_processes(there)
+        end_processes(there)
 
 
 @contextmanager
@@ -161,13 +155,6 @@ def _without_traceback() -> Iterator[None]:
         if came_from_there:
             raise RequestError(said.strip()) from error
         raise
-
-
-def _end_processes(loader: DataLoader[Any]) -> None:
-    """Not left to the garbage collector: the process may end past it, and its children must not outlive it."""
-    if (iterator := loader._iterator) is not None and loader.num_workers:
-        iterator._shutdown_workers()  # type: ignore[attr-defined]
-        loader._iterator = None
 
 
 class _Once(Dataset[Any]):

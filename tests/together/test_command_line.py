@@ -24,6 +24,13 @@ LONG = SMALL | {"data": "tests.own:tensors", "model": "tests.own:net", "global_b
 SLOW = {"OWN_PAUSE": "0.02"}
 
 
+def loaders_and_a_long_tmpdir(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Flags and environment of a run whose samples come over sockets; below TMPDIR their paths would be too long."""
+    temporary = folder / ("temporary-files-of-job-4711/" * 4)
+    temporary.mkdir(parents=True)
+    return {"data": "tests.own:Items", "num_workers": 1}, {"TMPDIR": str(temporary)}
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -254,8 +261,9 @@ def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
 
 def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     """The second attempt goes on from the checkpoint of the first, although its peers of old are dead."""
-    flags = LONG | {"save_dir": "run", "checkpoint_every": 5, "max_restarts": 1, "max_steps": 30}
-    deed = {"OWN_DEED": "1:23:SIGKILL", **SLOW}  # once only: the second attempt needs fewer passes
+    loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
+    flags = LONG | {"save_dir": "run", "checkpoint_every": 5, "max_restarts": 1, "max_steps": 30} | loaders
+    deed = {"OWN_DEED": "1:23:SIGKILL", **SLOW, **environ}  # once only: the second attempt needs fewer passes
     ended = ran(alone("--json", nproc_per_node=2, **flags), tmp_path, **deed)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads(ended.stdout)
@@ -286,8 +294,9 @@ def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else
 
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
     """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
-    flags = {"model": "tests.failing:net", "data": "tests.own:tensors", "save_dir": "run", "checkpoint_every": 1000}
-    ended = ran(torchrun(2, restarts=3, **flags), tmp_path)
+    loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
+    flags = {"model": "tests.failing:net", "save_dir": "run", "checkpoint_every": 1000} | loaders
+    ended = ran(torchrun(2, restarts=3, **flags), tmp_path, **environ)
     assert ended.returncode == 1
     run = tmp_path / "run"
     assert len(events(run, "start")) == 2, "attempts 3 and 4 ended before they touched anything"

@@ -1,0 +1,107 @@
+import os
+import select
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data._utils import signal_handling
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data import loader_processes
+from multigpu_cli.data.items import elsewhere
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import RequestError
+from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
+from tests.forked import exit_code
+
+LONG = "a-folder-with-a-long-name/" * 4  # as a scheduler's job folder: a Unix socket has room for 107 bytes in all
+
+
+def loader(processes: int = 1) -> Loader:
+    return Loader(Noisy(), source(Noisy()), DataConfig(num_workers=processes), device=CPU, seed=42)
+
+
+def comes_up_late(trainer: int) -> Loader:
+    def wait() -> None:
+        while os.getppid() == trainer:
+            time.sleep(0.01)
+
+    os.register_at_fork(after_in_child=wait)
+    return loader()
+
+
+def is_stuck_at_its_start(_: int) -> Loader:
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        os.write(writer, b"x")
+        time.sleep(60)
+
+    signal_handling._set_worker_signal_handlers = wait
+    served = loader()
+    os.read(reader, 1)
+    return served
+
+
+@pytest.mark.parametrize("begin", [comes_up_late, is_stuck_at_its_start])
+def test_no_loader_outlives_a_trainer_that_was_killed(begin: Callable[[int], Loader]) -> None:
+    """However late or stuck it is: torch's own watch takes whoever is the parent by then."""
+    read, write = os.pipe()
+
+    def trainer() -> None:
+        me = os.getpid()
+        os.register_at_fork(after_in_child=lambda: os.write(write, os.getpid().to_bytes(4)) and None)
+        served = begin(me)
+        os.kill(me, signal.SIGKILL)
+        served.close()
+
+    assert exit_code(trainer) == -signal.SIGKILL
+    os.close(write)
+    process = int.from_bytes(os.read(read, 4))
+    try:
+        assert select.select([read], [], [], 12)[0], "the pipe ends when the loader is gone"
+        assert os.read(read, 1) == b""
+    finally:
+        os.close(read)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / LONG
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_loader_processes_work_with_a_long_tmpdir(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(loader_processes, "_SHORT", (short,))
+        served = loader()
+        try:
+            (sockets,) = Path(short).iterdir()
+            assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+            assert len(epoch(served, PLAN)) == PLAN.steps_per_epoch
+            assert [path.is_socket() for path in sockets.iterdir()] == [True]
+        finally:
+            served.close()
+        assert elsewhere(lambda: torch.ones(3)).tolist() == [1, 1, 1]
+        assert not list(Path(short).iterdir())
+    assert not list(long_folder.iterdir())
+
+
+def nothing_writable(folder: str, mode: int) -> bool:
+    return False
+
+
+def test_where_no_path_is_short_enough_the_door_says_so(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_processes.os, "access", nothing_writable)  # type: ignore[attr-defined]
+    with pytest.raises(RequestError, match=r"(?s)TMPDIR=.* is too long .* at most 75 bytes, or --num-workers 0"):
+        loader()
