@@ -31,10 +31,10 @@ def run_agent(words: Sequence[str]) -> int:
     Raises:
         ChildFailedError: some worker failed.
     """
-    for number in _SIGNALS:
-        signal.signal(number, _stop_once)
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         try:
+            for number in _SIGNALS:
+                signal.signal(number, _stop_once)
             run(parse_args([f"--signals-to-handle={_TORCHS_OWN}", f"--log-dir={logs}", *words]))
         except (ChildFailedError, SignalException) as ended:
             if exit_codes(Path(logs)) == {STOPPED}:

@@ -20,7 +20,8 @@ SCRIPT = ROOT / "deploy" / "slurm.sbatch"
 STAND_INS = {
     "scontrol": """echo "scontrol $*" >> "$CALLS"
         case "$2" in hostnames) printf 'alpha07\\nalpha08\\n';; job) echo "   $JOB";; esac""",
-    "srun": 'echo "srun $*" >> "$CALLS"; shift; trap : TERM; trap "kill -USR1 \\$job" USR1; "$@" & job=$!; touch "$CALLS.listens"; '
+    "srun": 'echo "srun $*" >> "$CALLS"; shift; trap : TERM; trap "kill -USR1 \\$job" USR1; "$@" & job=$!; '
+    'touch "$CALLS.listens"; '
     "while true; do wait $job; code=$?; kill -0 $job 2>/dev/null || exit $code; done",
     "python": 'echo "python $*" >> "$CALLS"; eval "$TRAINER"',
 }

@@ -10,9 +10,9 @@ from tests.slurm import Cluster, cluster, missing
 from tests.together.launcher import options
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(reason := missing()), reason=reason)]
-FLAGS = {"data": "tests.own:tensors", "model": "tests.own:net", "exact": True, "epochs": 40, "batch_size": 5}
+FLAGS = {"data": "tests.own:tensors", "model": "tests.own:net", "exact": True, "epochs": 24, "batch_size": 5}
 WORDS = options(FLAGS | {"global_batch_size": 20, "log_interval": 1, "quiet": True})
-"""120 steps; with OWN_PAUSE=0.5 they take a minute and more."""
+"""72 steps; with OWN_PAUSE=0.5 they take a minute and more."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def is_saved(slurm: Cluster, run: str, number: str) -> None:
 
 def goes_on_to_the_same_end(slurm: Cluster, run: str, number: str, whole: dict[str, Any]) -> None:
     """SLURM lets a job that is queued again wait for two minutes: not here."""
-    assert slurm.wait(number, 60, "PENDING")["Restarts"] == "1"
+    assert slurm.wait(number, 120, "PENDING")["Restarts"] == "1"
     is_saved(slurm, run, number)
     slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=30")
     assert slurm.wait(number, 240, "COMPLETED", "FAILED", "TIMEOUT")["JobState"] == "COMPLETED", slurm.output(number)
@@ -74,8 +74,9 @@ def test_a_cancelled_job_saves_and_stays_away(slurm: Cluster) -> None:
 
 
 def test_at_the_time_limit_it_is_queued_again(slurm: Cluster, whole: dict[str, Any]) -> None:
-    """SLURM looks at the clock every half a minute."""
-    number = trains(slurm, "limited", "--time=2", "--signal=B:USR1@100")
+    """The limit is lowered when training has begun; SLURM looks at the clock every half a minute."""
+    number = trains(slurm, "limited", "--time=30", "--signal=B:USR1@170")
+    slurm.ask("scontrol", "update", f"JobId={number}", "TimeLimit=3")
     goes_on_to_the_same_end(slurm, "limited", number, whole)
     assert f"job {number} is queued again" in slurm.output(number)
 

@@ -11,6 +11,7 @@ from multigpu_cli.runtime.elastic import (
     Verdict,
     agreed_on,
     earlier_verdict,
+    exit_codes,
     last_end,
     last_verdict,
     node_name,
@@ -140,7 +141,20 @@ def test_the_error_file_is_what_torchs_box_reads(tmp_path: Path) -> None:
     content = json.loads(file.read_text())["message"]
     assert content["message"] == content["extraInfo"]["py_callstack"] == "error: no such data"
     assert content["extraInfo"]["timestamp"].isdecimal()
+    assert content["errorCode"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_the_last_attempt_says_how_it_ended(tmp_path: Path) -> None:
+    for count, codes in ((2, [1]), (10, [75, 2]), (9, [130])):
+        for rank, code in enumerate(codes):
+            file = tmp_path / "run" / f"attempt_{count}" / str(rank) / "error.json"
+            file.parent.mkdir(parents=True)
+            write_error({"TORCHELASTIC_ERROR_FILE": str(file)}, code, "said")
+    assert exit_codes(tmp_path) == {75, 2}
+    (tmp_path / "run/attempt_10/1/error.json").write_text('{"message": {"message": "said by another program"}}')
+    assert exit_codes(tmp_path) == {75, None}
+    assert exit_codes(tmp_path / "nowhere") == set()
 
 
 def test_the_error_file_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
