@@ -24,6 +24,12 @@ def place(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, 
     return torch.zeros(*begun.shape, 2), observations[..., 0], memory
 
 
+def count(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `place`, but an observation is worth its number within its episode, which only the memory tells."""
+    outputs, _, memory = place(observations, begun, memory)
+    return outputs, memory.T, memory
+
+
 def noise(steps: int) -> Tensor:
     return POLICY.drawn((steps, 3), torch.Generator().manual_seed(0))
 
@@ -53,6 +59,15 @@ def test_a_rollout_is_what_happened() -> None:
     assert torch.equal(rollout.after, seen[:, 0])
     torch.testing.assert_close(rollout.log_probabilities, torch.full((40, 3), 0.5).log())
     assert (ended[0], ended[2]) == (episodes, lengths)
+
+
+def test_what_an_episode_was_cut_off_from_is_judged_with_the_memory_of_that_episode() -> None:
+    rollout, _ = collector(limit=5).collect(count, POLICY, noise(40))
+    cut = rollout.truncated & ~rollout.terminated
+    assert bool(cut.any())
+    assert rollout.cut_values[cut].unique().tolist() == [6.0], "the observation after the fifth step, of no new episode"
+    over = rollout.terminated[-1] | rollout.truncated[-1]
+    assert torch.equal(rollout.after, torch.where(over, 1.0, rollout.values[-1] + 1))
 
 
 def test_two_rollouts_are_one_cut_in_two_and_so_is_one_that_comes_from_a_state() -> None:
