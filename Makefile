@@ -33,7 +33,7 @@ chaos: $(VENV)/.installed-dev ## kill, stop and damage ROUNDS=5 small trainings,
 	$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),5) $(if $(SEED),--seed $(SEED))
 
 mutants: $(VENV)/.installed-dev ## COUNT=300 small faults in the code, drawn from SEED=17; the tests must notice them: an hour, goes on if stopped
-	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),17) $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),17) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
 gpu-check: ## every way that needs a GPU, one line each, with this machine's own python3
 	$(PYTHON) tests/gpu/check.py

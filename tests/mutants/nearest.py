@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ class Nearest:
 
     def __init__(self, root: Path, kept: Path) -> None:
         self._root, self._kept = root, kept
+        self._lock = threading.Lock()
         self._known: dict[str, dict[str, Any]] = {}
         for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []:
             self._add(json.loads(line))
@@ -69,8 +71,8 @@ class Nearest:
             "file": name, "mark": self._mark(name), "tests": passed,
             "reached": {place: sorted(tests) for place, tests in sorted(reached.items())},
         }  # fmt: skip
-        with open(self._kept, "a", encoding="utf-8") as file:
-            file.write(json.dumps(known) + "\n")
+        with self._lock, open(self._kept, "a", encoding="utf-8") as kept:
+            kept.write(json.dumps(known) + "\n")
         self._add(known)
         return list(failed)
 
