@@ -67,32 +67,29 @@ class Copy:
         finally:
             kept.replace(file)
 
-    def run(
-        self,
-        files: Sequence[str],
-        *,
-        limits: Mapping[str, float] | None = None,
-        first: Sequence[str] = (),
-        words: Sequence[str] = (),
-        traced: bool = False,
-    ) -> dict[str, Any]:
-        """Run test files; what the server tells.
+    def run(self, limits: Mapping[str, float], *, first: Sequence[str], words: Sequence[str]) -> dict[str, Any]:
+        """Run tests; what the server tells.
 
         Args:
-            limits: only these tests, each within so many seconds.
+            limits: the seconds that each of them may take.
             first: those of them that come first.
             words: more flags for pytest.
-            traced: also tell which lines each test ran.
         """
+        files = list(dict.fromkeys(test.partition("::")[0] for test in limits))
+        return self._ask({"files": files, "limits": dict(limits), "first": list(first), "words": list(words)})
+
+    def gather(self, file: str) -> dict[str, Any]:
+        """Run a test file; also tells which lines each test ran."""
         lines = self._home / "lines"
         lines.unlink(missing_ok=True)
-        asked = {
-            "files": list(files), "limits": dict(limits or {}), "first": list(first), "words": list(words),
-            "log": str(self._home / "log"), "told": str(self._home / "told"), "scratch": str(self._home / "t"),
-            "traced": str(lines) if traced else "",
-        }  # fmt: skip
+        told = self._ask({"files": [file], "limits": {}, "first": [], "words": [], "traced": str(lines)})
+        return told | {"lines": lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []}
+
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._server.stdin
         assert self._server.stdout
+        places = {"log": self._home / "log", "told": self._home / "told", "scratch": self._home / "t"}
+        asked = what | {name: str(path) for name, path in places.items()}
         print(json.dumps(asked), file=self._server.stdin, flush=True)
         answer = self._server.stdout.readline()
         if not answer:
@@ -100,7 +97,6 @@ class Copy:
         shutil.rmtree(self._home / "tmp", ignore_errors=True)
         (self._home / "tmp").mkdir(exist_ok=True)
         found: dict[str, Any] = json.loads(answer)
-        found["lines"] = lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []
         return found
 
     def log(self) -> str:

@@ -193,8 +193,10 @@ class _Reader:
                 sign, other = _OPERATORS[type(node.op)]
                 yield self._swap((f"{sign}=", "="), node.target, node.value)
                 yield self._swap((f"{sign}=", f"{other}="), node.target, node.value)
-            case ast.Constant(value=bool() | int() | float() as value):
-                yield self._whole(node, repr(not value) if isinstance(value, bool) else repr(value + 1))
+            case ast.Constant(value=bool() as value):
+                yield self._whole(node, repr(not value))
+            case ast.Constant(value=int() | float() as value):
+                yield self._whole(node, repr(2 * value if value and isinstance(value, float) else value + 1))
             case ast.Return(value=value) if value is not None and not _is_none(value):
                 yield self._whole(node, "return None")
             case ast.Break() | ast.Continue():

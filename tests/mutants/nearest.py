@@ -31,10 +31,6 @@ class Chosen(NamedTuple):
     limits: dict[str, float]
     first: list[str]
 
-    @property
-    def files(self) -> list[str]:
-        return list(dict.fromkeys(test.partition("::")[0] for test in self.limits))
-
 
 class Nearest:
     """What is known of the tests, kept in a file of JSON lines."""
@@ -50,11 +46,15 @@ class Nearest:
         """The test files near these that are new or have changed since they were gathered."""
         near = tuple({path for mutation in mutations for path in _NEAR[_room(mutation)]})
         names = [file.relative_to(self._root).as_posix() for file in sorted(self._root.glob("tests/**/test_*.py"))]
-        return [name for name in names if name.startswith(near) and self._mark(name) != self._mark_known(name)]
+        return [
+            name
+            for name in names
+            if name.startswith(near) and _mark(self._root / name) != self._known.get(name, {}).get("mark")
+        ]
 
     def gather(self, copy: Copy, name: str) -> list[str]:
         """Run a test file and keep what it reached; the tests that failed, which are never chosen."""
-        told = copy.run([name], traced=True)
+        told = copy.gather(name)
         if told.get("code") not in (0, 1, 5):  # nothing to run is fine
             raise RuntimeError(f"{name} cannot be run: {copy.log()[-3000:]}")
         failed = told["failed"]
@@ -68,7 +68,7 @@ class Nearest:
             if place := _place(spans[file], int(number)):
                 reached[f"{file}:{place}"].add(test)
         known = {
-            "file": name, "mark": self._mark(name), "tests": passed,
+            "file": name, "mark": _mark(copy.tree / name), "tests": passed,
             "reached": {place: sorted(tests) for place, tests in sorted(reached.items())},
         }  # fmt: skip
         with self._lock, open(self._kept, "a", encoding="utf-8") as kept:
@@ -79,7 +79,7 @@ class Nearest:
     def choose(self, mutation: Mutation) -> Chosen:
         """The tests that run its lines, those of the file's own test file first, then the short ones; and the others
         of its own test file, since what an earlier test has cached is not run again."""
-        own = _own(mutation.file)
+        own = own_tests(mutation.file)
         tests = self._reaching(mutation) | set(self._known.get(own, {"tests": {}})["tests"])
         ranked = sorted((not test.startswith(f"{own}::"), *self._took(test), test) for test in tests)
         chosen: dict[str, float] = {}
@@ -114,18 +114,16 @@ class Nearest:
     def _add(self, known: dict[str, Any]) -> None:
         self._known[known["file"]] = known
 
-    def _mark(self, name: str) -> str:
-        return hashlib.sha256((self._root / name).read_bytes()).hexdigest()[:16]
 
-    def _mark_known(self, name: str) -> str:
-        return str(self._known.get(name, {}).get("mark", ""))
+def _mark(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _room(mutation: Mutation) -> str:
     return mutation.file.split("/")[1]
 
 
-def _own(file: str) -> str:
+def own_tests(file: str) -> str:
     """multigpu_cli/run/parts.py → tests/run/test_parts.py"""
     path = Path("tests", *Path(file).parts[1:])
     return path.with_name(f"test_{path.name}").as_posix()

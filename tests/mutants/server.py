@@ -86,9 +86,9 @@ def _run(asked: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _COLLECTION_SECONDS)
-    if asked["traced"]:
+    if "traced" in asked:
         note_in(asked["traced"])
-    watched = Watched(asked["limits"], asked["first"], traced=bool(asked["traced"]))
+    watched = Watched(asked["limits"], asked["first"], traced="traced" in asked)
     words = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "--basetemp", asked["scratch"]]
     words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported already
     ended = pytest.main([*words, *asked["words"], *asked["files"]], plugins=[watched])
