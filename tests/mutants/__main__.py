@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def judged(copy: Copy, mutation: Mutation, nearest: Nearest) -> Result:
-    """Run its tests until one fails; one that is not of its own file must fail twice, since it may depend on the clock."""
+    """Run its tests until one fails; another file's test must do so twice: it may depend on time."""
     chosen, own = nearest.choose(mutation), own_tests(mutation.file)
     left, verdict, by, cpu = dict(chosen.limits), "survived", "", 0.0
 

@@ -2,15 +2,15 @@
 
 import ast
 import hashlib
-import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.mutants.copy import Copy
 from tests.mutants.mutations import Mutation
+from tests.mutants.results import add_line, read_lines
 
 _RUNS = ("tests/run/", "tests/api/", "tests/test_engine.py")
 _NEAR = {
@@ -38,19 +38,16 @@ class Nearest:
     def __init__(self, root: Path, kept: Path) -> None:
         self._root, self._kept = root, kept
         self._lock = threading.Lock()
-        self._known: dict[str, dict[str, Any]] = {}
-        for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []:
-            self._add(json.loads(line))
+        self._known = {line["file"]: line for line in read_lines(kept)}
 
     def unknown(self, mutations: Iterable[Mutation]) -> list[str]:
         """The test files near these that are new or have changed since they were gathered."""
         near = tuple({path for mutation in mutations for path in _NEAR[_room(mutation)]})
-        names = [file.relative_to(self._root).as_posix() for file in sorted(self._root.glob("tests/**/test_*.py"))]
-        return [
-            name
-            for name in names
-            if name.startswith(near) and _mark(self._root / name) != self._known.get(name, {}).get("mark")
-        ]
+        files = {
+            file.relative_to(self._root).as_posix(): file for file in sorted(self._root.glob("tests/**/test_*.py"))
+        }
+        known = {name: self._known[name]["mark"] for name in files if name in self._known}
+        return [name for name in files if name.startswith(near) and known.get(name) != _mark(files[name])]
 
     def gather(self, copy: Copy, name: str) -> list[str]:
         """Run a test file and keep what it reached; the tests that failed, which are never chosen."""
@@ -71,9 +68,9 @@ class Nearest:
             "file": name, "mark": _mark(copy.tree / name), "tests": passed,
             "reached": {place: sorted(tests) for place, tests in sorted(reached.items())},
         }  # fmt: skip
-        with self._lock, open(self._kept, "a", encoding="utf-8") as kept:
-            kept.write(json.dumps(known) + "\n")
-        self._add(known)
+        with self._lock:
+            add_line(self._kept, known)
+            self._known[name] = known
         return list(failed)
 
     def choose(self, mutation: Mutation) -> Chosen:
@@ -110,9 +107,6 @@ class Nearest:
     def _took(self, test: str) -> tuple[float, float]:
         cpu, clock = self._known[test.partition("::")[0]]["tests"][test]
         return cpu, clock
-
-    def _add(self, known: dict[str, Any]) -> None:
-        self._known[known["file"]] = known
 
 
 def _mark(file: Path) -> str:

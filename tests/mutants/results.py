@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -34,21 +34,27 @@ class Result(NamedTuple):
     diff: str
 
 
+def read_lines(kept: Path) -> list[dict[str, Any]]:
+    """What `add_line` left; without a line that was torn when somebody ended us."""
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def add_line(kept: Path, found: Mapping[str, Any]) -> None:
+    torn = kept.exists() and kept.read_text(encoding="utf-8")[-1:] not in {"", "\n"}
+    with open(kept, "a", encoding="utf-8") as file:
+        file.write(("\n" if torn else "") + json.dumps(found, ensure_ascii=False) + "\n")
+
+
 class Results:
-    """The results in a file of JSON lines; the last one of a mutant counts, and a torn last line does not."""
+    """The results in a file of JSON lines; the last one of a mutant counts."""
 
     def __init__(self, kept: Path) -> None:
         self._kept = kept
-        self._found: dict[str, Result] = {}
-        for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []:
-            if line.endswith("}"):
-                result = Result(**json.loads(line))
-                self._found[result.name] = result
+        self._found = {line["name"]: Result(**line) for line in read_lines(kept)}
 
     def add(self, result: Result) -> None:
-        torn = self._kept.exists() and not self._kept.read_bytes().endswith(b"\n") and self._kept.stat().st_size
-        with open(self._kept, "a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + json.dumps(result._asdict(), ensure_ascii=False) + "\n")
+        add_line(self._kept, result._asdict())
         self._found[result.name] = result
 
     def of(self, mutation: Mutation) -> Result | None:
