@@ -87,7 +87,7 @@ def spread(copies: list[Copy], tasks: Iterable[T], work: Callable[[Copy, T], Non
 
 
 def play(asked: argparse.Namespace, mutations: list[Mutation], results: Results) -> None:
-    nearest, lock = Nearest(ROOT, asked.folder / "nearest.jsonl"), threading.Lock()
+    nearest, lock = Nearest(ROOT, asked.folder / "nearest.jsonl", asked.budget), threading.Lock()
     number = {mutation: place for place, mutation in enumerate(mutations, 1)}
     known = equivalents()
 
@@ -131,6 +131,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--folder", type=Path, default=ROOT / "mutants", help="results; remove it to begin anew")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("--budget", type=float, default=60, metavar="SECONDS", help="of tests for a mutant")
     parser.add_argument("--room", default="", help="of those drawn only what is in this room (run, engine.py, …)")
     parser.add_argument("--only", type=int, metavar="N", help="the Nth alone, once more")
     parser.add_argument("--again", action="store_true", help="those that survived, once more")

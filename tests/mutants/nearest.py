@@ -21,7 +21,6 @@ _NEAR = {
     "engine.py": ("tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),
 }
 """The test files (or folders of them) that may notice a fault in a room."""
-_BUDGET = 60.0  # seconds of one processor that the tests of one mutant take unmutated
 _SHORT = 1.0  # the same of one test
 
 
@@ -33,10 +32,15 @@ class Chosen(NamedTuple):
 
 
 class Nearest:
-    """What is known of the tests, kept in a file of JSON lines."""
+    """What is known of the tests, kept in a file of JSON lines.
 
-    def __init__(self, root: Path, kept: Path) -> None:
-        self._root, self._kept = root, kept
+    Args:
+        budget: seconds of one processor that the tests of one mutant may take while they are traced; without a fault
+            and untraced it is about half of that.
+    """
+
+    def __init__(self, root: Path, kept: Path, budget: float) -> None:
+        self._root, self._kept, self._budget = root, kept, budget
         self._lock = threading.Lock()
         self._known = {line["file"]: line for line in read_lines(kept)}
 
@@ -82,7 +86,7 @@ class Nearest:
         chosen: dict[str, float] = {}
         spent = 0.0
         for _, cpu, clock, test in ranked:
-            if spent + cpu <= _BUDGET or not chosen:
+            if spent + cpu <= self._budget or not chosen:
                 chosen[test] = 30 + 5 * clock
                 spent += cpu
         return Chosen(chosen, [test for test in chosen if self._took(test)[0] < _SHORT])

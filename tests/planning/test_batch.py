@@ -136,3 +136,8 @@ def test_a_plan_that_leaves_nothing_to_do_is_refused(asked: dict[str, int], name
 def test_accumulation_and_global_batch_may_agree() -> None:
     plan = plan_batches(samples=500, micro_batch=16, workers=4, accumulation=2, global_batch=128)
     assert plan.global_batch == 128
+
+
+def test_what_is_just_enough_is_taken() -> None:
+    plan = plan_batches(samples=4, micro_batch=1, workers=4, global_batch=4, drop_last=True)
+    assert (plan.steps_per_epoch, plan.accumulation, plan.left_over) == (1, 1, 0)

@@ -121,7 +121,8 @@ def test_the_run_is_counted_in_optimizer_steps() -> None:
 @pytest.mark.parametrize(
     ("asked", "warmup"),
     [
-        ({}, 20),  # two epochs
+        ({}, 20),  # two epochs, a tenth of the run
+        ({"epochs": 40}, 20),  # two epochs
         ({"epochs": 4}, 4),  # a tenth of the run
         ({"max_steps": 50}, 5),
         ({"warmup_epochs": 0.0}, 0),

@@ -68,6 +68,7 @@ def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
     assert text.startswith("64 optimizer steps: 16 per epoch, 4 epochs")
     assert text.endswith("the epoch's last 40 samples are trained as a short batch")
     assert dict(planned(drop_last=True).rows())["length"].endswith("40 samples are left out (--drop-last)")
+    assert dict(planned(samples=961).rows())["length"].endswith("the epoch's last 1 sample is trained as a short batch")
     assert "last" not in dict(planned(samples=640).rows())["length"]
 
 

@@ -156,4 +156,6 @@ def test_a_reduction_that_was_seen_is_not_modelled() -> None:
 
 def test_what_is_assumed_is_said() -> None:
     assert set(ASSUMED) == {"pcie4", "nvlink4", "ethernet-25", "ethernet-100", "infiniband-400"}
-    assert all(wire.rests_on for wire in ASSUMED.values())
+    for wire in ASSUMED.values():
+        arrives, hop = f"{wire.bandwidth / 1e9:g} of which arrive", f"{1e6 * wire.latency:g} µs a hop"
+        assert (arrives in wire.rests_on, hop in wire.rests_on, wire.overlaps) == (True, True, True)
