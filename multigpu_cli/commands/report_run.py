@@ -61,9 +61,18 @@ class Told:
         return [place(event["step"]) for event in events], [factor * float(event[field]) for event in events]
 
     def _samples_at(self, step: int) -> float:
+        """Samples trained by then: what the last line up to there says, and by the plan what came after it."""
+        train = self.history.train
+        known = step if step in train else max((at for at in train if at < step), default=0)
+        said = train[known]["samples"] if known else 0
+        return float(said + self._planned(step) - self._planned(known))
+
+    def _planned(self, step: int) -> int:
         plan = self.history.plan
-        epochs, rest = divmod(step, plan["steps_per_epoch"])
-        return float(epochs * plan["samples"] + min(rest * plan["global_batch_size"], plan["samples"]))
+        size, per_epoch = plan["global_batch_size"], plan["steps_per_epoch"]
+        epochs, rest = divmod(step, per_epoch)
+        in_epoch = min(plan["samples"], per_epoch * size)  # without those that --drop-last leaves out
+        return int(epochs * in_epoch + min(rest * size, in_epoch))
 
 
 def told(folders: Sequence[Path]) -> list[Told]:

@@ -27,6 +27,15 @@ def test_evaluations_in_the_middle_of_an_epoch_find_their_samples(tmp_path: Path
     assert run.evaluated("loss", by="samples") == ([100 + 3 * 32], [1.0])
 
 
+def test_samples_that_were_dropped_or_left_out_are_not_counted(tmp_path: Path) -> None:
+    """Of 74 samples an epoch drops 10; at step 4 half of its samples had been left out, as the line there says."""
+    plan = {"steps_per_epoch": 2, "samples": 74, "global_batch_size": 32}
+    evals = [event(9, "eval", step=step, epoch=step // 2, split="val", loss=1.0) for step in (2, 4, 7)]
+    events = [event(0, "start", plan=plan), event(1, "train", step=4, samples=96), *evals]
+    (run,) = told([run_folder(tmp_path / "a", events)])
+    assert run.evaluated("loss", by="samples")[0] == [64, 96, 96 + 3 * 32]
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (run,) = told([run_folder(tmp_path / "a", [])])
     assert (run.status, run.curve("loss"), run.per_worker("memory")) == ("not over", ([], []), [])
