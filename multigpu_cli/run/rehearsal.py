@@ -193,6 +193,7 @@ def _fits_everywhere(learner: Learner, work: Callable[[], None]) -> bool:
     finally:
         if learner.world.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(learner.world.device)  # what did not fit is not the peak of the run
     return True
 
 

@@ -1,5 +1,6 @@
 """Out of memory: noticed before the first step on all ranks, survived, and without effect on the gradient."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from multigpu_cli.monitor import journal
+from multigpu_cli.run import rehearsal
+from tests.run.test_tracing import learner
 from tests.trained import trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
@@ -200,3 +203,15 @@ def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None
     assert same[0][:2] == (32, 6)
     assert same == [same[0]] * len(same)
     assert longer == (32, 7, same[0][2]), "by --epochs and --max-steps"
+
+
+def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--batch-size auto fills the GPU to find out what fits. The world is told that it has one."""
+    made = learner(tmp_path, "tests.run.test_tracing:plain")
+    made.world = replace(made.world, device=torch.device("cuda"))
+    done: list[str] = []
+    monkeypatch.setattr(rehearsal, "_run", lambda *_: done.append("tried"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
+    assert rehearsal._fits(made, 10)
+    assert done == ["tried", "emptied", "cuda counted anew"]
