@@ -52,10 +52,10 @@ def is_saved(slurm: Cluster, run: str, number: str) -> None:
 
 
 def goes_on_to_the_same_end(slurm: Cluster, run: str, number: str, whole: dict[str, Any]) -> None:
-    """SLURM lets a job that is queued again wait for two minutes: not here."""
+    """SLURM lets a job that is queued again wait for two minutes; here a few seconds, which its credentials need."""
     assert slurm.wait(number, 120, "PENDING")["Restarts"] == "1"
     is_saved(slurm, run, number)
-    slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=30")
+    slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now+5", "TimeLimit=30")
     assert slurm.wait(number, 240, "COMPLETED", "FAILED", "TIMEOUT")["JobState"] == "COMPLETED", slurm.output(number)
     found = summary(slurm, run)
     assert found["fingerprint"] == whole["fingerprint"]
