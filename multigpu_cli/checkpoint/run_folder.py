@@ -16,7 +16,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.config.pinned import same_run
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, counted
 
 _NOTE = "next_attempt.json"
 _BEGAN = ".began_from"
@@ -56,7 +56,11 @@ class Start:
 
 
 class NothingThere(RequestError):
-    """--resume names a place that has no checkpoint, on this node."""
+    """No checkpoint to go on from, on this node."""
+
+
+class NoneWhole(NothingThere):
+    """The run folder has checkpoints, and all are damaged: whoever began anew there would lose its best weights."""
 
 
 def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = ()) -> Start:
@@ -67,7 +71,8 @@ def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = ()) -> 
         begun: run folders of earlier attempts of this launch; it goes on with these and with nobody else's.
 
     Raises:
-        RequestError: --resume names nothing to go on from, or forbids what is there; another run is at work there.
+        RequestError: --resume names nothing to go on from, or forbids what is there; another run is at work there, or
+            none of its checkpoints is whole.
         TrainingError: an earlier attempt of this one still is.
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
@@ -107,14 +112,27 @@ def _in_folder(folder: Path, attempt: int) -> Start:
     if not left(folder, patience=_PATIENCE if attempt else 0):  # before its checkpoints are read, which it replaces
         raise still_at_work(folder) if attempt else at_work(folder)
     newest, notes = Store(folder / "checkpoints", 1).newest()
+    if newest is None and notes:
+        raise _none_whole(folder, [note.removeprefix("passed over ") for note in notes])
     if told := read_note(folder):
         notes.append(f"out of memory in an earlier attempt: micro-batches of {told['batch_size']}")
     if newest is None:
-        because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no whole checkpoint"
+        because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
         start = Start(str(folder), None, None, None, notes, because)
         return replace(start, smaller=told.get("batch_size"), global_batch=told.get("global_batch_size"))
     newest.manifest["pins"].update(told)
     return _going_on(folder, newest, read_summary(folder), notes)
+
+
+def _none_whole(folder: Path, damages: Sequence[str]) -> NoneWhole:
+    best = folder / "best.pt"
+    listed = "".join(f"\n  {damage}" for damage in damages)
+    anew = "--resume never with another --save-dir, to begin anew"
+    anew += f" (from its best weights: --init-from {best})" if best.is_file() else ""
+    return NoneWhole(
+        f"{folder} has {counted(len(damages), 'checkpoint')}, and none is whole{listed}",
+        remedy=f"{anew}; or --resume PATH of a whole checkpoint, with another --save-dir",
+    )
 
 
 def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> Start:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from multigpu_cli.checkpoint.run_folder import NothingThere, Start, choose_start, read_note
+from multigpu_cli.checkpoint.run_folder import NoneWhole, NothingThere, Start, choose_start, read_note
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.collectives import collected, decided, from_main, gathered, together
@@ -20,7 +20,7 @@ def agreed_start(config: Config, world: World) -> Start:
     lacks, after rank 0 has moved: then that node sends it.
 
     Raises:
-        RequestError: rank 0 can't begin, and no other node has a checkpoint.
+        RequestError: rank 0 can't begin and no other node has a checkpoint, or all that there are are damaged.
         TrainingError: an earlier attempt is still at work in the folder.
     """
     begun = _begun(world)
@@ -46,7 +46,7 @@ def _agreed(config: Config, world: World, begun: list[str]) -> Start:
     reached = int(found.manifest["step"]) + 1 if found and found.manifest else 0
     steps = [int(step) for step in gathered(world, torch.tensor([reached], device=world.device))]
     holder = steps.index(max(steps))
-    together(world, lambda: _complain(error, world, holder))
+    together(world, lambda: _complain(error, world, somewhere=max(steps) > 0))
     start = Start(**from_main(world, found.as_dict() if found and world.rank == holder else None, source=holder))
     return _with_notes(replace(start, holder=holder), world)
 
@@ -58,9 +58,15 @@ def _look(config: Config, world: World, begun: list[str]) -> tuple[Start | None,
         return None, error
 
 
-def _complain(error: TrainingError | None, world: World, holder: int) -> None:
-    """Rank 0's complaint counts, for it writes the folder; but others may have the checkpoint that it lacks."""
-    if error and world.main and not (holder and isinstance(error, NothingThere)):
+def _complain(error: TrainingError | None, world: World, *, somewhere: bool) -> None:
+    """Rank 0's complaint counts, for it writes the folder; of damaged checkpoints, anybody's.
+
+    Args:
+        somewhere: some node has a whole checkpoint, which the others may lack.
+    """
+    if error is None or (somewhere and isinstance(error, NothingThere)):
+        return
+    if world.main or isinstance(error, NoneWhole):
         raise error
 
 

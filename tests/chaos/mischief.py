@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from multigpu_cli.checkpoint.manifest import damage_in
 from tests.chaos.job import Attempt, progress
 
 _HARMS = (
@@ -72,7 +73,9 @@ class Deed:
 
 @dataclass(frozen=True)
 class Harm:
-    """Damage done to a run folder while nobody trains.
+    """Damage done to a run folder while nobody trains; it spares the last whole checkpoint.
+
+    Where there are checkpoints and none is whole, the run is refused: tests/run/test_beginning.py.
 
     Attributes:
         what: one of _HARMS.
@@ -95,6 +98,8 @@ class Harm:
         if not found:
             return False, None
         folder = found[min(self.back, len(found) - 1)]
+        if [each for each in found if damage_in(each) is None] == [folder] and self.what != "leave a draft beside":
+            return True, None
         files = sorted(folder.iterdir())
         file = files[int(self.place * 1000) % len(files)]
         match self.what:

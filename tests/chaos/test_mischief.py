@@ -23,5 +23,17 @@ def test_harm_does_harm(number: int, tmp_path: Path) -> None:
     assert bool(list(tmp_path.rglob("*draft*"))) == (harm.what == "leave a draft beside")
 
 
+@pytest.mark.parametrize("what", ["truncate", "delete", "delete manifest.json of"])
+def test_the_last_whole_checkpoint_is_spared(what: str, tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints", 3)
+    for step in (10, 20):
+        store.save(step, {"w": torch.ones(20)}, {})
+    (tmp_path / "checkpoints/step_00000010/state.pt").unlink()
+    assert Harm(what).done(tmp_path) == (True, None)
+    found, _ = store.newest()
+    assert found
+    assert found.step == 20
+
+
 def test_where_no_checkpoint_is_harm_is_not_done(tmp_path: Path) -> None:
     assert Harm("truncate").done(tmp_path) == (False, None)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_folder_whose_run_has_no_checkpoint_yet_starts_over() -> None:
     run_in(Path("mine"))
     start = choose_start(asked("mine"), attempt=0)
     assert start.checkpoint is None
-    assert start.because == "from the beginning: the folder has no whole checkpoint"
+    assert start.because == "from the beginning: the folder has no checkpoint"
 
 
 def test_never_into_a_folder_that_holds_a_run_is_refused_unless_this_launch_began_it() -> None:
@@ -188,12 +189,34 @@ def test_damaged_checkpoints_are_named_and_older_ones_used() -> None:
     assert "step_00000030: state.pt has 4 bytes" in start.notes[0]
 
 
-def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_says_so() -> None:
-    run_in(Path("mine"), 10)
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_where_every_checkpoint_is_damaged_the_request_is_wrong(attempt: int) -> None:
+    run_in(Path("mine"), 10, 20)
     damage(Path("mine/checkpoints/step_00000010"))
-    start = choose_start(asked("mine"), attempt=0)
-    assert (start.checkpoint, len(start.notes)) == (None, 1)
-    assert "no whole checkpoint" in start.because
+    shutil.rmtree(Path("mine/checkpoints/step_00000020"))
+    Path("mine/checkpoints/step_00000020").mkdir()
+    Path("mine/best.pt").write_bytes(b"the last good thing")
+    run_in(Path("elsewhere"), 5)
+    wishes = [{}, {"resume": "elsewhere"}, {"resume": "elsewhere/checkpoints/step_00000005"}]
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for wish in wishes:
+        with pytest.raises(RequestError, match="mine has 2 checkpoints, and none is whole") as refused:
+            choose_start(asked("mine", **wish), attempt=attempt)
+        told = str(refused.value)
+        assert "mine/checkpoints/step_00000010: state.pt has 4 bytes instead of" in told
+        assert "mine/checkpoints/step_00000020: manifest.json can't be read" in told
+        for way_out in ("--resume never with another --save-dir", "--resume PATH", "--init-from mine/best.pt"):
+            assert way_out in told
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert choose_start(asked("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
+    assert choose_start(asked("other", "never"), attempt=attempt).checkpoint is None
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_draft_is_no_checkpoint(attempt: int) -> None:
+    run_in(Path("mine"))
+    Path("mine/checkpoints/.draft_step_00000010").mkdir(parents=True)
+    assert choose_start(asked("mine"), attempt=attempt).checkpoint is None
 
 
 def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

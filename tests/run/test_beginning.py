@@ -79,6 +79,24 @@ def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_pat
     assert named[0] == named[1]
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("damaged", ["node0", "node1"])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_checkpoints_of_which_no_node_has_a_whole_one_are_refused(
+    tmp_path: Path, damaged: str, elsewhere: bool, attempt: int
+) -> None:
+    holding(tmp_path / damaged / "run", 9)
+    (tmp_path / damaged / "run/checkpoints/step_00000009/state.pt").write_bytes(b"torn")
+    if elsewhere:
+        holding(tmp_path / ("node1" if damaged == "node0" else "node0") / "run", 5)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(replace(world, attempt=attempt), RUN))
+    assert found[0] == found[1]
+    if elsewhere:
+        assert found[0][:2] == ["run/checkpoints/step_00000005", int(damaged == "node0")]
+    else:
+        assert "run has 1 checkpoint, and none is whole" in found[0]
+
+
 @pytest.mark.parametrize(("resume", "refused"), [("run", False), ("elsewhere", True)])
 def test_a_place_to_resume_from_may_be_on_one_node_alone(tmp_path: Path, resume: str, refused: bool) -> None:
     holding(tmp_path / "node1" / "run", 7)
@@ -161,3 +179,21 @@ def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path
     found = on_disks_of_their_own(tmp_path, work)
     assert found[0] == found[1]
     assert found[0][:2] == [str(run / "checkpoints/step_00000007"), 1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_of_which_no_checkpoint_is_whole_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """best.pt is the last good thing in it."""
+    monkeypatch.chdir(tmp_path)
+    flags = {"batch_size": 30, "save_dir": "run"}
+    assert trained(epochs=2, **flags).error == ""
+    for state in Path("run/checkpoints").glob("*/state.pt"):
+        state.write_bytes(state.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    refused = trained(workers, epochs=4, **flags)
+    assert refused.kind in ("RequestError", "NoneWhole")
+    assert "run has 2 checkpoints, and none is whole" in refused.error
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert trained(epochs=2, **flags | {"save_dir": "new"}, resume="never", init_from="run/best.pt").error == ""
