@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, step_in
 from multigpu_cli.errors import RequestError
 
 _PLAIN = re.compile(
@@ -50,8 +50,8 @@ def listed(run: Path) -> list[Entry]:
         raise RequestError(f"{run} holds no run", remedy="the --save-dir of a run")
     at_work = is_locked(run)
     found: list[Entry] = []
-    folders = sorted(path for path in (run / "checkpoints").glob("*") if path.is_dir())
-    for folder in sorted(folders, key=lambda path: not path.name.startswith("step_")):
+    folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
+    for folder in sorted(folders, key=lambda path: (not path.name.startswith("step_"), step_in(path), path.name)):
         try:
             found.append(_checkpoint(folder, at_work=at_work))
         except FileNotFoundError:

@@ -15,7 +15,11 @@ _MOMENT = 0.3  # seconds; whoever only asks has let go by then
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process owns the folder right now; any number may ask at once, as the nodes of a job do."""
+    """Whether another process owns the folder right now; any number may ask at once, as the nodes of a job do.
+
+    Raises:
+        RequestError: the file system has no locks.
+    """
     try:
         with open(folder / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -23,6 +27,8 @@ def is_locked(folder: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise _no_lock(folder, error) from error
     return False
 
 
@@ -68,6 +74,8 @@ def _take(file: IO[str], folder: Path) -> None:
             if time.monotonic() > until:
                 raise at_work(folder) from error
             time.sleep(0.02)
+        except OSError as error:
+            raise _no_lock(folder, error) from error
         else:
             return
 
@@ -111,6 +119,13 @@ def needed(folder: Path) -> Iterator[None]:
             f"{folder} can't be written to: {error}",
             remedy="make room, or mend the folder, and run the same command again: it goes on from the last checkpoint",
         ) from error
+
+
+def _no_lock(folder: Path, error: OSError) -> RequestError:
+    return RequestError(
+        f"{folder}: its file system refuses the lock of a run ({error.strerror or error})",
+        remedy="another --save-dir, on a disk of this machine, say; NFS needs version 4, or its lock daemon",
+    )
 
 
 def at_work(folder: Path) -> RequestError:

@@ -1,12 +1,19 @@
 """What a checkpoint says of itself, and whether it is still as it was written; without torch."""
 
 import json
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+
+
+def step_in(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after; -1 where the name says none."""
+    number = re.match(r"step_(\d+)", folder.name)
+    return int(number[1]) if number else -1
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

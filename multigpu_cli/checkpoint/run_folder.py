@@ -63,12 +63,18 @@ class NoneWhole(NothingThere):
     """The run folder has checkpoints, and all are damaged: whoever began anew there would lose its best weights."""
 
 
-def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = ()) -> Start:
+def leads_somewhere(resume: str) -> bool:
+    """Whether --resume names a run folder or a checkpoint on this node, whole or not."""
+    return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints", 1).folders())
+
+
+def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False) -> Start:
     """Settle the run folder and what to go on from; nothing is written.
 
     Args:
         attempt: how often the launcher restarted us.
         begun: run folders of earlier attempts of this launch; it goes on with these and with nobody else's.
+        elsewhere: another node has what --resume names.
 
     Raises:
         RequestError: --resume names nothing to go on from, or forbids what is there; another run is at work there, or
@@ -77,7 +83,7 @@ def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = ()) -> 
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
     if resume not in ("auto", "never"):
-        return _from_path(Path(resume), save_dir, attempt)
+        return _from_path(Path(resume), save_dir, attempt, elsewhere=elsewhere)
     if save_dir is not None:
         folder = Path(save_dir)
         _check_folder(folder)
@@ -100,12 +106,14 @@ def holds_run(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run, or None where there is none that can be read."""
+    """summary.json of a run, or None where there is none that can be read; a copied folder says where it is now."""
     try:
         found = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    return found | {"save_dir": str(folder)} if "save_dir" in found else found
 
 
 def _in_folder(folder: Path, attempt: int) -> Start:
@@ -140,10 +148,12 @@ def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, n
     return Start(str(folder), str(found.folder), found.manifest, summary, notes, because)
 
 
-def _from_path(path: Path, save_dir: str | None, attempt: int) -> Start:
+def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: bool) -> Start:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not save_dir and _began_from(run) == path.name:
         return _in_folder(run, attempt)  # the same command again
+    if not elsewhere and not leads_somewhere(str(path)):
+        raise _nothing_there(path, [])
     if save_dir and not path.resolve().is_relative_to(Path(save_dir).resolve()):
         own = _in_folder(Path(save_dir), attempt)
         if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
@@ -155,13 +165,17 @@ def _from_path(path: Path, save_dir: str | None, attempt: int) -> Start:
         return start if save_dir else replace(start, origin=str(path))
     newest, notes = Store(path / "checkpoints", 1).newest()
     if newest is None:
-        whole = next((str(folder) for folder in (path, *path.parents) if holds_run(folder) and folder != path), "")
-        raise NothingThere(
-            f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
-            remedy=f"--resume {whole}" if whole else "a run folder, or one of its checkpoints/step_… folders",
-        )
+        raise _nothing_there(path, notes)
     folder = Path(save_dir) if save_dir else path
     return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)
+
+
+def _nothing_there(path: Path, notes: Sequence[str]) -> NothingThere:
+    whole = next((str(folder) for folder in path.parents if holds_run(folder)), "")
+    return NothingThere(
+        f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
+        remedy=f"--resume {whole}" if whole else "a run folder, or one of its checkpoints/step_… folders",
+    )
 
 
 def begin_again(start: Start, store: Store) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from multigpu_cli.checkpoint.best import BEST, Best, add_best
 from multigpu_cli.checkpoint.files import flush_folder, publish, publish_by
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed, step_in
 from multigpu_cli.checkpoint.packing import pack, tensor_bytes, unpacked
 
 
@@ -68,7 +68,7 @@ class Store:
             shutil.rmtree(draft, ignore_errors=True)  # it takes the room that the next one needs
             raise
         flush_folder(self.folder)
-        upto = [folder for folder in self._folders() if folder.name <= final.name]  # beyond lie only damaged ones
+        upto = [folder for folder in self.folders() if 0 <= step_in(folder) <= step]  # beyond lie only damaged ones
         for old in upto[self.keep :]:
             self._remove(old)
         return size
@@ -86,8 +86,8 @@ class Store:
 
     def begin_after(self, step: int) -> None:
         """A run that begins again from an older checkpoint replaces what came later: put that aside."""
-        for folder in self._folders():
-            if int(folder.name.removeprefix("step_")) > step:
+        for folder in self.folders():
+            if step_in(folder) > step:
                 self._put_aside(folder, "replaced")
 
     def sweep(self) -> None:
@@ -98,16 +98,16 @@ class Store:
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and why newer ones were passed over (they stay where they are)."""
         passed_over = []
-        for folder in self._folders():
+        for folder in self.folders():
             if damage := damage_in(folder):
                 passed_over.append(f"passed over {folder}: {damage}")
             else:
                 return Checkpoint(folder, read_manifest(folder)), passed_over
         return None, passed_over
 
-    def _folders(self) -> list[Path]:
-        """Newest first."""
-        return sorted(self.folder.glob("step_*"), reverse=True)
+    def folders(self) -> list[Path]:
+        """All checkpoints, whole or not, newest first."""
+        return sorted(self.folder.glob("step_*"), key=step_in, reverse=True)
 
 
 def _write(file: Path, state: dict[str, Any]) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from multigpu_cli.checkpoint.run_folder import NoneWhole, NothingThere, Start, choose_start, read_note
+from multigpu_cli.checkpoint.run_folder import NoneWhole, NothingThere, Start, choose_start, leads_somewhere, read_note
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.collectives import collected, decided, from_main, gathered, together
@@ -42,7 +42,9 @@ def _begun(world: World) -> list[str]:
 def _agreed(config: Config, world: World, begun: list[str]) -> Start:
     if world.size == world.local_size:
         return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt, begun=begun).as_dict()))
-    found, error = _look(config, world, begun) if world.local_rank == 0 else (None, None)
+    first = world.local_rank == 0
+    elsewhere = any(collected(world, first and leads_somewhere(config.checkpoint.resume)))
+    found, error = _look(config, world, begun, elsewhere=elsewhere) if first else (None, None)
     reached = int(found.manifest["step"]) + 1 if found and found.manifest else 0
     steps = [int(step) for step in gathered(world, torch.tensor([reached], device=world.device))]
     holder = steps.index(max(steps))
@@ -51,9 +53,11 @@ def _agreed(config: Config, world: World, begun: list[str]) -> Start:
     return _with_notes(replace(start, holder=holder), world)
 
 
-def _look(config: Config, world: World, begun: list[str]) -> tuple[Start | None, TrainingError | None]:
+def _look(
+    config: Config, world: World, begun: list[str], *, elsewhere: bool
+) -> tuple[Start | None, TrainingError | None]:
     try:
-        return choose_start(config, attempt=world.attempt, begun=begun), None
+        return choose_start(config, attempt=world.attempt, begun=begun, elsewhere=elsewhere), None
     except TrainingError as error:
         return None, error
 

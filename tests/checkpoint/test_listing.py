@@ -48,6 +48,13 @@ def test_whole_ones_are_listed_and_the_newest_is_marked(run: Path) -> None:
     assert set(states(run).values()) == {"whole"}
 
 
+def test_steps_are_listed_in_order_beyond_eight_digits(run: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        Store(run / "checkpoints", 10).save(step, STATE, {"world_size": 2})
+    steps = [(entry.step, entry.resumes) for entry in listed(run) if entry.step]
+    assert steps == [(10, False), (20, False), (30, False), (99_999_999, False), (100_000_000, True)]
+
+
 def test_a_damaged_one_says_why_and_an_older_one_is_marked(run: Path) -> None:
     file = run / "checkpoints/step_00000030/state.pt"
     file.write_bytes(file.read_bytes()[:-1])

@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import time
@@ -45,6 +46,21 @@ def test_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
     assert exit_code(killed) == -9
     assert not is_locked(tmp_path)
     take(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    take(tmp_path)
+
+    def refuse(file: Any, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for ask in (take, is_locked):
+        with pytest.raises(RequestError) as refused:
+            ask(tmp_path)
+        assert f"{tmp_path}: its file system refuses the lock of a run ({os.strerror(number)})" in str(refused.value)
+        assert "another --save-dir" in str(refused.value)
 
 
 def test_who_asks_is_not_taken_for_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,24 @@ def test_resume_of_nothing_is_refused(path: str) -> None:
         choose_start(asked(resume=path), attempt=0)
 
 
+@pytest.mark.parametrize("path", ["empty", "file", "mine/journal.jsonl", "begun"])
+def test_a_wrong_resume_is_refused_whatever_the_save_dir_holds(path: str) -> None:
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    run_in(Path("begun"))
+    run_in(Path("mine"), 10, status="completed")
+    Path("mine/journal.jsonl").write_text("")
+    with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
+        choose_start(asked("mine", path), attempt=0)
+
+
+def test_what_the_run_came_from_may_be_damaged_by_now() -> None:
+    run_in(Path("there"), 10)
+    run_in(Path("fresh"), 15, status="stopped")
+    damage(Path("there/checkpoints/step_00000010"))
+    assert choose_start(asked("fresh", "there"), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
+
+
 def test_resume_of_damaged_checkpoints_only_says_why() -> None:
     run_in(Path("there"), 10)
     damage(Path("there/checkpoints/step_00000010"))
@@ -314,6 +332,13 @@ def test_a_summary_that_cannot_be_read_is_none(content: str | bytes | None, tmp_
     if content is not None:
         (tmp_path / "summary.json").write_bytes(content.encode() if isinstance(content, str) else content)
     assert read_summary(tmp_path) is None
+
+
+def test_a_summary_says_where_the_folder_is_now(tmp_path: Path) -> None:
+    run_in(Path("original"), 10)
+    write_summary(Path("original"), '{"status": "completed", "save_dir": "original"}')
+    shutil.copytree("original", "copy")
+    assert choose_start(asked("copy"), attempt=0).summary == {"status": "completed", "save_dir": "copy"}
 
 
 def test_a_summary_is_read_back(tmp_path: Path) -> None:

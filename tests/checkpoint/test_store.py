@@ -61,6 +61,18 @@ def test_the_newest_is_the_one_with_the_highest_step_not_the_latest_file(tmp_pat
     assert found.step == 300
 
 
+def test_steps_are_numbers_beyond_eight_digits_too(tmp_path: Path) -> None:
+    store = filled(tmp_path, 99_999_998, 99_999_999, keep=2)
+    (store.folder / "step_by_hand").mkdir()
+    store.save(100_000_000, STATE, FACTS)
+    assert names(store) == ["step_100000000", "step_99999999", "step_by_hand"]
+    found, passed_over = store.newest()
+    assert found
+    assert (found.step, passed_over) == (100_000_000, [])
+    store.begin_after(99_999_999)
+    assert names(store) == ["replaced_step_100000000", "step_99999999", "step_by_hand"]
+
+
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_only_the_newest_few_stay(keep: int, tmp_path: Path) -> None:
     store = filled(tmp_path, 10, 20, 30, 40, 50, keep=keep)

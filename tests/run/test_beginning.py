@@ -108,6 +108,26 @@ def test_a_place_to_resume_from_may_be_on_one_node_alone(tmp_path: Path, resume:
         assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000007", 1]
 
 
+def test_a_run_that_came_from_another_node_goes_on_where_it_is(tmp_path: Path) -> None:
+    """The place to resume from has its checkpoints on node 1 alone, and the run that was made of it is on node 0."""
+    holding(tmp_path / "node0" / "run", 15)
+    (tmp_path / "node0" / "there").mkdir()
+    holding(tmp_path / "node1" / "there", 10)
+    wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, wish))
+    assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000015", 0]
+
+
+def test_a_place_without_checkpoints_on_any_node_is_refused(tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        holding(tmp_path / node / "run", 15)
+        (tmp_path / node / "there").mkdir()
+    wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, wish))
+    assert found[0] == found[1]
+    assert "--resume there: no checkpoint there" in found[0]
+
+
 def test_what_rank_0_may_not_begin_nobody_does(tmp_path: Path) -> None:
     holding(tmp_path / "node0" / "run", 5)
     holding(tmp_path / "node1" / "run", 7)
