@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -154,11 +155,25 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
     """An exponential moving average of weights and buffers; the decay itself warms up as (1+n)/(10+n).
 
-    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights).
+    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules keep
+    beside tensors has no average: the newest is taken over.
     """
-    shadow = AveragedModel(model, multi_avg_fn=_Average(decay), use_buffers=True)
+    shadow = _Shadow(model, multi_avg_fn=_Average(decay), use_buffers=True)
     shadow.requires_grad_(False)
     return shadow
+
+
+class _Shadow(AveragedModel):
+    def __init__(self, model: nn.Module, **more: Any) -> None:
+        super().__init__(model, **more)
+        own = nn.Module.get_extra_state
+        self._telling = [name for name, part in model.named_modules() if type(part).get_extra_state is not own]
+
+    def update_parameters(self, model: nn.Module) -> None:
+        super().update_parameters(model)
+        for name in self._telling:
+            told = model.get_submodule(name).get_extra_state()
+            self.module.get_submodule(name).set_extra_state(deepcopy(told))
 
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]

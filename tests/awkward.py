@@ -1,6 +1,7 @@
 """Networks with habits that are easy to break before the first step, as --model names them."""
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -115,11 +116,11 @@ class Telling(nn.Module):
         return logits
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"kept": self.kept, "passes": self.passes, "seen": torch.tensor([self.passes])}
+        return {"kept": self.kept, "passes": self.passes, "last": torch.tensor([self.passes]), "bytes": b"\xff"}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.kept, self.passes = state["kept"], state["passes"]
 
 
 def telling(input_shape: Sequence[int], num_classes: int, *, plain: bool = True) -> nn.Module:
-    return Telling(prod(input_shape), num_classes, ["a", 1.5] if plain else Note())
+    return nn.Sequential(OrderedDict(layers=Telling(prod(input_shape), num_classes, ["a", 1.5] if plain else Note())))

@@ -8,6 +8,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+from tests.awkward import Telling
 
 
 def network() -> nn.Sequential:
@@ -116,6 +117,16 @@ def test_buffers_are_averaged_and_counters_copied() -> None:
     assert int(state["1.num_batches_tracked"]) == 3
     assert not torch.equal(state["1.running_mean"], own["1.running_mean"])
     assert float(state["1.running_mean"].norm()) > 0
+
+
+def test_the_average_takes_over_what_is_no_tensor() -> None:
+    model = Telling(3, 2, ["a"])
+    shadow = averaged(model, 0.9)
+    model.kept.append("b")
+    assert shadow.module.kept == ["a"]
+    shadow.update_parameters(model)
+    model.kept.append("c")
+    assert shadow.module.kept == ["a", "b"]
 
 
 def test_the_average_is_not_trained() -> None:

@@ -16,6 +16,7 @@ from multigpu_cli.checkpoint.files import flush_folder, publish
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.weights import extra_state, holds_weights
 from multigpu_cli.errors import RequestError, TrainingError
 
 _TOLERANCE = 1e-4  # of the greatest output; another runtime adds up in another order
@@ -33,7 +34,7 @@ class Trained:
     """
 
     origin: Path
-    state: dict[str, Tensor]
+    state: dict[str, Any]
     settings: dict[str, Any]
     model: str | None = None
 
@@ -67,22 +68,24 @@ def _from_file(file: Path) -> Trained:
     found = unpacked(file.read_bytes(), str(file))
     parts = found if isinstance(found, dict) else {}
     state, settings = parts.get("model"), parts.get("config")
-    if not isinstance(settings, dict) or not isinstance(state, dict) or not _tensors(state):
+    if not isinstance(settings, dict) or not isinstance(state, dict) or not holds_weights(state):
         raise RequestError(f"{file} is not the best.pt or last.pt of a run", remedy="one that a run has written")
     return Trained(file, state, settings)
 
 
-def _tensors(state: dict[Any, Any]) -> bool:
-    return bool(state) and all(isinstance(value, Tensor) for value in state.values())
+def export_weights(state: dict[str, Any], target: Path) -> list[str]:
+    """Write a state dict as .pt, or its tensors as .safetensors, and compare every bit of what is there.
 
-
-def export_weights(state: dict[str, Tensor], target: Path) -> None:
-    """Write names and tensors alone, as .safetensors or as a state dict in .pt, and compare every bit of what is there.
+    Returns:
+        The names of what is left out, since .safetensors takes nothing but tensors.
 
     Raises:
         TrainingError: the file does not hold what was written.
     """
-    own = {name: value.clone().contiguous() for name, value in state.items()}  # tied ones become two: no views
+    left_out = extra_state(state) if target.suffix == ".safetensors" else {}
+    kept = {name: value for name, value in state.items() if name not in left_out}
+    own = {name: value.clone().contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
+    # tied ones become two: no views
     with _draft(target) as draft:
         if target.suffix == ".safetensors":
             from safetensors import torch as safetensors  # an extra, that not everybody has
@@ -94,9 +97,12 @@ def export_weights(state: dict[str, Tensor], target: Path) -> None:
             found = unpacked(draft.read_bytes(), str(draft))
         if found.keys() != own.keys() or any(_bits(found[name]) != _bits(own[name]) for name in own):
             raise TrainingError(f"{target}: what was written is not what is read back", remedy="another disk")
+    return list(left_out)
 
 
-def _bits(value: Tensor) -> tuple[Any, ...]:
+def _bits(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Tensor):
+        return (packed(value),)
     return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 

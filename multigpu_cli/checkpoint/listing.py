@@ -12,7 +12,8 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest,
 from multigpu_cli.errors import RequestError
 
 _PLAIN = re.compile(
-    r"collections OrderedDict|torch\._utils _rebuild_\w+|torch (\w*Storage|Size|device|[a-z]+\d\w*|bool)"
+    r"collections (OrderedDict|Counter)|_codecs encode|__builtin__ (set|bytearray|complex)|"
+    r"torch\._utils _rebuild_\w+|torch (\w*Storage|Size|device|[a-z]+\d\w*|bool)"
 )
 
 

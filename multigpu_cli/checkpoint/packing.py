@@ -1,6 +1,7 @@
 """A state as bytes and back: only tensors and plain values, so that no code runs from a file."""
 
 import io
+from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any, BinaryIO
 
@@ -35,16 +36,16 @@ def pack(state: Any, file: BinaryIO) -> tuple[int, str]:
 
 def tensor_bytes(state: Any) -> int:
     """What the tensors in a state take, tied ones counted once."""
-    found: dict[int, int] = {}
+    storages = (tensor.untyped_storage() for tensor in tensors_in(state))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def visit(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        for entry in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-            visit(entry)
 
-    visit(state)
-    return sum(found.values())
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """All tensors of nested dicts, lists and tuples."""
+    if isinstance(state, Tensor):
+        yield state
+    for entry in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
+        yield from tensors_in(entry)
 
 
 class _Summed:

@@ -1,5 +1,6 @@
 """What survives a restart: weights, optimizer, loss scale, averages, progress. What is not here is lost on resume."""
 
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.checkpoint.packing import tensors_in
+from multigpu_cli.checkpoint.weights import check_fit, extra_state
 from multigpu_cli.runtime.precision import Precision
 
 
@@ -63,8 +65,9 @@ class Kept:
                 than asking the system for fresh pages.
             task: what the task keeps beside these.
         """
+        model = self.model.state_dict()
         state = {
-            "model": self.model.state_dict(),
+            "model": model,
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
             "average": self.average.state_dict() if self.average else None,
@@ -72,7 +75,8 @@ class Kept:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "task": task or {},
         }
-        moving = {buffer.data_ptr() for buffer in self.model.buffers()}  # forward moves them
+        told = tensors_in(extra_state(model))
+        moving = {tensor.data_ptr() for tensor in (*self.model.buffers(), *told)}  # forward moves them
         later: list[tuple[Tensor, Tensor]] = []
         captured = dict(_on_host(state, into, moving, later))
         return Snapshot(captured, later, _queued_so_far())
@@ -151,4 +155,4 @@ def _on_host(value: Any, into: Any, moving: set[int], later: list[tuple[Tensor, 
     if isinstance(value, (list, tuple)):
         old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
         return type(value)(_on_host(entry, was, moving, later) for entry, was in zip(value, old, strict=True))
-    return value
+    return copy(value)

@@ -1,7 +1,13 @@
-"""Weights for use: best.pt and last.pt, the fingerprint of a model, and starting from somebody's weights."""
+"""Weights for use: best.pt and last.pt, the fingerprint of a model, and starting from somebody's weights.
 
+A state dict holds tensors, and what modules tell by `get_extra_state`: anything that `torch.load(weights_only=True)`
+reads back.
+"""
+
+from copy import copy
 from hashlib import sha256
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -12,28 +18,78 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.errors import RequestError
 
-
-def host_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in host memory of its own, so that training can go on while it is written."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+_EXTRA = "_extra_state"  # how the name of what `get_extra_state` returns ends; torch's own word
 
 
-def fingerprint(state: dict[str, Tensor]) -> str:
+def host_copy(value: Any) -> Any:
+    """A state dict, or any part of it, in host memory of its own, so that training can go on while it is written."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: host_copy(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([host_copy(entry) for entry in value])
+    return copy(value)
+
+
+def fingerprint(state: dict[str, Any]) -> str:
     """SHA-256 over weights and buffers, in order of names, as contiguous bytes."""
     digest = sha256()
     for name in sorted(state):
-        digest.update(state[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if isinstance(value := state[name], Tensor):
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def save_weights(path: Path, state: dict[str, Tensor], config: dict[str, Any], metrics: dict[str, Any]) -> str:
+def extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    """What a state dict holds beside tensors."""
+    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def holds_weights(state: object) -> bool:
+    """Whether it is a state dict."""
+    return (
+        isinstance(state, dict)
+        and any(isinstance(value, Tensor) for value in state.values())
+        and all(str(name).endswith(_EXTRA) for name in extra_state(state))
+    )
+
+
+def check_extra_state(model: nn.Module, name: str) -> None:
+    """Whether the model takes back what its modules tell by `get_extra_state`, as it comes from a checkpoint.
+
+    Raises:
+        RequestError: it holds more than tensors and plain values, or there is no `set_extra_state` that takes it.
+    """
+    state = model.state_dict()
+    for key, value in extra_state(state).items():
+        origin = f"--model {name}: get_extra_state of {key.removesuffix(_EXTRA).rstrip('.') or 'the model'}"
+        try:
+            state[key] = unpacked(packed(value), origin)
+        except (RequestError, PicklingError, AttributeError, TypeError) as error:
+            raise RequestError(
+                f"{origin} returns what could not be read back from a checkpoint without running code",
+                remedy="tensors and plain values: numbers, strings, lists and dicts of them",
+            ) from error
+    if not extra_state(state):
+        return
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        raise RequestError(
+            f"--model {name} does not take its own state back: {type(error).__name__}: {error}",
+            remedy="a set_extra_state that takes what get_extra_state returns",
+        ) from error
+
+
+def save_weights(path: Path, state: dict[str, Any], config: dict[str, Any], metrics: dict[str, Any]) -> str:
     """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256."""
     content = packed({"model": host_copy(state), "config": config, "metrics": metrics})
     publish(path, content)
     return sha256(content).hexdigest()
 
 
-def read_weights(path: Path, flag: str = "") -> dict[str, Tensor]:
+def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     """The state dict in best.pt, last.pt, a checkpoint's state.pt, or a plain `torch.save(model.state_dict())`.
 
     Raises:
@@ -43,11 +99,11 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Tensor]:
         raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder, say")
     found = unpacked(path.read_bytes(), f"{flag} {path}".lstrip())
     state = found.get("model", found) if isinstance(found, dict) else found
-    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+    if not holds_weights(state):
         raise RequestError(
             f"{flag} {path} holds no weights".lstrip(), remedy="a state dict, or a file with one under 'model'"
         )
-    return state
+    return state  # type: ignore[no-any-return]
 
 
 def warm_start(model: nn.Module, path: Path) -> None:
@@ -61,7 +117,7 @@ def warm_start(model: nn.Module, path: Path) -> None:
     model.load_state_dict(state)
 
 
-def check_fit(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
+def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
     """Compare names and shapes before anything is loaded.
 
     Raises:
@@ -71,11 +127,15 @@ def check_fit(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
     wrong += [
-        f"{name} is {tuple(state[name].shape)}, the model has {tuple(own[name].shape)}"
+        f"{name} is {_shape(state[name])}, the model has {_shape(own[name])}"
         for name in own
-        if name in state and not is_lazy(own[name]) and state[name].shape != own[name].shape
+        if name in state and not is_lazy(own[name]) and _shape(state[name]) != _shape(own[name])
     ]
     if wrong:
         more = [f"… {len(wrong) - 6} more"] if len(wrong) > 6 else []
         listed = "\n".join(f"    {line}" for line in [*wrong[:6], *more])
         raise RequestError(f"{origin} does not fit the model:\n{listed}", remedy="the --model that it came from")
+
+
+def _shape(value: Any) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, Tensor) else "no tensor"

@@ -54,10 +54,11 @@ def bits(value: Any) -> str:
     return digest.hexdigest()
 
 
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference between two states, relative to the largest entry."""
-    largest = max((float(t.double().abs().max()) for t in one.values() if t.numel()), default=0.0) or 1.0
-    gaps = (float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel())
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between the tensors of two states, relative to the largest entry."""
+    tensors = {name: value.double() for name, value in one.items() if isinstance(value, Tensor) and value.numel()}
+    largest = max((float(value.abs().max()) for value in tensors.values()), default=0.0) or 1.0
+    gaps = (float((value - other[name].double()).abs().max()) for name, value in tensors.items())
     return max(gaps, default=0.0) / largest
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from multigpu_cli.checkpoint.snapshot import Kept
-from multigpu_cli.checkpoint.weights import check_fit, read_weights
+from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
 from multigpu_cli.data.base import Source
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapted
-from multigpu_cli.runtime.collectives import decided
+from multigpu_cli.runtime.collectives import decided, from_main
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Loss
 
@@ -106,6 +106,10 @@ class Brought:
 def make_alike(model: nn.Module, world: World) -> None:
     """Rank 0's weights for everybody, before anything is built on them: ranks may have drawn other random numbers."""
     if world.size > 1:
-        for value in model.state_dict().values():
+        state = model.state_dict()
+        for value in state.values():
             if isinstance(value, Tensor):
                 dist.broadcast(value, src=0)
+        if extra := extra_state(state):
+            state.update(from_main(world, extra))
+            model.load_state_dict(state)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Kept, Progress
 from multigpu_cli.checkpoint.store import Checkpoint
-from multigpu_cli.checkpoint.weights import warm_start
+from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
 from multigpu_cli.config.kinds import shown
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
@@ -130,6 +130,7 @@ def _on_this_rank(settled: Settled, world: World, task: Task, train: Feed) -> tu
     precision = Precision(settled.plan.precision, world.device)
     task.begin(model, precision)
     _lay_out(settled, task, model, precision, first_batch(train, min(2, train.size)))
+    check_extra_state(model, settled.model)
     ema = config.optimizer.ema
     average = None if ema == "off" else averaged(model, float(ema))
     optimizer = (live and live.ready_optimizer(model)) or build_optimizer(model, config.optimizer)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,6 +89,34 @@ def test_what_forward_moves_is_copied_at_once_and_the_rest_before_the_optimizer_
     snapshot = live.begin_capture()
     live.model(torch.randn(8, 3)).square().mean().backward()
     assert packed(snapshot.finish()) == before, "batch norm's buffers have moved since"
+
+
+class Remembering(nn.Linear):
+    """Has a state of its own beside weights and buffers, which each forward pass moves."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.seen, self.sizes = torch.zeros(1), {0}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        self.sizes.add(len(inputs))
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "sizes": self.sizes}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen, self.sizes = state["seen"], state["sizes"]
+
+
+def test_a_state_beside_the_weights_is_copied_at_once() -> None:
+    model = Remembering(3, 2)
+    live = Kept(model, torch.optim.SGD(model.parameters()), Precision("off", CPU), None, Progress())
+    snapshot = live.begin_capture()
+    model(torch.randn(8, 3))
+    captured = snapshot.finish()["model"]["_extra_state"]
+    assert (captured["seen"].tolist(), captured["sizes"]) == ([0.0], {0})
 
 
 def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> None:

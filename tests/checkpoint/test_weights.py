@@ -6,8 +6,17 @@ import torch
 from torch import nn
 
 from multigpu_cli.checkpoint.packing import packed
-from multigpu_cli.checkpoint.weights import check_fit, fingerprint, host_copy, read_weights, save_weights, warm_start
+from multigpu_cli.checkpoint.weights import (
+    check_extra_state,
+    check_fit,
+    fingerprint,
+    host_copy,
+    read_weights,
+    save_weights,
+    warm_start,
+)
 from multigpu_cli.errors import RequestError
+from tests.awkward import Note, Telling
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -119,3 +128,59 @@ def test_a_long_list_is_cut() -> None:
         check_fit(network(), {}, "it")
     assert refused.value.problem.count(" is missing") == 6
     assert "… 3 more" in refused.value.problem
+
+
+def test_state_beside_tensors_is_kept_as_it_is_and_has_no_part_in_the_fingerprint(tmp_path: Path) -> None:
+    model = Telling(3, 2, ["a"])
+    before, copied = fingerprint(model.state_dict()), host_copy(model.state_dict())
+    model.kept.append("b")
+    model.passes = 7
+    assert fingerprint(model.state_dict()) == before
+    assert copied["_extra_state"]["kept"] == ["a"]
+    save_weights(tmp_path / "best.pt", model.state_dict(), {}, {})
+    other = Telling(3, 2, None)
+    warm_start(other, tmp_path / "best.pt")
+    assert (other.kept, other.passes) == (["a", "b"], 7)
+    with pytest.raises(RequestError, match="_extra_state is not in the model"):
+        check_fit(nn.Module(), model.state_dict(), "it")
+    with pytest.raises(RequestError, match=r"_extra_state is \(1,\), the model has no tensor"):
+        check_fit(model, model.state_dict() | {"_extra_state": torch.ones(1)}, "it")
+
+
+class Forgetful(Telling):
+    """Has nothing that takes its state back."""
+
+    set_extra_state = nn.Module.set_extra_state
+
+
+class Picky(Telling):
+    def set_extra_state(self, state: object) -> None:
+        raise ValueError("too old")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Telling(3, 2, Note()), "get_extra_state of the model returns what could not be read back"),
+        (nn.Sequential(nn.ReLU(), Telling(3, 2, lambda: 1)), "get_extra_state of 1 returns what could not be"),
+        (Forgetful(3, 2, "a"), 'does not take its own state back: RuntimeError: .*Unexpected key.*"_extra_state"'),
+        (Picky(3, 2, "a"), "does not take its own state back: ValueError: too old"),
+    ],
+)
+def test_state_that_would_not_come_back_is_found_before_it_is_written(model: nn.Module, said: str) -> None:
+    with pytest.raises(RequestError, match=f"(?s)--model own:net:? {said}"):
+        check_extra_state(model, "own:net")
+
+
+def test_a_model_that_takes_its_state_back_is_left_as_it_was() -> None:
+    model = Telling(3, 2, {"a": (1, {2}), "b": torch.ones(2)})
+    before = packed(model.state_dict())
+    check_extra_state(model, "own:net")
+    assert packed(model.state_dict()) == before
+
+
+def test_layers_without_weights_yet_take_those_of_a_file(tmp_path: Path) -> None:
+    save_weights(tmp_path / "best.pt", network().state_dict(), {}, {})
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    warm_start(model, tmp_path / "best.pt")
+    assert fingerprint(model.state_dict()) == fingerprint(network().state_dict())

@@ -14,11 +14,17 @@ HABITS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "weights in bf16": ({"model": "tests.awkward:half", "amp": "bf16"}, []),
     "draws from Python and NumPy": ({"model": "tests.awkward:drawing"}, []),
     "one sample fits": ({"model": "tests.awkward:greedy"}, ["model.args.training=1"]),
+    "state beside tensors": ({"model": "tests.awkward:telling"}, []),
     "three samples fit, evaluated": ({"model": "tests.awkward:greedy"}, ["model.args.evaluation=3"]),
 }
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "nothing fits": ({"model": "tests.awkward:greedy"}, ["model.args.training=0"], "micro-batches of 1 (one sample)"),
     "stop": ({"on_oom": "stop", "model": "tests.awkward:greedy"}, ["model.args.training=1"], "(--on-oom stop)"),
+    "state that needs code": (
+        {"model": "tests.awkward:telling"},
+        ["model.args.plain=false"],
+        "get_extra_state of layers returns what could not be read back from a checkpoint without running code",
+    ),
     "no autocast": ({"model": "tests.awkward:half"}, [], "--model tests.awkward:half does not take the first batch"),
 }
 
