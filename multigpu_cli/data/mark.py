@@ -107,9 +107,14 @@ def _flat(value: Any) -> list[Any]:
         return [entry for name in value for entry in (name, *_flat(value[name]))]
     if isinstance(value, (list, tuple)):
         return [entry for each in value for entry in _flat(each)]
-    if isinstance(value, (Tensor, numpy.ndarray)):
-        return [torch.as_tensor(value)] if getattr(value, "dtype", None) != numpy.dtype(object) else []
-    return [value]
+    if isinstance(value, Tensor):
+        return [value if value.layout == torch.strided else value.to_dense()]
+    if not isinstance(value, numpy.ndarray):
+        return [value]
+    try:
+        return [torch.as_tensor(numpy.ascontiguousarray(value))]
+    except TypeError:  # words, dates, objects
+        return [] if value.dtype.hasobject else [value]
 
 
 def _sums(value: Tensor) -> list[float]:

@@ -50,7 +50,7 @@ def test_what_differs_shows(other: Source) -> None:
 class Files(Dataset[Any]):
     """Samples that are fetched one by one, in many forms; with a part of their own randomness if asked for."""
 
-    def __init__(self, text: str = "a", *, own_noise: bool = False) -> None:
+    def __init__(self, text: Any = "a", *, own_noise: bool = False) -> None:
         self.text, self.own_noise = text, own_noise
 
     def __len__(self) -> int:
@@ -69,6 +69,22 @@ def test_samples_that_are_fetched_one_by_one_are_looked_at_too() -> None:
     assert same(fetched(Files()), fetched(Files()))
     assert not same(fetched(Files()), fetched(Files("b")))
     assert same(fetched(Files(own_noise=True)), fetched(Files(own_noise=True))), "its own randomness marks nothing"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (numpy.array(["a", "b"]), numpy.array(["a", "c"])),
+        (numpy.arange(4)[::-1], numpy.arange(4)),
+        (numpy.array("2026-11-22", dtype="datetime64[D]"), numpy.array("2026-11-23", dtype="datetime64[D]")),
+        (torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()),
+    ],
+    ids=["words", "backwards", "dates", "sparse"],
+)
+def test_samples_of_any_kind_are_marked(one: Any, other: Any) -> None:
+    """Whether a task can make something of them is not for the mark to say."""
+    assert same(fetched(Files(one)), fetched(Files(one)))
+    assert not same(fetched(Files(one)), fetched(Files(other)))
 
 
 def test_a_users_dataset_is_looked_at_in_another_process() -> None:
