@@ -56,9 +56,7 @@ class Store:
             draft.mkdir()
             size, total = _write(draft / "state.pt", state)
             listed = {"state.pt": {"size": size, "sha256": total}}
-            if best and add_best(
-                draft, best, self._folders()
-            ):  # not a listed file: without it the state is still whole
+            if best and add_best(draft, best, self.folders()):  # not a listed file: without it the state is still whole
                 facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
             publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
             if final.exists():  # the same step once more, after a resume from an older checkpoint

@@ -126,6 +126,9 @@ def test_a_checkpoint_that_the_run_lets_go_meanwhile_is_left_out(run: Path, monk
     monkeypatch.setattr("multigpu_cli.checkpoint.listing.damage_in", vanishing)
     with owned(run):
         assert list(states(run)) == ["step_00000020", "step_00000030", "best.pt"]
+    (run / "checkpoints/step_00000010").mkdir()
+    with pytest.raises(FileNotFoundError):
+        listed(run)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

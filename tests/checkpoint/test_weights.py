@@ -128,6 +128,10 @@ def test_a_long_list_is_cut() -> None:
         check_fit(network(), {}, "it")
     assert refused.value.problem.count(" is missing") == 6
     assert "… 3 more" in refused.value.problem
+    with pytest.raises(RequestError) as refused:
+        check_fit(network(), dict(list(network().state_dict().items())[:3]), "it")
+    assert refused.value.problem.count(" is missing") == 6
+    assert "more" not in refused.value.problem
 
 
 def test_state_beside_tensors_is_kept_as_it_is_and_has_no_part_in_the_fingerprint(tmp_path: Path) -> None:

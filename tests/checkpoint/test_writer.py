@@ -32,6 +32,9 @@ def test_the_copy_comes_first_and_can_be_waited_for_while_writing_goes_on() -> N
         assert writer.waited > 0.01
         assert not writer.done
         may_write.set()
+        assert writer.settle() is None
+        writer.submit(nothing, nothing)
+        assert writer.waited == 0.0, "each job is waited for by itself"
     assert order == ["copied", "the weights move", "written"]
 
 
