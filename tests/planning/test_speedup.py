@@ -116,11 +116,12 @@ def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
 
     def seconds(noise: float) -> list[float]:
         rows = forecast(
-            [1, 2], [WORK] * 2, free, micro_batch=32, global_batch=None, samples=3200, epochs=1, noise_scale=noise
+            [1, 2], [WORK] * 2, free, micro_batch=32, global_batch=None, samples=3200, epochs=2, noise_scale=noise
         )
         return [row.seconds for row in rows]
 
     much, little = seconds(1e9), seconds(1e-3)
+    assert much[0] == little[0] == pytest.approx(200 * 0.33)
     assert much[1] == pytest.approx(much[0] / 2, rel=1e-3)
     assert little[1] == pytest.approx(little[0], rel=1e-3)
     assert seconds(32.0)[1] == pytest.approx(seconds(32.0)[0] * 0.75), "(1 + 32/64) / (1 + 32/32)"
