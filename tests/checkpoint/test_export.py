@@ -148,12 +148,19 @@ def test_a_network_that_computes_something_else_is_not_left_there(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_difference_counts_beside_the_greatest_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    nn.init.constant_(model[0].bias, 1e4)
+    monkeypatch.setattr(export, "_run_pt2", lambda _: lambda inputs: model(inputs) + 0.5)
+    assert export_network(model, torch.randn(5, 4), tmp_path / "net.pt2") == pytest.approx(0.5, abs=1e-2)
+
+
 def test_a_network_that_cannot_be_exported_says_what_can(tmp_path: Path) -> None:
     class Branching(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs if float(inputs.sum()) > 0 else -inputs
 
-    with pytest.raises(RequestError, match=r"this model can't be exported \(.*\n.*\.safetensors"):
+    with pytest.raises(RequestError, match=r"this model can't be exported \(\w+: \w.*\n.*\.safetensors"):
         export_network(Branching(), torch.randn(5, 4), tmp_path / "net.pt2")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from math import isclose, sqrt
 
 import pytest
@@ -82,6 +83,7 @@ def test_where_each_shape_ends(shape: str, end: float) -> None:
     schedule = Schedule(peak=1.0, total_steps=100, warmup_steps=0, shape=shape)
     assert schedule.at(100) == pytest.approx(end)
     assert schedule.at(1000) == pytest.approx(end), "beyond the end it stays"
+    assert replace(schedule, total_steps=1).at(1) == pytest.approx(end)
 
 
 @pytest.mark.parametrize(("shape", "half"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("step", 0.1)])

@@ -78,7 +78,7 @@ def test_a_growing_batch_takes_fewer_steps() -> None:
     assert [(row.workers, row.global_batch, row.steps) for row in rows] == [(1, 32, 80), (2, 64, 40), (4, 128, 20)]
     assert rows[0].step == pytest.approx(0.33)
     assert rows[0].seconds == pytest.approx(80 * 0.33)
-    assert rows[0].cost == pytest.approx(80 * 0.33 * 0.001)
+    assert [row.cost for row in rows] == pytest.approx([row.workers * row.seconds * 0.001 for row in rows])
     assert rows[1].speedup == pytest.approx(2 * 0.33 / (0.33 + 25 * MIB / 1e9))
     assert rows[1].efficiency == rows[1].speedup / 2
 
