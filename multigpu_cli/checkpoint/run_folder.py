@@ -150,23 +150,24 @@ def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, n
 
 def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: bool) -> Start:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    if not save_dir and _began_from(run) == path.name:
-        return _in_folder(run, attempt)  # the same command again
+    folder = Path(save_dir) if save_dir else run
+    own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
+    if own_step and _began_from(folder) == path.name:
+        return _in_folder(folder, attempt)  # the same command again
     if not elsewhere and not leads_somewhere(str(path)):
         raise _nothing_there(path, [])
-    if save_dir and not path.resolve().is_relative_to(Path(save_dir).resolve()):
-        own = _in_folder(Path(save_dir), attempt)
+    if save_dir and not path.resolve().is_relative_to(folder.resolve()):
+        own = _in_folder(folder, attempt)
         if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
             return own
     if (path / MANIFEST).is_file():
         if damage := damage_in(path):
             raise RequestError(f"--resume {path}: {damage}", remedy="an older checkpoint beside it, or its run folder")
-        start = _going_on(Path(save_dir) if save_dir else run, Checkpoint(path, read_manifest(path)), None, [])
-        return start if save_dir else replace(start, origin=str(path))
+        start = _going_on(folder, Checkpoint(path, read_manifest(path)), None, [])
+        return replace(start, origin=str(path)) if own_step else start
     newest, notes = Store(path / "checkpoints", 1).newest()
     if newest is None:
         raise _nothing_there(path, notes)
-    folder = Path(save_dir) if save_dir else path
     return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)
 
 

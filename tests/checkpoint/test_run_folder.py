@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.lock import owned
-from multigpu_cli.checkpoint.run_folder import Start, choose_start, holds_run, read_summary, write_summary
+from multigpu_cli.checkpoint.run_folder import Start, begin_again, choose_start, holds_run, read_summary, write_summary
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.pinned import settings, with_settings
 from multigpu_cli.config.schema import Config
@@ -262,10 +262,17 @@ def test_with_a_save_dir_the_run_goes_on_in_another_folder(path: str) -> None:
     assert start.summary is None
 
 
-def test_resume_can_go_back_in_its_own_folder_by_either_name() -> None:
-    run_in(Path("there"), 10, 20)
-    start = choose_start(asked("there", "there/checkpoints/step_00000010"), attempt=0)
+@pytest.mark.parametrize("save_dir", [None, "there"])
+def test_resume_can_go_back_in_its_own_folder_by_either_name(save_dir: str | None) -> None:
+    """Once: the same command again, or a restart, goes on where it was."""
+    store = Store(run_in(Path("there"), 10, 20) / "checkpoints", 3)
+    wish = asked(save_dir, "there/checkpoints/step_00000010")
+    start = choose_start(wish, attempt=0)
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000010")
+    begin_again(start, store)
+    store.save(15, {"w": torch.ones(2)}, {"settings": {}, "pins": {}})
+    for attempt in (0, 1):
+        assert choose_start(wish, attempt=attempt).checkpoint == "there/checkpoints/step_00000015"
 
 
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000010"])
