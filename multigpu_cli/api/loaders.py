@@ -1,11 +1,9 @@
 """What somebody's DataLoader says: samples with numbers, their order, and settings."""
 
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +23,7 @@ from multigpu_cli.data.sampler import Order
 from multigpu_cli.data.stream import Stream
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.keys import key
+from multigpu_cli.runtime.determinism import seed_host
 
 SPLITS = ("train", "val", "test")
 
@@ -85,9 +84,7 @@ class Drawn:
 
     def _drawn(self, epoch: int) -> Tensor:
         number = key(self.seed, epoch)
-        random.seed(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(number)
+        seed_host(number)
         if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
             generator.manual_seed(number)
         if hasattr(self.sampler, "set_epoch"):
