@@ -282,8 +282,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     if run.kept.average:
         run.kept.average.update_parameters(run.kept.model)
     run.nonfinite.note(number, skipped)
-    if run.tally:
-        run.tally.add(losses.values(), run.units.last)
+    run.tally.add(number, everyone, losses, run.units.last)
     if run.trace:
         run.trace.write(number + 1, fetched)
     return Outcome(everyone, losses, norm, skipped)

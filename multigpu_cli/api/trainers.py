@@ -163,7 +163,7 @@ class MultiGPUTrainer(Functions):
         validated = {name: value for name, value in last.items() if name.startswith("val_")}
         rate = float(run.kept.optimizer.param_groups[0]["lr"])
         facts = {"epoch": wanted, "step": run.progress.step, "learning_rate": rate}
-        return {"loss": last.get("epoch_loss", float("nan")), **facts, **validated}
+        return {"loss": last.get("train_loss", float("nan")), **facts, **validated}
 
     def train_step(self, batch: Step) -> dict[str, Any]:
         """One optimizer step, with all that belongs to its edge: journal, evaluation, checkpoint.

@@ -94,7 +94,7 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
         "success": summary["status"] == "completed",
         "status": summary["status"],
         "epochs_completed": summary["epochs"],
-        "final_loss": summary["final"].get("epoch_loss", summary["final"]["train_loss"]),
+        "final_loss": summary["final"].get("epoch_loss", summary["final"]["train_loss"]),  # as it once was called
         "training_time": summary["train_seconds"],
         "gpu_info": get_gpu_info(),
         "gpu_utilization": gpu_utilisation(),

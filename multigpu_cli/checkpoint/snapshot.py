@@ -24,7 +24,9 @@ class Progress:
         score: that evaluation's score, as the task orders it.
         stale_epochs: evaluations since then.
         train_seconds, startup_seconds: totals over all attempts.
-        last: metrics of the newest log line and of the newest evaluation of each split.
+        last: metrics of the newest evaluation of each split, and train_loss, the mean over the newest epoch so far.
+        line_losses: loss sum, and units, of the steps since the newest log line.
+        epoch_losses: number of the newest epoch, counted from 0, and the same of its steps so far.
         faults: what went wrong so far.
         stopped_early: nothing improved any more before the last step.
         scheduled: how often a scheduler of the user's own was stepped.
@@ -37,6 +39,8 @@ class Progress:
     train_seconds: float = 0.0
     startup_seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict)
+    line_losses: list[float] = field(default_factory=lambda: [0.0, 0])
+    epoch_losses: list[float] = field(default_factory=lambda: [0, 0.0, 0])
     faults: list[dict[str, Any]] = field(default_factory=list)
     stopped_early: bool = False
     scheduled: int = 0
@@ -96,6 +100,7 @@ class Kept:
         if self.scheduler and state.get("scheduler"):
             self.scheduler.load_state_dict(state["scheduler"])
         self.progress.__dict__.update(state["progress"])
+        self.progress.last.pop("epoch_loss", None)  # what train_loss was called where both were kept
 
     def for_use(self) -> nn.Module:
         """The module whose weights are evaluated and published: the average where there is one."""

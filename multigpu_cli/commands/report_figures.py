@@ -86,7 +86,7 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
 def _losses(axes: Axes, runs: Sequence[Told], by: str) -> None:
     for number, run in enumerate(runs):
         alone = len(runs) == 1
-        trained = run.curve("loss", by=by)
+        trained = run.curve("mean_loss", by=by)
         _noisy(axes, trained, colour(number), "training" if alone else lettered(run.name))
         said = {"label": "validation"} if alone else {}
         shade = colour(1) if alone else colour(number)

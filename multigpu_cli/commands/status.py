@@ -98,7 +98,7 @@ def status_of(run: Path, now: float) -> Status:
         step=history.step,
         total_steps=plan.get("total_steps"),
         epoch=last.get("epoch"),
-        loss=_float(last.get("loss")),
+        loss=_float(last.get("mean_loss")),
         val={name: value for name, value in evals.get("val", {}).items() if name in ("loss", "accuracy", "reward")},
         samples_per_second=_float(last.get("samples_per_second")),
         eta_seconds=_eta(history, attempt, now) if state in _RUNNING else None,

@@ -91,7 +91,7 @@ class History:
                 now.resumed_at = event["step"]
                 self._forget_after(event["step"])
             case "train":
-                self.train[event["step"]] = event
+                self.train[event["step"]] = {"mean_loss": event.get("loss")} | event  # older journals have none
             case "eval":
                 self.evals[event["step"], event["split"]] = event
             case "checkpoint":

@@ -5,7 +5,7 @@ from typing import Any
 
 _MANY_CLASSES = 20
 _UNITS = ("env_steps", "tokens", "samples")
-_SHOWN = ("epoch", "episode_reward", "episode_length", "loss", "lr")
+_SHOWN = ("epoch", "episode_reward", "episode_length", "mean_loss", "lr")
 _SHORT = {"event", "time", "samples", "step", *_SHOWN, *(f"{unit}_per_second" for unit in _UNITS)}
 _WIDEST_NAME = 32  # letters
 
@@ -29,7 +29,7 @@ def every_number(fields: Mapping[str, Any]) -> str:
 
 def facts(fields: Mapping[str, Any]) -> list[str]:
     """What stands beside the bar, the most important first; the memory of the fullest GPU where there is one."""
-    found = [f"loss {number(fields['loss'])}"] if fields.get("loss") is not None else []
+    found = [f"mean loss {number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
     found += _rate(fields)
     if fields.get("memory_reserved"):
         found.append(f"GPU {_readable('memory', max(fields['memory']))}")

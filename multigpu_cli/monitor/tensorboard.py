@@ -28,7 +28,7 @@ _SYSTEM = {
 }
 _LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names of tags are patterns
     "Learning": {
-        "loss": ["Multiline", ["train/loss", "val/loss"]],
+        "loss": ["Multiline", ["train/mean_loss", "val/loss"]],
         "validation accuracy": ["Multiline", ["val/accuracy"]],
         "reward of an episode": ["Multiline", ["train/episode_reward", "val/reward"]],
         "learning rate": ["Multiline", ["train/lr"]],

@@ -1,7 +1,5 @@
 """A run: what learns, and everything that watches over it and writes it down."""
 
-import math
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,37 +22,14 @@ from multigpu_cli.monitor.progress import Progress as Bar
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.planning.peaks import peak_flops
 from multigpu_cli.run.learner import Learner
-from multigpu_cli.runtime.collectives import together, total
+from multigpu_cli.run.tally import Tally
+from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.elastic import Last
-from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.units import Units
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
-
-
-class Tally:
-    """The mean loss over the steps since the last `read`, kept on the device."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sum = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._units: Tensor | int = 0
-
-    def add(self, losses: Iterable[Tensor], units: Tensor | int) -> None:
-        """One step: loss sums of this worker's micro-batches, and the units of all workers."""
-        for loss in losses:
-            self._sum += loss
-        self._units = self._units + units
-
-    def read(self) -> float:
-        """The mean over all workers, who ask together; NaN after no step."""
-        count = float(self._units)
-        mean = float(total(self._world, self._sum.clone())) / count if count else math.nan
-        self._sum.zero_()
-        self._units = 0
-        return mean
 
 
 @dataclass
@@ -77,7 +52,7 @@ class Run(Learner):
     noise: NoiseMeter
     sampler: "Sampler | None"
     flops_per_sample: float | None  # where the device's peak rate is known
-    tally: Tally | None  # of the epoch, where somebody wants its mean loss
+    tally: Tally
     saved: int  # the step of the newest checkpoint
     best: dict[str, Tensor] | None = None  # host copy of the best weights, until a checkpoint has written them
     snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
@@ -155,7 +130,7 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
         noise=NoiseMeter(0 if learner.precision.name == "fp16" else config.log.interval, learner.strategy.loss_factor),
         sampler=_sampler(world.device, stack),
         flops_per_sample=_flops(learner),
-        tally=Tally(world) if learner.settled.brought else None,
+        tally=Tally(world, learner.progress, plan.batches.steps_per_epoch),
         saved=learner.progress.step,
     )
 

@@ -3,7 +3,7 @@
 import platform
 import resource
 import time
-from math import fsum, isnan
+from math import isnan
 from typing import Any
 
 import torch
@@ -80,22 +80,18 @@ def _prepare_folder(run: Run) -> None:
 
 
 def log_step(run: Run, outcome: Outcome) -> None:
-    """One `train` line; the only place where the host waits for the numbers of a step.
-
-    The losses are added without rounding, so that the figure does not depend on the number of workers.
-    """
+    """One `train` line: here the host waits for the numbers of the steps since the last one."""
     run.watch.at(run.progress.step, "logging")
-    losses = outcome.slots(run.world.device)
-    mine = torch.cat([losses, figures.mine(run, peak_memory(run.world.device))])
-    everyone = torch.stack(gathered(run.world, mine)).tolist()
-    rows = [row[len(losses) :] for row in everyone]
+    run.tally.read()
+    rows = torch.stack(gathered(run.world, figures.mine(run, peak_memory(run.world.device)))).tolist()
     steps, rates = run.meters.steps_so_far, run.meters.read()
     progress, batches = run.progress, run.plan.batches
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": -(-progress.step // batches.steps_per_epoch),
         "samples": run.train.samples_after(progress.step, batches),
-        "loss": fsum(value for row in everyone for value in row[: len(losses)]) / max(1, int(run.units.last)),
+        "loss": run.tally.last,
+        "mean_loss": run.tally.mean_since_line(),
         "lr": float(run.kept.optimizer.param_groups[0]["lr"]),
         **figures.of_the_gradient(run, rows, float(outcome.norm)),
         "samples_per_second": rates["samples_per_second"],
@@ -105,7 +101,6 @@ def log_step(run: Run, outcome: Outcome) -> None:
         **figures.of_the_device(run, rates["samples_per_second"]),
         **run.task.told(steps * rates["step_ms"] / 1e3),
     }
-    run.progress.last["train_loss"] = fields["loss"]
     run.console.train(run.journal.write("train", **fields))
     if run.writer.done:
         _hear_of_the_last(run)
@@ -207,8 +202,7 @@ def judge(run: Run) -> None:
     """At the end of an epoch: evaluate, keep the best weights, and stop early where nothing improves any more."""
     progress = run.progress
     look_for_nonfinite(run)
-    if run.tally:
-        progress.last["epoch_loss"] = run.tally.read()
+    run.tally.read()
     epoch = -(-progress.step // run.plan.batches.steps_per_epoch)
     if reached := run.task.enough():
         progress.stopped_early = True
@@ -245,6 +239,7 @@ def save(run: Run) -> None:
     run.watch.at(run.progress.step, "saving")
     run.saved = run.progress.step
     with run.meters.paused():
+        run.tally.read()
         check_replicas(run.kept.model, run.world, run.progress.step, run.kept.optimizer)
         more = run.task.state(run.world)
         if not run.world.main:

@@ -72,6 +72,16 @@ def test_the_loss_scale_goes_on_where_it_was() -> None:
     assert resumed.precision.state_dict() == scale
 
 
+def test_a_checkpoint_from_before_losses_were_counted_is_restored() -> None:
+    live = kept()
+    state = unpacked(packed(live.capture()), "state.pt")
+    del state["progress"]["line_losses"], state["progress"]["epoch_losses"]
+    state["progress"]["last"] = {"epoch_loss": 0.5, "train_loss": 0.25}
+    live.restore(state, "state.pt")
+    assert (live.progress.line_losses, live.progress.epoch_losses) == ([0.0, 0], [0, 0.0, 0])
+    assert live.progress.last == {"train_loss": 0.25}, "one name for the mean of an epoch"
+
+
 def test_a_capture_stays_when_training_goes_on() -> None:
     live = kept()
     train(live, 2)

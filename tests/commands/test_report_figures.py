@@ -34,6 +34,14 @@ def test_runs_that_went_to_infinity_or_have_another_global_batch_are_drawn(tmp_p
     assert b"<svg" in found.svg
 
 
+def test_the_curve_is_that_of_the_mean_loss(tmp_path: Path) -> None:
+    """A short last step of an epoch says little of it."""
+    (run,) = told([run_folder(tmp_path / "a", [event(0, "start"), *lines(1, 8, 0, loss=9.0, mean_loss=1.25)])])
+    _, axes = report_figures._figure("Loss")
+    report_figures._losses(axes, [run], "step")
+    assert set(axes.lines[0].get_ydata()) == {1.25}
+
+
 def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     """To matplotlib a pair of $ is a formula, and a leading _ keeps a curve out of the legend."""
     runs = told([interrupted_run(tmp_path / name) for name in ("a $\\no{$ b", "_c d", "_c-d")])

@@ -22,7 +22,9 @@ def line(time: float, event: str, **fields: Any) -> dict[str, Any]:
 
 
 def train(time: float, step: int, **more: Any) -> dict[str, Any]:
-    return line(time, "train", step=step, epoch=1, loss=1.5, step_ms=10.0, samples_per_second=640.0) | more
+    return (
+        line(time, "train", step=step, epoch=1, loss=9.0, mean_loss=1.5, step_ms=10.0, samples_per_second=640.0) | more
+    )
 
 
 BEGUN = [line(1000, "start", plan=PLAN, host="node7"), train(1010, 10), train(1030, 20)]

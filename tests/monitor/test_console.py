@@ -16,7 +16,7 @@ ROWS = [
     ("device", "2 × CPU, because torchrun started 2 processes and no GPU is visible to any of them"),
     ("batch", "64"),
 ]
-TRAIN = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "loss": 0.5, "lr": 1e-3, "grad_norm": 2.0}
+TRAIN = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "mean_loss": 0.5, "lr": 1e-3, "grad_norm": 2.0}
 EVAL = {
     "event": "eval",
     "time": 1.0,
@@ -59,7 +59,7 @@ def test_where_there_is_no_terminal_lines_are_plain() -> None:
     assert "\r" not in text
     lines = text.splitlines()
     assert lines[:3] == ["Plan", f" device  {ROWS[0][1]}", " batch   64"]  # never wrapped: people grep in it
-    assert "step 50/200  epoch 1  loss 0.5000  lr 0.001000" in lines
+    assert "step 50/200  epoch 1  mean loss 0.5000  lr 0.001000" in lines
     assert "epoch 1    val   loss 0.5000    accuracy 90.00 %   (7 samples)" in lines
     assert "noted" in lines
     assert "detailed" not in lines
@@ -84,7 +84,7 @@ def test_verbose_adds_details() -> None:
     at = lines.index("Details")
     assert lines[at + 1] == " versions  of everything"
     assert "detailed" in lines
-    assert lines[lines.index("step 50/200  epoch 1  loss 0.5000  lr 0.001000") + 1] == "  grad norm 2.000"
+    assert lines[lines.index("step 50/200  epoch 1  mean loss 0.5000  lr 0.001000") + 1] == "  grad norm 2.000"
 
 
 def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

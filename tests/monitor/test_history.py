@@ -62,3 +62,8 @@ def test_runs_are_found_by_their_journals(tmp_path: Path) -> None:
     assert history_of(tmp_path / "b").attempts[0].last == 5.0
     with pytest.raises(FileNotFoundError):
         history_of(tmp_path)
+
+
+def test_the_mean_loss_of_an_older_journal_is_that_of_its_steps() -> None:
+    found = folded([*FIRST[:1], at(1, "train", step=1, loss=3.0), at(2, "train", step=2, loss=2.0, mean_loss=2.5)])
+    assert [event["mean_loss"] for event in found.train.values()] == [3.0, 2.5]

@@ -4,13 +4,13 @@ import pytest
 
 from multigpu_cli.monitor import result
 
-FIELDS = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "samples": 9, "loss": 0.123456, "lr": 2e-3}
+FIELDS = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "samples": 9, "mean_loss": 0.123456, "lr": 2e-3}
 
 
 def test_a_training_line_leaves_out_what_is_unknown() -> None:
-    assert result.train_line(FIELDS, 400) == "step 50/400  epoch 1  loss 0.1235  lr 0.002000"
+    assert result.train_line(FIELDS, 400) == "step 50/400  epoch 1  mean loss 0.1235  lr 0.002000"
     rated = FIELDS | {"samples_per_second": 5230.4, "step_ms": 2000.0}
-    assert result.train_line(rated, 0) == "step 50  epoch 1  loss 0.1235  lr 0.002000  5,230 samples/s"
+    assert result.train_line(rated, 0) == "step 50  epoch 1  mean loss 0.1235  lr 0.002000  5,230 samples/s"
     assert result.train_line(rated, 400).endswith("  5,230 samples/s  11 min 40 s left")
     assert result.train_line(rated, 50).endswith("  5,230 samples/s"), "nothing is left"
 
@@ -27,15 +27,15 @@ def test_verbose_names_every_other_number_as_people_read_it() -> None:
         "memory": [2**28, 3 * 2**29],
         "memory_reserved": [2**20, None],
     }
-    assert result.every_number(FIELDS | {"grad_norm": 1.5, "mfu": 0.5} | more).split("  ") == [
-        "grad norm 1.500", "mfu 50.0 %", "data wait share 2.2 %", "memory 256 MiB / 1.5 GiB",
+    assert result.every_number(FIELDS | {"loss": 0.5, "grad_norm": 1.5, "mfu": 0.5} | more).split("  ") == [
+        "loss 0.5000", "grad norm 1.500", "mfu 50.0 %", "data wait share 2.2 %", "memory 256 MiB / 1.5 GiB",
         "memory reserved 1 MiB / -",
     ]  # fmt: skip
 
 
 def test_the_bar_has_the_memory_of_the_fullest_gpu() -> None:
     rated = FIELDS | {"samples_per_second": 5230.4, "memory": [2**28, 3 * 2**29]}
-    assert result.facts(rated) == ["loss 0.1235", "5,230 samples/s"], "of a process, not of a GPU"
+    assert result.facts(rated) == ["mean loss 0.1235", "5,230 samples/s"], "of a process, not of a GPU"
     assert result.facts(rated | {"memory_reserved": [2**29, 2**31]})[-1] == "GPU 1.5 GiB"
     assert result.facts({"step": 3, "tokens_per_second": 1e6, "samples_per_second": 1.0}) == ["1,000,000 tokens/s"]
 

@@ -128,7 +128,9 @@ def write_a_run(folder: Path) -> None:
             rates |= {"noise_scale": 50.0 + step, "own_ms": [29.0, 30.0], "episode_reward": step}
             rates |= {f"gpu_{name}": [step, None] for name in ("utilisation", "temperature", "power")}
             rates["cpu_utilisation"] = [90.0, 80.0]
-            journal.write("train", step=step, loss=2 / step, lr=0.1, grad_norm=1.0, memory=[step, 2 * step], **rates)
+            journal.write(
+                "train", step=step, mean_loss=2 / step, lr=0.1, grad_norm=1.0, memory=[step, 2 * step], **rates
+            )
         journal.write("eval", epoch=1, step=59, split="val", loss=1.5, accuracy=0.75, samples=180)
 
 

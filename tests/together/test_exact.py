@@ -50,7 +50,7 @@ from tests.gloo import each_rank
 SCRIPT = Path(main_multi_gpu.__file__)
 WORKERS = (2, 3, 4, 5, 7, 8)
 ALONE = World(torch.device("cpu"))
-KEPT = ("step", "split", "samples", "loss", "grad_norm", "lr", "accuracy")
+KEPT = ("step", "split", "samples", "loss", "mean_loss", "grad_norm", "lr", "accuracy")
 
 
 @pytest.fixture(autouse=True)
