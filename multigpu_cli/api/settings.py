@@ -54,7 +54,7 @@ class MultiGPUConfig:
         world_size: processes. Under a launcher it must agree with it; without `rank`, so many are started here.
         rank, local_rank: this process among them, where no launcher says so; MASTER_ADDR and MASTER_PORT must be set.
         backend: nccl or gloo; None takes nccl on GPUs and gloo on CPU.
-        timeout: how long a collective waits for a rank.
+        timeout: how long a collective waits for a rank before training begins; from then on, `recovery_timeout` counts.
         batch_size: samples per device per micro-batch, or "auto".
         global_batch_size: fixes the samples of an optimizer step on any number of devices.
         gradient_accumulation_steps: micro-batches per optimizer step on each device.

@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.files import Moved, nothing, publish
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.packing import unpacked
 from multigpu_cli.errors import RequestError
@@ -26,13 +26,14 @@ class Best(NamedTuple):
     sha256: str
 
 
-def add_best(draft: Path, best: Best, others: Iterable[Path]) -> bool:
+def add_best(draft: Path, best: Best, others: Iterable[Path], moved: Moved = nothing) -> bool:
     """Put the best weights into a checkpoint that is being written; False where they have gone.
 
     They are a link to those of another checkpoint, or a copy: whoever writes into best.pt does not reach them.
 
     Args:
         others: checkpoints that may have the same.
+        moved: called for each piece that has reached the disk.
 
     Raises:
         OSError: there is no room for a copy.
@@ -42,7 +43,7 @@ def add_best(draft: Path, best: Best, others: Iterable[Path]) -> bool:
             return True
     content = first_with([best.file], best.sha256)
     if content is not None:
-        publish(draft / BEST, content)
+        publish(draft / BEST, content, moved)
     return content is not None
 
 

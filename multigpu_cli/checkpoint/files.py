@@ -2,16 +2,30 @@
 
 import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
+PIECE = 32 * 2**20  # bytes that are written or read at once: a disk that takes them in time is no hang
 
-def publish(path: Path, content: bytes) -> None:
-    """Give `path` new content; a reader sees the old file or the new one, whole, even if we are killed in between."""
-    publish_by(path, lambda file: file.write(content), len(content))
+Moved = Callable[[], None]
+"""Told of each piece: progress."""
 
 
-def publish_by(path: Path, write: Callable[[BinaryIO], object], size: int) -> None:
+def nothing() -> None:
+    """Nobody wants to hear of progress."""
+
+
+def publish(path: Path, content: bytes, moved: Moved = nothing) -> None:
+    """Give `path` new content; a reader sees the old file or the new one, whole, even if we are killed in between.
+
+    Args:
+        moved: called for each piece that has reached the disk.
+    """
+    publish_by(path, lambda file: file.write(content), len(content), moved)
+
+
+def publish_by(path: Path, write: Callable[["Pieces"], object], size: int, moved: Moved = nothing) -> None:
     """The same for content that is written piece by piece.
 
     Args:
@@ -22,7 +36,7 @@ def publish_by(path: Path, write: Callable[[BinaryIO], object], size: int) -> No
         with open(draft, "wb") as file:
             if size:
                 _reserve(file.fileno(), size)
-            write(file)
+            write(Pieces(file, moved))
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -30,6 +44,38 @@ def publish_by(path: Path, write: Callable[[BinaryIO], object], size: int) -> No
         draft.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+    moved()
+
+
+class Pieces:
+    """A file whose bytes go to the disk as they come, so that it is seen to move."""
+
+    def __init__(self, file: BinaryIO, moved: Moved) -> None:
+        self._file, self._moved, self._since = file, moved, 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        view = memoryview(content).cast("B")
+        for begin in range(0, len(view), PIECE):
+            self._since += self._file.write(view[begin : begin + PIECE])
+            if self._since >= PIECE:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._since = 0
+                self._moved()
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def sum_of(file: Path, moved: Moved = nothing) -> str:
+    """SHA-256 of a file, read piece by piece."""
+    digest = sha256()
+    with open(file, "rb") as content:
+        while piece := content.read(PIECE):
+            digest.update(piece)
+            moved()
+    return digest.hexdigest()
 
 
 def sweep(folder: Path) -> None:

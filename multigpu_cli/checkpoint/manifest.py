@@ -7,6 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.checkpoint.files import Moved, nothing, sum_of
+
 MANIFEST = "manifest.json"
 
 
@@ -31,12 +33,16 @@ def _sum(manifest: dict[str, Any]) -> str:
     return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def damage_in(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole."""
-    return next(_damages(folder), None)
+def damage_in(folder: Path, moved: Moved = nothing) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole.
+
+    Args:
+        moved: called for each piece that was read.
+    """
+    return next(_damages(folder, moved), None)
 
 
-def _damages(folder: Path) -> Iterator[str]:
+def _damages(folder: Path, moved: Moved) -> Iterator[str]:
     try:
         manifest = read_manifest(folder)
     except (OSError, ValueError, TypeError) as error:
@@ -51,5 +57,5 @@ def _damages(folder: Path) -> Iterator[str]:
             yield f"{name} is missing"
         elif file.stat().st_size != listed["size"]:
             yield f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
-        elif sha256(file.read_bytes()).hexdigest() != listed["sha256"]:
+        elif sum_of(file, moved) != listed["sha256"]:
             yield f"{name} does not match its checksum"

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from multigpu_cli.checkpoint.files import Pieces
 from multigpu_cli.errors import RequestError
 
 
@@ -18,7 +19,7 @@ def packed(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-def pack(state: Any, file: BinaryIO) -> tuple[int, str]:
+def pack(state: Any, file: BinaryIO | Pieces) -> tuple[int, str]:
     """Write the same bytes to a file, without a second copy of the state in memory; returns their number and SHA-256.
 
     Raises:
@@ -51,7 +52,7 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
 class _Summed:
     """A file that adds up what goes through it, and remembers what went wrong."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO | Pieces) -> None:
         self._file, self.size, self.sum = file, 0, sha256()
         self.trouble: OSError | None = None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.best import BEST, Best, add_best
-from multigpu_cli.checkpoint.files import flush_folder, publish, publish_by
+from multigpu_cli.checkpoint.files import Moved, flush_folder, nothing, publish, publish_by
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed, step_in
 from multigpu_cli.checkpoint.packing import pack, tensor_bytes, unpacked
 
@@ -34,10 +34,11 @@ class Store:
     Args:
         folder: RUN/checkpoints.
         keep: how many of the newest stay.
+        moved: called for each piece that is written, or read again before an old checkpoint goes.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, moved: Moved = nothing) -> None:
+        self.folder, self.keep, self._moved = folder, keep, moved
 
     def save(self, step: int, state: dict[str, Any], facts: dict[str, Any], best: Best | None = None) -> int:
         """Write one checkpoint and let the oldest go; returns the size of its state in bytes.
@@ -54,11 +55,11 @@ class Store:
         draft, final = self.folder / f".draft_step_{step:08d}", self.folder / f"step_{step:08d}"
         try:
             draft.mkdir()
-            size, total = _write(draft / "state.pt", state)
+            size, total = _write(draft / "state.pt", state, self._moved)
             listed = {"state.pt": {"size": size, "sha256": total}}
-            if best and add_best(draft, best, self.folders()):  # not a listed file: without it the state is still whole
+            if best and add_best(draft, best, self.folders(), self._moved):  # not listed: the state is whole without it
                 facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
-            publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts))
+            publish(draft / MANIFEST, signed({"step": step, "files": listed} | facts), self._moved)
             if final.exists():  # the same step once more, after a resume from an older checkpoint
                 self._remove(final)
             draft.rename(final)
@@ -73,7 +74,7 @@ class Store:
 
     def _remove(self, folder: Path) -> None:
         """Let a checkpoint go; a damaged one is evidence, and only steps aside."""
-        if damage_in(folder) is None:
+        if damage_in(folder, self._moved) is None:
             shutil.rmtree(folder)
         else:
             self._put_aside(folder, "damaged")
@@ -108,8 +109,8 @@ class Store:
         return sorted(self.folder.glob("step_*"), key=step_in, reverse=True)
 
 
-def _write(file: Path, state: dict[str, Any]) -> tuple[int, str]:
+def _write(file: Path, state: dict[str, Any], moved: Moved) -> tuple[int, str]:
     """Size and SHA-256 of the file that was written."""
     told: list[tuple[int, str]] = []
-    publish_by(file, lambda draft: told.append(pack(state, draft)), tensor_bytes(state))
+    publish_by(file, lambda draft: told.append(pack(state, draft)), tensor_bytes(state), moved)
     return told[0]

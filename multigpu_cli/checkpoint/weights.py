@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.files import Moved, nothing, publish
 from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.errors import RequestError
 
@@ -82,10 +82,16 @@ def check_extra_state(model: nn.Module, name: str) -> None:
         ) from error
 
 
-def save_weights(path: Path, state: dict[str, Any], config: dict[str, Any], metrics: dict[str, Any]) -> str:
-    """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256."""
+def save_weights(
+    path: Path, state: dict[str, Any], config: dict[str, Any], metrics: dict[str, Any], moved: Moved = nothing
+) -> str:
+    """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256.
+
+    Args:
+        moved: called for each piece that has reached the disk.
+    """
     content = packed({"model": host_copy(state), "config": config, "metrics": metrics})
-    publish(path, content)
+    publish(path, content, moved)
     return sha256(content).hexdigest()
 
 

@@ -71,6 +71,19 @@ class Ends:
         """Whether some rank has told its end."""
         return self._called("end-1")
 
+    def moves(self, own: int) -> int | None:
+        """How often all ranks together have moved; None where nobody knows.
+
+        Args:
+            own: how often this one did since it was last asked.
+        """
+        if self.store is None:
+            return None
+        try:
+            return self.store.add("moves", own)
+        except RuntimeError:
+            return None
+
     def hang(self) -> bool:
         """Whether some rank called a hang."""
         return self._called("hang")

@@ -21,7 +21,6 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults import crash_report
 from multigpu_cli.faults.causes import is_consequence
 from multigpu_cli.faults.ends import End, Ends
-from multigpu_cli.runtime.collectives import shorten
 from multigpu_cli.runtime.world import World
 
 PHASES = (
@@ -68,7 +67,10 @@ class Place:
 
 
 class Watch:
-    """Follows one rank; a thread beside it notices when nothing moves any more.
+    """Follows one rank; a thread beside it notices when nothing moves any more, on no rank.
+
+    Progress is the next phase of a step, a batch fetched or evaluated, a step of an environment, and a piece of
+    a file that has reached the disk. Who waits for another rank waits for as long as that one moves.
 
     Args:
         timeout: seconds without progress, once a step is done; before that it is half an hour, or this if longer.
@@ -91,6 +93,10 @@ class Watch:
     def at(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
         """Note where this rank stands: progress, if it says so often enough."""
         self._steps, self._phase, self._samples = steps, phase, samples
+        self.moved()
+
+    def moved(self) -> None:
+        """Progress within a phase; any thread may tell it."""
         self._moves += 1
         self._moved = time.time()
 
@@ -171,17 +177,16 @@ class Watch:
     def _look(self) -> None:
         """The thread: wakes now and then, and looks whether anything moved, here and elsewhere."""
         limit = max(self._timeout, LONG)
-        pause = min(1.0, self._timeout / 10)
+        pause, group = min(1.0, self._timeout / 10), _Group(self._ends, self._timeout / 10)
         seen, since, last = -1, time.monotonic(), time.monotonic()
         while not self._over.wait(pause):
             now = time.monotonic()
             asleep = now - last > pause + 0.5 * self._timeout  # the whole process was
-            if self._moves != seen or self.resting or asleep:
+            if self._moves != seen or self.resting or asleep or group.moved(self._moves, now):
                 seen, since = self._moves, now
             last = now
             if self._done() is not None and limit != self._timeout:
                 limit, since = self._timeout, now
-                shorten(self._world, 1.5 * limit + 10)  # the watch comes first
             if now - since > limit or self._ends.hang():
                 self._leave(partial(self._hang, max(now - since, self._timeout)))
             elif self._ends.any() and not self._over.wait(_PATIENCE) and self._explained is None:
@@ -230,6 +235,29 @@ class Watch:
         if self._logs is None:
             return open(os.devnull, "w")
         return open(self._logs / name, "w")
+
+
+class _Group:
+    """Whether some other rank has moved, asked every so many seconds.
+
+    Args:
+        pause: seconds.
+    """
+
+    def __init__(self, ends: Ends, pause: float) -> None:
+        self._ends, self._pause = ends, pause
+        self._asked, self._told, self._total = time.monotonic(), 0, 0
+
+    def moved(self, own: int, now: float) -> bool:
+        """Tell the others how often this rank has moved in all; whether they moved since they were last asked."""
+        if now - self._asked < self._pause:
+            return False
+        mine, self._asked = own - self._told, now
+        total = self._ends.moves(mine)
+        if total is None:
+            return False
+        before, self._total, self._told = self._total, total, own
+        return total - mine > before
 
 
 def _line(frames: Mapping[int, FrameType]) -> str:

@@ -40,12 +40,12 @@ def _publish(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     best, words, metrics = run.folder / "best.pt", run.settled.label(), dict(run.progress.last)
     with needed(run.folder):
         check_ours(run.folder)
-        save_weights(run.folder / "last.pt", state, words, metrics)
+        save_weights(run.folder / "last.pt", state, words, metrics, run.watch.moved)
         if run.progress.best:
             if bring_back([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.best_sum):
                 return read_weights(best)
             note_fault(run, "checkpoint", "best.pt has gone: the last weights take its place")
-        save_weights(best, state, words, metrics)
+        save_weights(best, state, words, metrics, run.watch.moved)
     return {}
 
 

@@ -107,6 +107,7 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
             return journal, SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
 
     journal, trace = together(world, opened)
+    learner.task.moved = watch.moved
     if trace:
         stack.enter_context(trace)
     for loader in (learner.train, learner.val, learner.test):
@@ -114,7 +115,7 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
             stack.callback(loader.close)
     return Run(
         **{entry.name: getattr(learner, entry.name) for entry in fields(Learner)},
-        store=Store(folder / "checkpoints", config.checkpoint.keep),
+        store=Store(folder / "checkpoints", config.checkpoint.keep, watch.moved),
         journal=stack.enter_context(journal),
         writer=stack.enter_context(Writer()),
         tensorboard=board,

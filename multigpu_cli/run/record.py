@@ -23,7 +23,7 @@ from multigpu_cli.run import details, figures
 from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink, shrink_evaluation
 from multigpu_cli.run.returning import bring_best
-from multigpu_cli.runtime.collectives import decided, gathered
+from multigpu_cli.runtime.collectives import decided, gathered, leave_to_watch
 from multigpu_cli.runtime.elastic import note_run
 from multigpu_cli.tasks.base import Evaluation
 
@@ -55,6 +55,7 @@ def open_run(run: Run, faults: list[str]) -> None:
     if lost := bring_best(run):
         note_fault(run, "checkpoint", lost)
     run.watch.begin(run.progress.step, run.folder / "logs")
+    leave_to_watch(run.world)
     if run.console.aside:
         run.console.aside.begin(run.folder / "logs", run.world.attempt)
     run.console.details(lambda: details.rows(run))
@@ -254,7 +255,7 @@ def save(run: Run) -> None:
             check_ours(run.folder)
             weights = run.folder / "best.pt"
             if best is not None:
-                run.best_sum = save_weights(weights, best, run.settled.label(), best_metrics)
+                run.best_sum = save_weights(weights, best, run.settled.label(), best_metrics, run.watch.moved)
             facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
             so_far = Best(weights, run.best_sum) if best_metrics else None
             size = run.store.save(step, snapshot.state, facts, so_far)

@@ -34,10 +34,10 @@ def greatest(world: World, values: Sequence[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def shorten(world: World, seconds: float) -> None:
-    """Give collectives from now on so much time; start-up, with its loading and compiling, had more."""
+def leave_to_watch(world: World) -> None:
+    """Give collectives no clock of their own any more: they can't know whether the rank they wait for moves."""
     if world.size > 1:
-        _set_pg_timeout(timedelta(seconds=seconds))
+        _set_pg_timeout(timedelta(days=7))
 
 
 def gathered(world: World, values: Tensor) -> list[Tensor]:

@@ -66,6 +66,7 @@ class Task(ABC):
         units_per_sample: how many an ordinary sample has: sums are divided by it at once, so that they stay in range.
         sums: names of what an evaluation adds up beside the loss.
         expects: targets and outputs in words, for messages.
+        moved: to be called by whatever takes long beside the network's passes: a run that moves is no hang.
     """
 
     unit: str = "sample"
@@ -75,6 +76,7 @@ class Task(ABC):
 
     def __init__(self, source: Source, config: TaskConfig) -> None:
         self.source, self.config = source, config
+        self.moved: Callable[[], None] = lambda: None
 
     def feed(self, config: DataConfig, world: World, seed: int) -> Feed:
         """What this worker is trained on: a task may bring a stream of micro-batches of its own."""

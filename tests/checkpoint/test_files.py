@@ -3,12 +3,13 @@ import os
 import signal
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from multigpu_cli.checkpoint import files
-from multigpu_cli.checkpoint.files import publish, sweep
+from multigpu_cli.checkpoint.files import publish, sum_of, sweep
 from tests.forked import exit_code
 from tests.test_house_rules import ROOT
 
@@ -19,6 +20,16 @@ def test_a_file_gets_its_content(tmp_path: Path) -> None:
     publish(tmp_path / "empty", b"")
     assert (tmp_path / "a.txt").read_bytes() == b"second"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty"]
+
+
+def test_each_piece_that_has_reached_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", 4)
+    told: list[int] = []
+    draft = lambda: next(tmp_path.glob(".a.*.draft"), tmp_path / "a")  # noqa: E731
+    publish(tmp_path / "a", b"0123456789", lambda: told.append(draft().stat().st_size))
+    assert told == [10, 10, 10], "two pieces, and the end; room for all of it was taken first"
+    assert sum_of(tmp_path / "a", lambda: told.append(0)) == sha256(b"0123456789").hexdigest()
+    assert told[3:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("failing", ["posix_fallocate", "fsync"])

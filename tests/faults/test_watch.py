@@ -4,6 +4,8 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults import patient
-from multigpu_cli.faults import watch as watch_module
 from multigpu_cli.faults.ends import End, Ends
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.runtime.world import World
@@ -84,18 +85,30 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
     assert exit_code(work) == 0
 
 
-def test_once_training_runs_collectives_give_up_soon_after_the_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[float] = []
-    monkeypatch.setattr(watch_module, "shorten", lambda world, seconds: told.append(seconds))
-    with Watch(ALONE, 2.0, lambda error: None) as watch:
-        watch.begin(0, tmp_path)
-        time.sleep(0.3)
-        assert told == []
-        watch.at(1, "forward")
-        time.sleep(0.5)
-    assert told == [13.0]
+def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path) -> None:
+    """And where none moves any more, all are ended."""
+    read, write = os.pipe()
+
+    def rank(number: int) -> None:
+        store = dist.PrefixStore("attempt-0", dist.FileStore(str(tmp_path / "store"), 2))
+        with Watch(World(torch.device("cpu"), number, 2, number, 2, store=store), 0.5, lambda error: None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(1, ("saving", "reduction")[number])
+            for _ in range(0 if number else 20):
+                time.sleep(0.1)
+                watch.moved()
+            os.write(write, b"0" if number == 0 else b"")
+            time.sleep(20)
+
+    waits = get_context("fork").Process(target=rank, args=(1,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        waits.start()
+    assert exit_code(lambda: rank(0)) == 1
+    waits.join(10)
+    assert waits.exitcode == 1
+    os.close(write)
+    assert os.read(read, 1) == b"0", "the one that moved came to its end"
 
 
 def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path) -> None:
@@ -131,7 +144,6 @@ class Unplugged(dist.Store):
 
 def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patient, "_LONGEST", 0.2)
-    monkeypatch.setattr(watch_module, "shorten", lambda world, seconds: None)
     words = tmp_path / "words"
 
     def waits() -> None:

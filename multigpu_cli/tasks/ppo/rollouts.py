@@ -1,7 +1,7 @@
 """The stream of micro-batches: a rollout at the start of each epoch, and then the optimizer steps that it gives."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -50,12 +50,15 @@ class Rollouts:
     Args:
         source: the environments.
         seed: the run's.
+        moved: called at each step of the environments.
     """
 
     whole_epochs = True  # what was decided belongs to the weights of that moment: an epoch is not begun in its middle
 
-    def __init__(self, source: Acting, policy: Policy, world: World, seed: int) -> None:
-        self.source, self.policy, self.world, self.seed = source, policy, world, seed
+    def __init__(
+        self, source: Acting, policy: Policy, world: World, seed: int, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        self.source, self.policy, self.world, self.seed, self._moved = source, policy, world, seed, moved
         self.size, self.where = source.samples, f"made by the policy in {source.environments} environments"
         groups = source.groups
         self.mine = range(groups * world.rank // world.size, groups * (world.rank + 1) // world.size)
@@ -175,6 +178,7 @@ class Rollouts:
         self.told.learned(ended.sum(0), self._returns, self._returns - self._advantages)
 
     def _network(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._moved()
         with self._precision.autocast():
             return self._model(observations, begun, memory)  # type: ignore[no-any-return]
 

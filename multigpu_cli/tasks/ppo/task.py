@@ -45,7 +45,7 @@ class PPO(Task):
         self.acting, self.settings, self.policy = source, Settings(**args), policy_of(source.action)
 
     def feed(self, config: DataConfig, world: World, seed: int) -> Feed:
-        self.rollouts = Rollouts(self.acting, self.policy, world, seed)
+        self.rollouts = Rollouts(self.acting, self.policy, world, seed, lambda: self.moved())
         return self.rollouts
 
     def loader(self, split: str, config: DataConfig, world: World, seed: int) -> Episodes:
