@@ -128,7 +128,8 @@ def _in_folder(folder: Path, attempt: int) -> Start:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
         start = Start(str(folder), None, None, None, notes, because)
         return replace(start, smaller=told.get("batch_size"), global_batch=told.get("global_batch_size"))
-    newest.manifest["pins"].update(told)
+    if told:
+        newest.manifest["pins"]["batch_size"] = told["batch_size"]
     return _going_on(folder, newest, read_summary(folder), notes)
 
 

@@ -28,7 +28,10 @@ def bring_best(run: Run) -> str:
     sent = decided(run.world, lambda: _as_tensor(_best_there(run)), by=start.holder) if start.holder else None
 
     def brought() -> bool:
-        content = _best_there(run) if not start.holder else sent if sent is None else sent.numpy().tobytes()
+        if start.holder:
+            content = None if sent is None else sent.numpy().tobytes()
+        else:
+            content = _best_there(run)
         with needed(run.folder):
             if content is not None:
                 run.best_sum = sha256(content).hexdigest()

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
@@ -56,6 +57,21 @@ def test_a_fixed_global_batch_does_not() -> None:
 
 def test_accumulation_counts_in_the_rate() -> None:
     assert settled(2, batch_size=5, grad_accum_steps=3, optimizer="sgd").plan.rate.value == pytest.approx(0.1 * 30 / 32)
+
+
+def test_word_of_small_memory_changes_the_micro_batch_of_a_resumed_run_alone() -> None:
+    """The global batch beside it is that of an attempt before the first checkpoint, and perhaps of another command."""
+    saved(settled(2, batch_size=5, grad_accum_steps=2), workers=2)
+    leave_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
+    batches = settled(2).plan.batches
+    assert (batches.micro_batch, batches.global_batch) == (4, 20)
+
+
+def test_a_fixed_global_batch_counts_more_than_that_of_an_attempt_before() -> None:
+    Path("run").mkdir()
+    leave_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
+    assert settled(2).plan.batches.global_batch == 64
+    assert settled(2, global_batch_size=32).plan.batches.global_batch == 32
 
 
 def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
