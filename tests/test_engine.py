@@ -16,6 +16,7 @@ from multigpu_cli import engine
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.parts import Run
@@ -394,8 +395,31 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
         return fit(run)
 
     monkeypatch.setattr(engine, "fit", watched)
-    assert trained(**RUN | {"epochs": 1}).summary["status"] == "completed"
+    gc.disable()  # as the front door does
+    try:
+        assert trained(**RUN | {"epochs": 1}).summary["status"] == "completed"
+    finally:
+        gc.enable()
     assert json.loads(Path("seen.json").read_text()) == [True, True]
+
+
+def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a hang is told of a wrong place."""
+
+    def at(_: Watch, steps: int, phase: str, *samples: object) -> None:
+        with open("seen.txt", "a") as file:
+            file.write(f"{steps} {phase}\n")
+
+    monkeypatch.setattr(Watch, "at", at)
+    assert trained(**RUN | {"max_steps": 2, "batch_size": 10}).summary["status"] == "completed"
+    pass_ = ["fetching data", "forward", "backward"]
+    told = [*pass_, *pass_[:2], "last backward", "reduction"]
+    seen = Path("seen.txt").read_text().splitlines()
+    first = seen.index("0 forward") - 1
+    second = seen.index("1 fetching data")
+    assert seen[first : first + len(told)] == [f"0 {phase}" for phase in told]
+    assert "1 agreeing" in seen[first + len(told) : second]
+    assert seen[second : second + len(told)] == [f"1 {phase}" for phase in told]
 
 
 class Waits(TorchDispatchMode):
