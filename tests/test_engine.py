@@ -62,6 +62,7 @@ def test_a_run_leaves_what_the_contract_says() -> None:
     ]
     assert [event["step"] for event in events("checkpoint")] == [3, 6, 9, 12]
     assert len(events("start")) == len(events("end")) == 1
+    assert summary["startup_seconds"] > 0
 
 
 def test_the_best_weights_are_those_of_the_best_evaluation_and_tested_once() -> None:
@@ -369,6 +370,16 @@ def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any]) -> None:
     assert one["fingerprint"] != plain["fingerprint"]
     assert curve("two") == pytest.approx(curve("one"), rel=2e-2 if "amp" in flags else 1e-4)
     assert two["final"]["val_loss"] == pytest.approx(one["final"]["val_loss"], rel=2e-2 if "amp" in flags else 1e-4)
+
+
+def test_an_average_that_forgets_at_once_is_the_weights_themselves() -> None:
+    plain = trained(**RUN).summary["final"]["val_loss"]
+    assert trained(**RUN | {"ema": 1e-6, "save_dir": "one"}).summary["final"]["val_loss"] == pytest.approx(
+        plain, rel=1e-3
+    )
+    assert trained(**RUN | {"ema": 0.9, "save_dir": "two"}).summary["final"]["val_loss"] != pytest.approx(
+        plain, rel=1e-3
+    )
 
 
 def test_grad_checkpointing_changes_nothing_but_memory() -> None:
