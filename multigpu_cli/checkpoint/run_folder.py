@@ -15,11 +15,11 @@ from multigpu_cli.checkpoint.lock import at_work, is_locked, left, still_at_work
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.config.pinned import same_run
+from multigpu_cli.config.places import BEGAN, began_from
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, counted
 
 _NOTE = "next_attempt.json"
-_BEGAN = ".began_from"
 _PATIENCE = 20.0  # seconds for a process of the attempt before to end, on a node that was cut off
 
 
@@ -153,7 +153,7 @@ def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: boo
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     folder = Path(save_dir) if save_dir else run
     own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
-    if own_step and _began_from(folder) == path.name:
+    if own_step and began_from(folder) == path.name:
         return _in_folder(folder, attempt)  # the same command again
     if not elsewhere and not leads_somewhere(str(path)):
         raise _nothing_there(path, [])
@@ -184,14 +184,7 @@ def begin_again(start: Start, store: Store) -> None:
     """Make a run that begins again from one of its older checkpoints forget what came later, once and for all."""
     if start.origin and start.manifest:
         store.begin_after(int(start.manifest["step"]))
-        publish(Path(start.folder) / _BEGAN, Path(start.origin).name.encode())
-
-
-def _began_from(folder: Path) -> str | None:
-    try:
-        return (folder / _BEGAN).read_text()
-    except OSError:
-        return None
+        publish(Path(start.folder) / BEGAN, Path(start.origin).name.encode())
 
 
 def _newest_unfinished(home: Path, config: Config) -> Path | None:

@@ -8,6 +8,16 @@ from pathlib import Path
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
+BEGAN = ".began_from"  # in a run folder: the name of its checkpoint from which --resume made it begin again
+
+
+def began_from(run: Path) -> str | None:
+    """The checkpoint from which a run began again; it may be gone by now, and the same command goes on all the same."""
+    try:
+        return (run / BEGAN).read_text()
+    except OSError:
+        return None
+
 
 def broken(config: Config) -> Iterator[RequestError]:
     """The paths that cannot be what they are given for."""
@@ -17,12 +27,8 @@ def broken(config: Config) -> Iterator[RequestError]:
         yield from _init_from(Path(config.model.init_from))
     if config.checkpoint.save_dir is not None:
         yield from _save_dir(config.checkpoint.save_dir)
-    if config.checkpoint.resume not in ("auto", "never") and not Path(config.checkpoint.resume).exists():
-        yield RequestError(
-            f"--resume {config.checkpoint.resume}: there is no such run folder or checkpoint",
-            remedy=_near(Path(config.checkpoint.resume), ("auto", "never"))
-            or "auto, never, or the path of a run folder",
-        )
+    if config.checkpoint.resume not in ("auto", "never"):
+        yield from _resume(Path(config.checkpoint.resume))
 
 
 def _data_dir(given: str, *, own: bool) -> Iterator[RequestError]:
@@ -54,6 +60,12 @@ def _init_from(path: Path) -> Iterator[RequestError]:
         yield RequestError(f"--init-from {path}: is not a regular file", remedy="best.pt of a run folder, say")
     elif not os.access(path, os.R_OK):
         yield RequestError(f"--init-from {path}: cannot be read", remedy="check its permissions")
+
+
+def _resume(path: Path) -> Iterator[RequestError]:
+    if not path.exists() and began_from(path.parent.parent) != path.name:
+        remedy = _near(path, ("auto", "never")) or "auto, never, or the path of a run folder"
+        yield RequestError(f"--resume {path}: there is no such run folder or checkpoint", remedy=remedy)
 
 
 def _save_dir(given: str) -> Iterator[RequestError]:

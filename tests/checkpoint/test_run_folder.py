@@ -12,6 +12,7 @@ from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.checkpoint.run_folder import Start, begin_again, choose_start, holds_run, read_summary, write_summary
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.pinned import settings, with_settings
+from multigpu_cli.config.places import broken
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
@@ -271,6 +272,8 @@ def test_resume_can_go_back_in_its_own_folder_by_either_name(save_dir: str | Non
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000010")
     begin_again(start, store)
     store.save(15, {"w": torch.ones(2)}, {"settings": {}, "pins": {}})
+    shutil.rmtree("there/checkpoints/step_00000010")  # as --keep does in time
+    assert list(broken(wish)) == []
     for attempt in (0, 1):
         assert choose_start(wish, attempt=attempt).checkpoint == "there/checkpoints/step_00000015"
 
