@@ -59,10 +59,17 @@ def merged(
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """A copy of the config with some settings changed; values are parsed as if they stood in YAML."""
+    """A copy of the config with some settings changed; values are parsed as if they stood in YAML.
+
+    Raises:
+        RequestError: a value that the setting can't have, as a manifest may say that somebody has edited.
+    """
     for key, value in values.items():
         entry = SETTINGS[key]
-        parsed = entry.default if value is None or value == _plain(entry.default) else entry.kind.parse(value)
+        try:
+            parsed = entry.default if value is None or value == _plain(entry.default) else entry.kind.parse(value)
+        except ValueError as error:
+            raise RequestError(f"{key}: {error}", remedy="a checkpoint or weights that nobody has edited") from error
         section = replace(getattr(config, entry.section), **{entry.attribute: parsed})
         config = replace(config, **{entry.section: section})
     return config

@@ -193,3 +193,8 @@ def test_places_are_of_the_command_alone() -> None:
 def test_a_default_is_a_value_too(key: str) -> None:
     config = with_settings(with_settings(Config(), {key: OTHER[key]}), {key: settings(Config())[key]})
     assert config == Config()
+
+
+def test_a_value_that_a_setting_cannot_have_is_named() -> None:
+    with pytest.raises(RequestError, match="batch_size: must be"):
+        with_settings(Config(), {"batch_size": "many"})
