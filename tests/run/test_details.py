@@ -31,5 +31,5 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speak
     head, *said = (folder / "logs" / "rank_1.log").read_text().splitlines()
     assert (head[:23], said) == ("--- rank 1, attempt 1, ", ["rank 1 does it"])
     assert "does it" not in out
-    assert len(re.findall(r"^  grad norm .* memory \d+ MiB / \d+ MiB ", out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^  loss .* grad norm .* memory \d+ MiB / \d+ MiB ", out, re.MULTILINE)) == 2
     assert re.search(r"^checkpoint of step 3: 0\.0 MiB in [\d.]+ s, ", out, re.MULTILINE)

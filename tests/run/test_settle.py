@@ -111,7 +111,7 @@ def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
 
 
 def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
-    saved(settled(epochs=4))
+    saved(settled(epochs=4), step=8)
     assert not settled(epochs=4).nothing_to_do, "without a summary it did not end"
     Path("run/summary.json").write_text('{"status": "stopped"}')
     assert not settled(epochs=4).nothing_to_do
