@@ -152,6 +152,15 @@ def test_a_pin_can_name_no_more_than_the_settings(run: Path) -> None:
     assert not Path("ran").exists()
 
 
+def test_a_pin_does_not_hide_what_the_settings_name(run: Path) -> None:
+    manifest = unsigned(run)
+    manifest["settings"] |= {"data": "planted:tensors"}
+    manifest["pins"] |= {"data": "synthetic"}
+    sign(run, manifest)
+    ended(["--save-dir", "run", "--dry-run"])
+    assert not Path("ran").exists()
+
+
 @pytest.mark.parametrize("words", [["--own-code"], ["--model", "planted:net"]])
 def test_what_the_command_names_or_allows_runs(run: Path, words: list[str]) -> None:
     plant(run, {"model": "planted:net"})

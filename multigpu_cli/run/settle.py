@@ -227,7 +227,7 @@ def _plan(
         precision_because="as the run was started with" if start.manifest else number.because,
         contents=f"{name} on {config.data.name} ({source.remark}{source.samples:,} training samples), {task}",
         start=start.because,
-        idle=_without_effect(words, choice, brought),
+        idle=_without_effect(config, choice, brought),
         save_dir=start.folder,
         epochs=epochs,
         size_because="to be measured before the first step" if config.batch.size == "auto" else "",
@@ -235,14 +235,14 @@ def _plan(
     )
 
 
-def _without_effect(words: Config, choice: Choice, brought: "Brought | None") -> list[str]:
+def _without_effect(config: Config, choice: Choice, brought: "Brought | None") -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
     if not brought:
-        about_data -= inspect.signature(maker_of(words)).parameters.keys()
+        about_data -= inspect.signature(maker_of(config)).parameters.keys()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
-    said = [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & words.explicit)]
+    said = [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & config.explicit)]
     return said + sorted(brought.ddp if brought and about_ddp else ())
 
 
