@@ -122,14 +122,9 @@ def _in_folder(folder: Path, attempt: int) -> Start:
     newest, notes = Store(folder / "checkpoints", 1).newest()
     if newest is None and notes:
         raise _none_whole(folder, [note.removeprefix("passed over ") for note in notes])
-    if told := read_note(folder):
-        notes.append(f"out of memory in an earlier attempt: micro-batches of {told['batch_size']}")
     if newest is None:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
-        start = Start(str(folder), None, None, None, notes, because)
-        return replace(start, smaller=told.get("batch_size"), global_batch=told.get("global_batch_size"))
-    if told:
-        newest.manifest["pins"]["batch_size"] = told["batch_size"]
+        return Start(str(folder), None, None, None, notes, because)
     return _going_on(folder, newest, read_summary(folder), notes)
 
 

@@ -24,7 +24,7 @@ def agreed_start(config: Config, world: World) -> Start:
         TrainingError: an earlier attempt is still at work in the folder.
     """
     begun = _begun(world)
-    start = _agreed(config, world, begun)
+    start = _with_notes(_agreed(config, world, begun), world)
     if start.folder in begun and world.local_rank == 0:
         note_run(world.agent, world.attempt, start.folder)
     return start
@@ -50,7 +50,7 @@ def _agreed(config: Config, world: World, begun: list[str]) -> Start:
     holder = steps.index(max(steps))
     together(world, lambda: _complain(error, world, somewhere=max(steps) > 0))
     start = Start(**from_main(world, found.as_dict() if found and world.rank == holder else None, source=holder))
-    return _with_notes(replace(start, holder=holder), world)
+    return replace(start, holder=holder)
 
 
 def _look(
@@ -77,11 +77,13 @@ def _complain(error: TrainingError | None, world: World, *, somewhere: bool) -> 
 def _with_notes(start: Start, world: World) -> Start:
     """A rank that ran out of memory left word of smaller micro-batches on its own node."""
     note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
-    told = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)
-    sizes = [(size, whole) for size, whole in torch.stack(gathered(world, told)).tolist() if size]
+    mine = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)
+    sizes = [(size, whole) for size, whole in torch.stack(gathered(world, mine)).tolist() if size]
     if not sizes:
         return start
     smaller, whole = min(sizes)
+    told = f"out of memory in an earlier attempt: micro-batches of {smaller}"
+    start = replace(start, notes=[*start.notes, told])
     if not start.manifest:
         return replace(start, smaller=smaller, global_batch=whole or None)
     pins = start.manifest["pins"] | {"batch_size": smaller}

@@ -79,6 +79,20 @@ def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_pat
     assert named[0] == named[1]
 
 
+@pytest.mark.parametrize("save_dir", [None, "new"])
+@pytest.mark.parametrize("path", ["run", "run/checkpoints/step_00000005"])
+def test_word_of_small_memory_is_heard_whichever_way_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, save_dir: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    holding(Path("run"), 5)
+    Path("new").mkdir()
+    leave_note(Path(save_dir or "run"), {"batch_size": 4, "global_batch_size": 8})
+    start = agreed_start(resolve({"resume": path, "save_dir": save_dir}, [], None), World(torch.device("cpu")))
+    assert (start.manifest or {})["pins"] == {"batch_size": 4}
+    assert start.notes == ["out of memory in an earlier attempt: micro-batches of 4"]
+
+
 @pytest.mark.parametrize("attempt", [0, 1])
 @pytest.mark.parametrize("damaged", ["node0", "node1"])
 @pytest.mark.parametrize("elsewhere", [True, False])
