@@ -182,7 +182,8 @@ class Watch:
         while not self._over.wait(pause):
             now = time.monotonic()
             asleep = now - last > pause + 0.5 * self._timeout  # the whole process was
-            if self._moves != seen or self.resting or asleep or group.moved(self._moves, now):
+            elsewhere = group.moved(self._moves, now)  # asked in any case: the others hear of this rank by it
+            if self._moves != seen or self.resting or asleep or elsewhere:
                 seen, since = self._moves, now
             last = now
             if self._done() is not None and limit != self._timeout:

@@ -85,7 +85,8 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
     assert exit_code(work) == 0
 
 
-def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", [0.1, 0.01], ids=["seldom", "whenever the watch looks"])
+def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: float) -> None:
     """And where none moves any more, all are ended."""
     read, write = os.pipe()
 
@@ -94,8 +95,8 @@ def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path) -> None:
         with Watch(World(torch.device("cpu"), number, 2, number, 2, store=store), 0.5, lambda error: None) as watch:
             watch.begin(0, tmp_path)
             watch.at(1, ("saving", "reduction")[number])
-            for _ in range(0 if number else 20):
-                time.sleep(0.1)
+            for _ in range(0 if number else int(2 / pause)):
+                time.sleep(pause)
                 watch.moved()
             os.write(write, b"0" if number == 0 else b"")
             time.sleep(20)
