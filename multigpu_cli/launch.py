@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from multigpu_cli.checkpoint.run_folder import choose_start, read_note, read_summary
+from multigpu_cli.checkpoint.run_folder import read_note, read_summary, with_folder
 from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
@@ -56,14 +55,8 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
     """
-    start = choose_start(config, attempt=0)
-    resume = config.checkpoint.resume if config.checkpoint.resume not in ("auto", "never") else "auto"
-    config = replace(
-        config,
-        checkpoint=replace(config.checkpoint, save_dir=start.folder, resume=resume),
-        explicit=config.explicit | {"save_dir", "resume"},
-    )
-    run_folder, began = Path(start.folder), time.time()
+    config = with_folder(config)
+    run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:
         _run_to_the_end(config, choice, screen, run_folder)
     except WorkersFailed as failed:

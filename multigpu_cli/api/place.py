@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from multigpu_cli import engine
 from multigpu_cli.api.settings import MultiGPUConfig, in_python
-from multigpu_cli.checkpoint.run_folder import choose_start
+from multigpu_cli.checkpoint.run_folder import with_folder
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_function
@@ -91,9 +91,7 @@ def run_in_processes(config: Config, choice: Choice, brought: Brought, screen: s
     Raises:
         RequestError: objects that can't be sent to another process.
     """
-    start = choose_start(config, attempt=0)
-    checkpoint = replace(config.checkpoint, save_dir=start.folder, resume="auto")
-    config = replace(config, checkpoint=checkpoint, explicit=config.explicit | {"save_dir"})
+    config = with_folder(config)
     try:
         ForkingPickler.dumps(brought)
     except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request

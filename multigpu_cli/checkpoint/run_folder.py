@@ -101,6 +101,17 @@ def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), els
     return Start(str(home / _run_id()), None, None, None, [], "a new run")
 
 
+def with_folder(config: Config) -> Config:
+    """The same request with its folder settled, for processes that may be started more than once.
+
+    Raises:
+        RequestError: as `choose_start`.
+    """
+    folder, resume = choose_start(config, attempt=0).folder, config.checkpoint.resume
+    checkpoint = replace(config.checkpoint, save_dir=folder, resume="auto" if resume == "never" else resume)
+    return replace(config, checkpoint=checkpoint, explicit=config.explicit | {"save_dir", "resume"})
+
+
 def holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists()
 

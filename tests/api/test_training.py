@@ -211,6 +211,18 @@ def test_processes_are_started_where_several_are_asked_for(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_processes_that_are_started_go_on_from_the_checkpoint_that_was_named(tmp_path: Path) -> None:
+    def run(name: str, **more: Any) -> dict[str, Any]:
+        place = {"save_dir": str(tmp_path / name), "num_epochs": 2, "global_batch_size": 16}
+        return dict(train_with_multi_gpu(network(), loader(), **place, **QUIET, **more)["summary"])
+
+    first = run("first")
+    older = str(min((tmp_path / "first" / "checkpoints").iterdir()))
+    branched = run("second", strategy="ddp", world_size=2, settings={"resume": older})
+    assert (branched["resumed_from"], branched["steps"]) == (older, first["steps"])
+
+
+@pytest.mark.slow
 def test_what_can_not_be_sent_to_another_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="can't be sent to other processes"):
         wrong(strategy="ddp", world_size=2, criterion=lambda outputs, targets: outputs.sum())(tmp_path)
