@@ -41,6 +41,7 @@ LONG = 1800.0  # seconds; loading, compiling and the first step may take their t
 _PATIENCE = 0.5  # seconds for what the others have to say, who say it before they let their connections go
 _ANSWER = 2.0  # seconds for every rank to say where it stands
 _GRACE = 3.0  # seconds that the others let the one who speaks go first
+_WRITING = 60.0  # seconds to write down how it ended
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class Watch:
 
     def _leave(self, found: Callable[[], TrainingError]) -> None:
         """End this process from beside: its main thread can't be woken from a collective."""
+        threading.Thread(target=self._leave_unwritten, name="leaving", daemon=True).start()
         try:
             error = found()
             if error.shared:
@@ -202,6 +204,15 @@ class Watch:
             else:
                 self.on_end(error)
                 self._last_words(error)
+        finally:
+            os._exit(TrainingError.exit_code)
+
+    def _leave_unwritten(self) -> None:
+        """A file system that hangs may be what nothing moves for, and who writes of it there would hang, too."""
+        time.sleep(_WRITING)
+        try:
+            problem = f"the run can't go on, and {self._logs} takes no word of why within {_WRITING:.0f} s"
+            self._last_words(TrainingError(problem, remedy="look whether that file system answers"))
         finally:
             os._exit(TrainingError.exit_code)
 

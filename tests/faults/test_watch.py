@@ -53,6 +53,18 @@ def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None
     assert "in moved" in (tmp_path / "logs" / "stacks_0_rank_0.txt").read_text()
 
 
+def test_where_the_run_folder_takes_no_word_the_run_is_ended_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hangs is a cause of hangs; here opening the file for the stacks waits for ever."""
+    monkeypatch.setattr("multigpu_cli.faults.watch._WRITING", 0.5, raising=False)
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "stacks_0_rank_0.txt")
+    code, words = watched(tmp_path, [0.01, 5.0])
+    assert code == 1
+    assert words.startswith(f"the run can't go on, and {tmp_path / 'logs'} takes no word of why")
+
+
 def test_a_slow_run_that_moves_is_left_alone(tmp_path: Path) -> None:
     assert watched(tmp_path, [0.15] * 6) == (0, "")
 
