@@ -112,7 +112,7 @@ class StepBuffers:
     def _bring_home(self) -> None:
         """Let registered tensors hold what forward put in their places."""
         for place in self._places:
-            if place.owner[place.name] is not place.buffer:
+            if place.owner.get(place.name) is not place.buffer:
                 place.bring_home(alone=not self._by_changes)
 
 
@@ -132,7 +132,7 @@ class _Place:
         Raises:
             TrainingError: it is in checkpoints, and its changes have no mean; not where one micro-batch is `alone`.
         """
-        bound, shape = self.owner[self.name], tuple(self.buffer.shape)
+        bound, shape = self.owner.get(self.name), tuple(self.buffer.shape)
         if bound is not None and bound.shape == shape:
             self.buffer.copy_(bound.detach())
             self.owner[self.name] = self.buffer

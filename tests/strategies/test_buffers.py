@@ -202,6 +202,18 @@ def test_a_table_that_grows_is_left_to_its_model() -> None:
         assert model.table.tolist() == list(range(length))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_table_that_forward_removes_is_left_to_its_model(workers: int) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(2), persistent=False)
+    buffers = StepBuffers(model, workers, kept)
+    buffers.begin(1)
+    del model.table
+    buffers.collect()
+    buffers.finish()
+    assert not hasattr(model, "table")
+
+
 def test_a_buffer_of_the_checkpoint_must_keep_its_shape() -> None:
     model = Rebinding()
     buffers = StepBuffers(nn.ModuleDict({"inner": model}), 2, kept)
