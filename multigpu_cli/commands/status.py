@@ -119,10 +119,16 @@ def watch(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
         if as_json:
             print(valid_json([asdict(status) for status in found], indent=None if repeat else 2), flush=True)
         else:
-            print((_REPAINT if repeat and sys.stdout.isatty() else "") + "\n".join(lines(found)), flush=True)
+            text = printable("\n".join(lines(found)))
+            print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
         if not repeat or not any(status.state in _RUNNING for status in found):
             return
         time.sleep(_REFRESH)
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a journal may come from somebody else, and a terminal would obey them."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 def lines(found: Sequence[Status]) -> Iterator[str]:

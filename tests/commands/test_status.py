@@ -142,6 +142,16 @@ def test_a_journal_without_a_line_is_told(tmp_path: Path) -> None:
     assert "None" not in said
 
 
+def test_what_a_journal_says_gives_no_orders_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    title = line(1040, "fault", kind="x", action="\x1b]0;owned\x07 two\nlines", step=20)
+    watch([str(run(tmp_path / "a", [*BEGUN, title]))], as_json=False, repeat=False)
+    shown = capsys.readouterr().out
+    assert "\ufffd]0;owned\ufffd two\nlines" in shown
+    assert "\x1b" not in shown
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(run(tmp_path / "a", [*BEGUN, line(1031, "end", status="completed", step=100)]))
     (tmp_path / "empty").mkdir()
