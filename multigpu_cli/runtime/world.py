@@ -153,12 +153,26 @@ def joined(
         return
     if dist.is_initialized():  # somebody else's group, who ends it, too
         shared: Any = dist.distributed_c10d._get_default_store()
-        yield _world(device, meeting, shared, _client(shared))
+        with _kept_clocks():
+            yield _world(device, meeting, shared, _client(shared))
         return
     die_with_parent()
     world, store = met(meeting, device, timeout=timeout)
     with grouped(world, store, timeout=timeout, backend=backend):
         yield world
+
+
+@contextmanager
+def _kept_clocks() -> Iterator[None]:
+    """Somebody else's group has the time limits of its own again afterwards; `leave_to_watch` takes them away."""
+    group: Any = dist.group.WORLD
+    backends = [group._get_backend(kind) for kind in group._device_types]
+    clocks = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
+    try:
+        yield
+    finally:
+        for backend, clock in clocks:
+            backend._set_default_timeout(clock)
 
 
 def met(meeting: Rendezvous, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:

@@ -3,14 +3,17 @@ import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import leave_to_watch
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from tests.forked import exit_code
+from tests.gloo import each_rank
 
 TORCHRUN = {
     "RANK": "5",
@@ -105,6 +108,23 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     if agent_store:
         generations = {key.split("/")[0] for key in agents.list_keys() if "sealed" in key}
         assert len(generations) == 2, "restarts read no stale addresses"
+
+
+def test_a_group_of_somebody_else_has_its_own_clock_again_afterwards() -> None:
+    """While we train in it the watch decides who hangs; nobody else has one."""
+
+    def clock() -> float:
+        group: Any = dist.group.WORLD
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    def work(world: World) -> tuple[float, bool, float]:
+        before, meeting = clock(), Rendezvous(world.rank, 2, world.rank, 2, "", 0, 0, agent_store=False)
+        with joined(meeting, world.device, timeout=30) as ours:
+            leave_to_watch(ours)
+            meanwhile = clock()
+        return before, meanwhile > before, clock()
+
+    assert each_rank(2, work) == [(30.0, True, 30.0)] * 2
 
 
 def test_a_worker_ends_with_its_agent() -> None:
