@@ -40,7 +40,6 @@ class StepBuffers:
     def _by_changes(self) -> bool:
         return self._micro_batches > 1 or self._shared
 
-    @torch.no_grad()
     def begin(self, micro_batches: int) -> None:
         """Note where the step starts."""
         self._micro_batches = micro_batches
@@ -52,7 +51,6 @@ class StepBuffers:
         """Zeros, as a micro-batch that changes nothing would give in `taken`."""
         return [kind.zeros() for kind in self._floating()]
 
-    @torch.no_grad()
     def taken(self) -> list[Tensor]:
         """What the micro-batch that has just run changed in floating buffers; all are back at the start afterwards.
 
@@ -68,14 +66,12 @@ class StepBuffers:
                 kind.add(change)
         return changes
 
-    @torch.no_grad()
     def collect(self) -> None:
         """After one micro-batch: add its change to those of the others on this worker."""
         if self._by_changes:
             for kind, change in zip(self._floating(), self.taken(), strict=True):
                 kind.add(change)
 
-    @torch.no_grad()
     def abandon(self) -> None:
         """Go back to the start of a step that can't be finished."""
         self._bring_home()
@@ -87,7 +83,6 @@ class StepBuffers:
         for kind in self._kinds:
             kind.put(torch.where(skipped.bool(), kind.start, kind.now()))
 
-    @torch.no_grad()
     def finish(self, summed: list[Tensor] | None = None) -> None:
         """After the last: move by the mean change of all micro-batches on all workers.
 
@@ -124,6 +119,7 @@ class _Place:
         assert found is not None
         self.owner, self.name, self.buffer, self._full_name, self._kept = owner, name, found, full_name, kept
 
+    @torch.no_grad()
     def bring_home(self, *, alone: bool) -> None:
         """Copy what was bound here since into the registered tensor, and bind that again.
 
