@@ -178,17 +178,23 @@ def plans(folder: str = "run") -> list[tuple[int, int, float]]:
     return [(plan["global_batch_size"], plan["total_steps"], plan["learning_rate"]) for plan in starts]
 
 
-def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it_is() -> None:
+@pytest.mark.parametrize(
+    ("passes", "limit", "halved"),
+    [(8, 3, "2 instead of 4"), (9, 31, "16 instead of 32")],
+    ids=["in an epoch's last step", "in its first, and the last would fit"],
+)
+def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it_is(
+    passes: int, limit: int, halved: str
+) -> None:
+    """Seven passes find 32, the eighth is step 1."""
     plenty = trained(**AUTO | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
-    shrunk = trained(**AUTO, sets=["model.args.after=8"])  # seven passes find 32, the eighth is step 1
+    shrunk = trained(**AUTO, sets=[f"model.args.after={passes}", f"model.args.limit={limit}"])
     assert shrunk.error == ""
     assert plans() == plans("plenty")
     assert [shrunk.summary[name] for name in ("global_batch_size", "steps", "epochs")] == [32, 6, 3]
     assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
     assert shrunk.summary["final"] == pytest.approx(plenty.summary["final"], rel=1e-5)
-    assert [action.split(", the same")[0] for action in faults()][
-        -1
-    ] == "out of memory: micro-batches of 2 instead of 4"
+    assert faults()[-1].split(", the same")[0] == f"out of memory: micro-batches of {halved}"
 
 
 @pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
