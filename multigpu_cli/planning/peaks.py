@@ -1,7 +1,7 @@
 """The peak rates of known GPUs: dense 16-bit matrix products with 32-bit accumulation, without sparsity.
 
-Source: NVIDIA's data sheet of each GPU, where "with sparsity" is twice the dense rate; GeForce and RTX boards from the
-white papers of their architectures (GA102, Ada, Blackwell), which tell 32-bit from 16-bit accumulation.
+Source: NVIDIA's published rates, where "with sparsity" is twice the dense rate. Those of A100, A10, A40, H100 (SXM and
+PCIe), H200, L4, L40S and V100 agree with published tables; the others were entered without a data sheet at hand.
 """
 
 _TERA = 1e12
