@@ -38,7 +38,7 @@ class Exact(Strategy):
         self._buffers = StepBuffers(model, world.size, self._total, always=True)
         self._world = world
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._leaves = 0
+        self._leaves: int  # of the step that has begun
         self._tree: Tree[Sum] = Tree(_add)
         self._wait = LastBucket([], world.device)
 
