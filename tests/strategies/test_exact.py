@@ -117,8 +117,9 @@ def steps(plan: BatchPlan, kind: Callable[[nn.Module, World], Strategy]) -> Call
         BatchPlan(samples=24, micro_batch=3, global_batch=24, workers=1),
         BatchPlan(samples=20, micro_batch=3, global_batch=20, workers=1),  # 7 leaves, the last one short
         BatchPlan(samples=6, micro_batch=3, global_batch=6, workers=1),  # idle workers
+        BatchPlan(samples=3, micro_batch=3, global_batch=3, workers=1),  # one micro-batch, and all others idle
     ],
-    ids=["even", "uneven", "idle"],
+    ids=["even", "uneven", "idle", "one"],
 )
 def test_buffers_have_the_bits_of_one_worker_too(workers: int, plan: BatchPlan) -> None:
     expected = steps(plan, Exact)(ALONE)
@@ -152,6 +153,17 @@ def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:
 
     assert work(ALONE) == [0.0, 0.0]
     assert each_rank(3, work) == [[0.0, 0.0]] * 3
+
+
+def test_nothing_of_an_abandoned_step_is_left() -> None:
+    """As after an out-of-memory in its second micro-batch."""
+    model = Vector(5)
+    strategy = Exact(model, ALONE)
+    strategy.begin(3)
+    strategy.callable(leaf(3, 0)).backward()
+    strategy.micro_batch_done(0)
+    strategy.abandon()
+    assert gradient(strategy, model, 7, ALONE) == by_definition(7)
 
 
 def test_a_nan_reaches_every_rank() -> None:

@@ -1,4 +1,5 @@
 import time
+from itertools import count
 
 import pytest
 import torch
@@ -52,6 +53,34 @@ def test_only_the_last_gradient_is_watched_after_the_first_step() -> None:
             time.sleep(0.01)
     assert 0.01 <= (watch.read() or 0) < 0.03
     assert len(watch._hooks) == 1
+
+
+def test_on_cuda_events_mark_the_wait_and_only_reading_waits_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, synchronized = count(start=1), []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool = False) -> None:
+            assert enable_timing
+            self.at: int | None = None
+
+        def record(self) -> None:
+            self.at = next(clock) ** 2  # ms
+
+        def synchronize(self) -> None:
+            synchronized.append(self.at)
+
+        def elapsed_time(self, ended: "Event") -> float:
+            assert self.at is not None
+            assert ended.at is not None
+            return float(ended.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    watch = LastBucket([], torch.device("cuda", 0))
+    for _ in range(2):
+        with watch:
+            assert not synchronized
+    assert watch.read() == pytest.approx(((4 - 1) + (16 - 9)) / 2 / 1000)
+    assert synchronized == [16], "the end of the last pair, after which all are over"
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:
