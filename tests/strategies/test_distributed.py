@@ -69,6 +69,24 @@ def test_workers_together_do_what_one_does(share: str, norm: bool) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-12, abs=1e-14), f"rank {rank}: {name}"
 
 
+def test_forward_leaves_buffers_to_the_end_of_the_step() -> None:
+    """DDP would send those of rank 0 before each pass, once more and amid a step."""
+
+    def work(world: World) -> float:
+        model = network()
+        strategy = Distributed(model, world, CommunicationConfig())
+        buffer = next(model.buffers())
+        buffer.fill_(world.rank)
+        seen: list[float] = []
+        model.register_forward_pre_hook(lambda *_: seen.append(float(buffer[0])))
+        strategy.begin(2)
+        with strategy.accumulating(last=True):
+            strategy.callable(torch.ones(3, 5, dtype=torch.float64))
+        return seen[0]
+
+    assert each_rank(2, work) == [0.0, 1.0]
+
+
 def test_buffers_that_forward_replaces_stay_alike() -> None:
     class Replacing(torch.nn.Module):
         def __init__(self) -> None:
