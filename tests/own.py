@@ -26,6 +26,10 @@ def tensors(split: str, seed: int, train: int = 60, shape: Sequence[int] = (6,))
     return TensorDataset(noise + 0.7 * (targets - 1).view(-1, *[1] * len(shape)), targets)
 
 
+def wide(split: str, seed: int) -> TensorDataset:
+    return tensors(split, seed, shape=(5000,))
+
+
 def no_validation(split: str, seed: int) -> TensorDataset | None:
     return None if split == "val" else tensors(split, seed)
 

@@ -96,16 +96,21 @@ def test_what_the_long_form_says_of_ddp_and_loading_reaches_torch(tmp_path: Path
 def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     monitor = PerformanceMonitor()
     monitor.start_monitoring()
-    with MultiGPUTrainingManager(config(tmp_path / "steps")) as manager:
+    losses = []
+    with MultiGPUTrainingManager(config(tmp_path / "steps", settings={"log_interval": 1})) as manager:
         model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
         for _ in range(EPOCHS):
             for batch in train_loader:
                 outputs = manager.trainer.train_step(batch)
+                losses.append(float(outputs["loss"]))
                 monitor.record_metrics(outputs["loss"], 16, 1)
         end = weights(model)
         with pytest.raises(RequestError, match="not the next batch"):
             manager.trainer.train_step(batch)
     assert end == by_epochs(tmp_path / "epochs")[1]
+    lines = [line for line in journal.read(tmp_path / "steps" / "journal.jsonl") if line["event"] == "train"]
+    assert losses == pytest.approx([line["loss"] for line in lines])
+    assert min(losses) > 0
     summary = monitor.get_summary()
     assert summary["steps"] == EPOCHS * len(train_loader) == 9
     assert summary["avg_throughput"] == pytest.approx(9 * 16 / summary["total_time"])

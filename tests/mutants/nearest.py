@@ -12,12 +12,20 @@ from tests.mutants.copy import Copy
 from tests.mutants.mutations import Mutation
 from tests.mutants.results import add_line, read_lines
 
+_PPO = "tests/together/test_ppo.py"
 _RUNS = ("tests/run/", "tests/api/", "tests/test_engine.py")
 _NEAR = {
     "planning": ("tests/planning/", "tests/commands/test_plan.py", *_RUNS),
     "checkpoint": ("tests/checkpoint/", "tests/commands/test_checkpoints.py", "tests/commands/test_export.py", *_RUNS),
     "strategies": ("tests/strategies/", "tests/together/test_exact.py", "tests/together/test_gradients.py", *_RUNS),
-    "run": ("tests/monitor/", "tests/faults/", "tests/config/test_pinned.py", "tests/test_wrong_requests.py", *_RUNS),
+    "run": (
+        "tests/monitor/",
+        "tests/faults/",
+        "tests/config/test_pinned.py",
+        "tests/test_wrong_requests.py",
+        _PPO,
+        *_RUNS,
+    ),
     "engine.py": ("tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),
 }
 """The test files (or folders of them) that may notice a fault in a room."""

@@ -114,6 +114,12 @@ def test_patience_counts_from_the_best_number(scores: list[float], epochs: int) 
     assert judged(scores, early_stopping_patience=2).summary["epochs"] == epochs
 
 
+def test_a_task_that_evaluates_now_and_then_does_so_after_the_last_epoch_too() -> None:
+    Path("even").touch()
+    assert judged([0.1, 0.2, 0.3], epochs=5).error == ""
+    assert [event["epoch"] for event in journal.read("run/journal.jsonl") if event.get("split") == "val"] == [2, 4, 5]
+
+
 def test_a_longer_run_has_all_its_patience_again() -> None:
     patient = {"early_stopping_patience": 2, "epochs": 5}
     assert judged([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
