@@ -22,7 +22,9 @@ QUIET = {"screen": "silent"}
 
 def test_it_does_what_a_plain_loop_does(tmp_path: Path) -> None:
     """Batches in order, an epoch's last one short: the same weights as torch's own few lines, in the same objects."""
-    model, plain = network(), network()
+    model, plain = network().eval(), network()
+    modes: list[bool] = []
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     optimizer, by_hand = (torch.optim.RMSprop(m.parameters(), lr=1e-2) for m in (model, plain))
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1)
     results = train_with_multi_gpu(
@@ -37,6 +39,7 @@ def test_it_does_what_a_plain_loop_does(tmp_path: Path) -> None:
             by_hand.step()
             losses.append(loss.item() * len(inputs))
     assert weights(model) == pytest.approx(weights(plain), abs=1e-6)
+    assert modes[-6:] == [True] * 6, "although it came in evaluation mode, as pretrained networks do"
     assert results["final_loss"] == pytest.approx(sum(losses[3:]) / 20, abs=1e-6)
     assert (results["success"], results["epochs_completed"], results["gpu_info"]["gpu_count"]) == (True, 2, 0)
     assert (tmp_path / "run" / "last.pt").is_file()

@@ -1,6 +1,8 @@
 """What a run leaves behind when something went wrong on the way."""
 
 import json
+import re
+from errno import ENOSPC
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.checkpoint import weights
 from multigpu_cli.monitor import journal
+from multigpu_cli.run import record
 from tests.trained import Ended, trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
@@ -49,10 +53,12 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(workers: int) -> None:
     assert all(0 in fault["samples"] and len(fault["samples"]) <= 20 for fault in faults()), "the spoilt one is named"
 
 
-def test_nonfinite_stop_is_obeyed_however_short_the_run() -> None:
-    flags = {"data": "spoilt:dataset", "nonfinite": "stop", "early_stopping_patience": 1}
+@pytest.mark.parametrize(("batch", "named"), [(6, r"(\d+, ){5}\d+\b(?! …)"), (12, r"(\d+, ){7}\d+ …")])
+def test_nonfinite_stop_is_obeyed_however_short_the_run(batch: int, named: str) -> None:
+    flags = {"data": "spoilt:dataset", "nonfinite": "stop", "early_stopping_patience": 1, "batch_size": batch}
     ended = trained(**RUN | flags, sets=["data.args.bad=60"])
     assert "NaN or infinite" in ended.error
+    assert re.search(f"of samples {named}", ended.error)
     assert [fault["kind"] for fault in faults()] == ["nonfinite"]
 
 
@@ -118,6 +124,24 @@ def test_a_task_that_evaluates_now_and_then_does_so_after_the_last_epoch_too() -
     Path("even").touch()
     assert judged([0.1, 0.2, 0.3], epochs=5).error == ""
     assert [event["epoch"] for event in journal.read("run/journal.jsonl") if event.get("split") == "val"] == [2, 4, 5]
+
+
+def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is heard of at a log line, long before there is anything new to write."""
+    failures = iter([OSError(ENOSPC, "No space left on device")])
+
+    def save_weights(*parts: Any) -> str:
+        for error in failures:
+            raise error
+        return weights.save_weights(*parts)
+
+    monkeypatch.setattr(record, "save_weights", save_weights)
+    ended = judged([0.3, 0.2, 0.1], log_interval=1)
+    assert ended.error == ""
+    assert [fault["kind"] for fault in faults()] == ["checkpoint"]
+    assert torch.load("run/best.pt", weights_only=True)["metrics"]["epoch"] == 1
 
 
 def test_a_longer_run_has_all_its_patience_again() -> None:
