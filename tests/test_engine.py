@@ -422,7 +422,7 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
             file.write(f"{steps} {phase}\n")
 
     monkeypatch.setattr(Watch, "at", at)
-    assert trained(**RUN | {"max_steps": 2, "batch_size": 10}).summary["status"] == "completed"
+    assert trained(**RUN | {"max_steps": 2, "batch_size": 10, "log_interval": 2}).summary["status"] == "completed"
     pass_ = ["fetching data", "forward", "backward"]
     told = [*pass_, *pass_[:2], "last backward", "reduction"]
     seen = Path("seen.txt").read_text().splitlines()
@@ -431,6 +431,8 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen[first : first + len(told)] == [f"0 {phase}" for phase in told]
     assert "1 agreeing" in seen[first + len(told) : second]
     assert seen[second : second + len(told)] == [f"1 {phase}" for phase in told]
+    after = [line for line in dict.fromkeys(seen) if line.startswith("2 ")]
+    assert after == ["2 logging", "2 evaluating", "2 agreeing", "2 saving"]
 
 
 class Waits(TorchDispatchMode):
