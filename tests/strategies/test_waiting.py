@@ -20,7 +20,7 @@ def network() -> nn.Module:
 
 
 def test_whoever_is_early_waits_for_whoever_is_late() -> None:
-    """Rank 1 is fifty milliseconds late with each step."""
+    """Rank 1 is a fifth of a second late with each step."""
 
     def work(world: World) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
@@ -30,7 +30,7 @@ def test_whoever_is_early_waits_for_whoever_is_late() -> None:
         ):
             for _ in range(3):
                 strategy.begin(2)
-                time.sleep(0.05 * world.rank)
+                time.sleep(0.2 * world.rank)
                 with strategy.accumulating(last=True):
                     strategy.callable(torch.ones(4, 8)).sum().backward()
                 strategy.micro_batch_done(world.rank)
@@ -41,7 +41,7 @@ def test_whoever_is_early_waits_for_whoever_is_late() -> None:
 
     early, late = each_rank(2, work)
     for name in ("ddp", "exact"):
-        assert early[name] - late[name] == pytest.approx(0.05, abs=0.025)
+        assert early[name] - late[name] == pytest.approx(0.2, abs=0.1)
 
 
 def test_only_the_last_gradient_is_watched_after_the_first_step() -> None:
@@ -49,9 +49,10 @@ def test_only_the_last_gradient_is_watched_after_the_first_step() -> None:
     watch = LastBucket(list(model.parameters()), torch.device("cpu"))
     for _ in range(2):
         with watch:
+            time.sleep(0.3)
             model(torch.ones(4, 8)).sum().backward()
             time.sleep(0.01)
-    assert 0.01 <= (watch.read() or 0) < 0.03
+    assert 0.01 <= (watch.read() or 0) < 0.2, "not what came before the last gradient"
     assert len(watch._hooks) == 1
 
 
@@ -76,11 +77,11 @@ def test_on_cuda_events_mark_the_wait_and_only_reading_waits_for_the_last(monkey
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     watch = LastBucket([], torch.device("cuda", 0))
-    for _ in range(2):
+    for _ in range(3):
         with watch:
             assert not synchronized
-    assert watch.read() == pytest.approx(((4 - 1) + (16 - 9)) / 2 / 1000)
-    assert synchronized == [16], "the end of the last pair, after which all are over"
+    assert watch.read() == pytest.approx(((4 - 1) + (16 - 9) + (36 - 25)) / 3 / 1000)
+    assert synchronized == [36], "the end of the last pair, after which all are over"
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:
