@@ -98,9 +98,11 @@ class Plan:
         b = self.batches
         text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {counted(b.workers, 'worker')}"
         product = b.micro_batch * b.accumulation * b.workers
+        because = f" ({self.size_because})" if self.size_because else ""
         if product == b.global_batch:
-            return f"{text} = {b.global_batch} global batch" + (f" ({self.size_because})" if self.size_because else "")
-        text = f"global batch {b.global_batch} as {counted(b.micro_batches, 'micro-batch')} of up to {b.micro_batch}"
+            return f"{text} = {b.global_batch} global batch{because}"
+        up_to = f"of up to {b.micro_batch}{because}"
+        text = f"global batch {b.global_batch} as {counted(b.micro_batches, 'micro-batch')} {up_to}"
         idle = max(0, b.workers - b.micro_batches)
         shared = f", at most {b.accumulation} on each of {counted(b.workers, 'worker')}"
         advice = f"; {counted(idle, 'worker')} idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""

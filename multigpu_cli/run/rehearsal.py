@@ -202,8 +202,7 @@ def _run(learner: Learner, size: int) -> None:
     batch = first_batch(learner.train, min(size * learner.strategy.lanes, learner.train.size))
     for _ in range(2 if learner.world.device.type == "cuda" else 1):
         with learner.strategy.accumulating(last=False), learner.precision.autocast():
-            loss = learner.task.loss_sum(learner.strategy.callable, batch)
-            (loss * 0).backward()
+            learner.task.loss_sum(learner.strategy.callable, batch).backward()
 
 
 def _room_for_state(learner: Learner) -> list[Tensor]:
