@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from multigpu_cli.run import figures, parts
 from multigpu_cli.run.figures import of_all
 from multigpu_cli.run.record import peak_memory
+from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import stored
 from tests.own import tensors
 from tests.run.test_tracing import plain
@@ -43,6 +45,19 @@ def test_waits_are_told_apart() -> None:
 def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
     fields = of_all([(100.0, 0.0, NAN, NAN, 0.0)], {"step_ms": 5.0}, 2)
     assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100], "cpu_utilisation": [0.0]}
+
+
+def test_a_worker_tells_what_it_measured_of_itself() -> None:
+    run: Any = SimpleNamespace(
+        strategy=SimpleNamespace(waited=lambda: None),
+        meters=SimpleNamespace(so_far=lambda reason: {"data_wait": 0.5}[reason], at_work=lambda: 6.0),
+        noise=SimpleNamespace(small_norm=lambda: 2.5),
+        plan=SimpleNamespace(threads=4),
+        world=World(torch.device("cpu")),
+    )
+    told = figures.mine(run, 1000)
+    assert told.dtype == torch.float64
+    assert told.tolist() == pytest.approx([1000, 0.5, NAN, 2.5, 6 / 4], nan_ok=True)
 
 
 def test_a_gpu_adds_its_own() -> None:

@@ -145,6 +145,12 @@ def test_auto_finds_the_largest_that_fits(
     assert ended.summary["faults"] == []
 
 
+def test_auto_says_when_nothing_fits() -> None:
+    ended = trained(**RUN | GREEDY | {"batch_size": "auto"}, sets=["model.args.limit=0"])
+    assert "--batch-size auto: out of memory with a single sample" in ended.error
+    assert not Path("run").exists()
+
+
 def test_auto_begins_with_two_where_batch_norm_cannot_train_on_one() -> None:
     ended = trained(**RUN | {"model": "tests.own:net", "batch_size": "auto"})
     assert ended.error == ""
