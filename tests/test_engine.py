@@ -61,6 +61,9 @@ def test_a_run_leaves_what_the_contract_says() -> None:
         (4, "test", 22),
     ]
     assert [event["step"] for event in events("checkpoint")] == [3, 6, 9, 12]
+    assert all(0 < event["seconds"] < 60 and 0 <= event["stall_seconds"] < 60 for event in events("checkpoint"))
+    last = Path("run/checkpoints/step_00000012")
+    assert events("checkpoint")[-1]["bytes"] == (last / "state.pt").stat().st_size
     assert len(events("start")) == len(events("end")) == 1
     assert summary["startup_seconds"] > 0
 

@@ -12,7 +12,6 @@ from tests.mutants.copy import Copy
 from tests.mutants.mutations import Mutation
 from tests.mutants.results import add_line, read_lines
 
-_PPO = "tests/together/test_ppo.py"
 _RUNS = ("tests/run/", "tests/api/", "tests/test_engine.py")
 _NEAR = {
     "planning": ("tests/planning/", "tests/commands/test_plan.py", *_RUNS),
@@ -22,8 +21,9 @@ _NEAR = {
         "tests/monitor/",
         "tests/faults/",
         "tests/config/test_pinned.py",
+        "tests/together/test_ppo.py",
+        "tests/test_own_code.py",
         "tests/test_wrong_requests.py",
-        _PPO,
         *_RUNS,
     ),
     "engine.py": ("tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),

@@ -124,20 +124,20 @@ def test_an_evaluation_stops_where_smaller_batches_are_not_wanted(flags: dict[st
 
 
 @pytest.mark.parametrize(
-    ("limit", "share", "found", "because"),
+    ("limit", "workers", "share", "found", "because"),
     [
-        (1, 20, 1, "measured: 2 does not fit"),
-        (3, 20, 2, "measured: 4 does not fit"),
-        (8, 16, 8, "measured: 16 does not fit"),
-        (20, 20, 16, "the largest that is of use here"),
-        (99, 20, 16, "the largest that is of use here"),
+        (1, 1, 20, 1, "measured: 2 does not fit"),
+        (3, 1, 20, 2, "measured: 4 does not fit"),
+        (8, 1, 16, 8, "measured: 16 does not fit"),
+        (20, 1, 20, 16, "the largest that is of use here"),
+        (99, 2, 15, 8, "the largest that is of use here"),
     ],
 )
 def test_auto_finds_the_largest_that_fits(
-    limit: int, share: int, found: int, because: str, capfd: pytest.CaptureFixture[str]
+    limit: int, workers: int, share: int, found: int, because: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = RUN | GREEDY | {"batch_size": "auto", "global_batch_size": share, "screen": "verbose"}
-    ended = trained(**flags, sets=[f"model.args.limit={limit}"])
+    ended = trained(workers, **flags, sets=[f"model.args.limit={limit}"])
     assert ended.error == ""
     [start] = [event for event in journal.read("run/journal.jsonl") if event["event"] == "start"]
     assert start["plan"]["batch_size"] == found

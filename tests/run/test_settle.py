@@ -15,6 +15,7 @@ from multigpu_cli.run.unfit import beyond_the_data
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
+from tests.own import tensors
 
 ALONE = World(torch.device("cpu"))
 SINGLE = Choice("single", (ALONE.device,), 0, "a test")
@@ -53,6 +54,11 @@ def test_a_fixed_global_batch_does_not() -> None:
     assert {plan.batches.global_batch for plan in plans} == {20}
     assert {plan.rate.value for plan in plans} == {plans[0].rate.value}
     assert [plan.batches.accumulation for plan in plans] == [4, 2, 1]
+
+
+def test_the_plan_has_a_base_rate_where_the_rate_was_not_given() -> None:
+    rates = [settled(**flags).plan.base_lr for flags in ({}, {"base_lr": 0.2}, {"lr": 0.3})]
+    assert rates == [1e-3, 0.2, None]
 
 
 def test_accumulation_counts_in_the_rate() -> None:
@@ -220,7 +226,13 @@ def test_what_is_wrong_with_device_and_data_is_told_together() -> None:
     assert all(flag in str(refused.value) for flag in ("--amp fp16", "--sync-bn", "--data har needs --data-dir"))
 
 
+def channels(split: str, seed: int, mode: str) -> Any:
+    return tensors(split, seed)
+
+
 def test_flags_without_effect_here_are_named() -> None:
+    assert settled(mode="average").plan.idle == ["--mode"]
+    assert settled(mode="average", data="tests.run.test_settle:channels").plan.idle == []
     assert settled(bucket_cap_mb=5, data_on_device="on").plan.idle == ["--bucket-cap-mb", "--data-on-device"]
     assert settled(2, bucket_cap_mb=5).plan.idle == []
 
