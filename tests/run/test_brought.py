@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from multigpu_cli.data.base import Source
 from multigpu_cli.errors import RequestError
@@ -27,6 +28,14 @@ def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None
     first, second = each_rank(2, work)
     assert first == second
     assert first[0] == ["of rank", 0]
+
+
+def test_the_plan_names_what_moves_the_rate() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert Brought(SOURCE, model, optimizer=optimizer).rate_because() == "that of your SGD"
+    by_epoch = Brought(SOURCE, model, optimizer=optimizer, scheduler=StepLR(optimizer, 1))
+    assert by_epoch.rate_because() == "that of your SGD, moved by StepLR after each epoch"
 
 
 def test_an_optimizer_moves_what_learns_and_nothing_else() -> None:

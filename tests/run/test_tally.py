@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def means(folder: str) -> dict[int, float]:
 
 def weighted(losses: dict[int, float], weights: dict[int, int], steps: range) -> float:
     return math.fsum(losses[step] * weights[step] for step in steps) / sum(weights[step] for step in steps)
+
+
+def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tally, "_MOST_LOOSE", 2)
+    losses, values = Tally(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
+    first = weakref.ref(values[0])
+    losses.add(0, 3, dict(enumerate(values)), 3)
+    values.clear()
+    assert first() is None, "small tensors hold whole blocks of a GPU's memory"
+    losses.read()
+    assert losses.last == 1
 
 
 @pytest.mark.parametrize("loose", [1000, 2])
