@@ -103,11 +103,12 @@ def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
     assert line["comm_share"] is None
 
 
-@pytest.mark.parametrize(("workers", "global_batch"), [(1, 10), (2, 20), (2, 15)])
+@pytest.mark.parametrize(("workers", "global_batch"), [(1, 10), (1, 25), (2, 20), (2, 15)])
 def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, workers: int, global_batch: int) -> None:
     """Micro-batch and global batch of a step then have the same mean gradient, whatever losses were multiplied by.
 
-    Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two.
+    Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two. With 25 in
+    a step the last one of an epoch has 10.
     """
     flags: dict[str, Any] = {"model": "tests.run.test_tracing:plain", "lr": 1e-2}
     flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 12, "log_interval": 2}

@@ -17,8 +17,10 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, signed
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.returning import note_recovery
+from multigpu_cli.run.returning import bring_best, note_recovery
 from multigpu_cli.runtime.elastic import Last
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
 from tests.trained import Ended, trained
 
 RUN = {"global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run"}
@@ -104,6 +106,28 @@ def test_a_fork_has_the_best_weights_of_its_own_past() -> None:
     ended = scored([0.0, 0.0], **place)
     assert (ended.summary["best"]["step"], best_step("fork")) == (12, 12)
     assert weights_of("fork/best.pt") == weights_of("run/checkpoints/step_00000012/state.pt")
+
+
+def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() -> None:
+    scored([0.1, 0.4, 0.3, 0.2])
+    path = Path("run/checkpoints/step_00000024")
+    start = SimpleNamespace(checkpoint=str(path), holder=1, manifest=read_manifest(path))
+
+    def work(world: World) -> str:
+        folder = Path(f"node_{world.rank}")
+        folder.mkdir()
+        run: Any = SimpleNamespace(
+            world=world,
+            settled=SimpleNamespace(start=start),
+            progress=SimpleNamespace(best={"step": 12}, step=24),
+            folder=folder,
+            best_sum="",
+        )
+        return bring_best(run)
+
+    assert each_rank(2, work) == ["", ""]
+    assert (best_step("node_0"), best_step("node_1")) == (12, None), "the first one writes it"
+    assert weights_of("node_0/best.pt") == weights_of("run/best.pt")
 
 
 @pytest.mark.parametrize("scores", [[0.0, 0.0], [0.25, 0.0]], ids=["nothing better", "better than what it knew"])
