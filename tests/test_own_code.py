@@ -35,24 +35,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """It came from somebody else, with a module beside it that leaves a mark when it is imported."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # whoever imports it: gymnasium would look nowhere else
     shutil.copytree(made, "run")
     Path("planted.py").write_text(PLANTED)
     return Path("run")
 
 
+ACTING: dict[str, Any] = {"task": "ppo", "model": "actor-critic", "data.args": {}}
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "planted:net"}, "--model planted:net"),
-    "a command": ({"model": "subprocess:run"}, "--model subprocess:run"),
+    "a command": ({"model": "subprocess:run", "model.args": {"args": ["touch", "ran"]}}, "--model subprocess:run"),
     "data": ({"data": "planted:tensors"}, "--data planted:tensors"),
     "task": ({"task": "planted:Classification"}, "--task planted:Classification"),
-    "gym": ({"data": "gym:planted:Env-v0"}, "--data gym:planted:Env-v0"),
-    "gym's id": ({"data": "gym:A-v0", "data.args": {"id": "planted:Env-v0"}}, "data.args.id=planted:Env-v0"),
+    "gym": (ACTING | {"data": "gym:planted:Env-v0"}, "--data gym:planted:Env-v0"),
+    "gym's id": (ACTING | {"data": "gym:A-v0", "data.args": {"id": "planted:Env-v0"}}, "data.args.id=planted:Env-v0"),
     "within": ({"task.args": {"loss": [{"of": "planted:net"}]}}, "task.args.loss.0.of=planted:net"),
 }
 """What may stand in a checkpoint's settings and in the label of weights, and how it is called."""
 
 TRAIN: list[list[str]] = [
-    ["--save-dir", "run"],
+    ["--save-dir", "run", "--max-steps", "3"],
     ["--resume", "run", "--save-dir", "new"],
     ["--resume", f"run/{CHECKPOINT}", "--save-dir", "new"],
     ["--resume", f"run/{CHECKPOINT}"],
@@ -110,11 +112,24 @@ def test_what_only_a_file_names_is_refused_by_name(
     told, called = KINDS[kind]
     plant(run, told)
     before = everything()
-    assert ended(words) == 2
+    code = ended(words)
+    assert not Path("ran").exists()
+    assert code == 2
     said = capfd.readouterr().err
     assert f"names code that this command does not: {called}\n" in said
     assert "--own-code" in said
-    assert everything() == before, "nothing ran, and nothing was touched"
+    assert everything() == before, "and nothing was touched"
+
+
+def test_own_code_of_the_command_is_not_handed_the_name_of_another(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """That network makes the one within it by name."""
+    plant(run, {"model": "tests.own:Double", "model.args": {"network": "planted:net"}})
+    code = ended(["--save-dir", "run", "--max-steps", "3", "--model", "tests.own:Double"])
+    assert not Path("ran").exists()
+    assert code == 2
+    assert "names code that this command does not: model.args.network=planted:net\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", LOOK, ids=" ".join)
