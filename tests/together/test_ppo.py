@@ -86,11 +86,12 @@ def test_steps_that_a_moved_policy_leaves_out_were_not_taken() -> None:
 
 
 def test_a_skipped_step_is_named_also_where_others_were_left_out_after_it() -> None:
-    """Two steps of an update are taken, of three micro-batches each: the ninth is in the first of the second update."""
-    more = ["task.args.target_kl=1e-9", "model.args.at=9"]
+    """The first two of four steps of an update are taken, of three micro-batches each; this is in the fourth taken."""
+    more = ["task.args.target_kl=1e-9", "model.args.at=12"]
     summary = done(1, *more, model="tests.acting:overflowing", lr=1e-2)
+    assert summary["steps"] == 8
     assert [fault["action"].split(", of samples")[0] for fault in summary["faults"]] == [
-        "1 step skipped: the gradient was NaN or infinite, last in step 5"
+        "1 step skipped: the gradient was NaN or infinite, last in step 6"
     ]
 
 
