@@ -50,14 +50,16 @@ def trained(
     attempt: int = 0,
     dry_run: bool = False,
     screen: str = "quiet",
+    apart: bool = False,
     **flags: Any,
 ) -> Ended:
     """Train with OWN and these flags on so many workers; 1 trains in one process without a group.
 
+    `apart`: each is on a node of its own, with node0, node1, … as working directory.
     As an agent does, the others are killed once one of them is gone for another reason than being done.
     """
     fork, agent = get_context("fork"), Agent(workers)
-    request = (OWN | flags, list(sets), recipe, dry_run, screen)
+    request = (OWN | flags, list(sets), recipe, dry_run, screen, apart)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
         pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
@@ -151,9 +153,12 @@ def _rank(
     rank: int,
     pipes: list[tuple[Connection, Connection]],
 ) -> None:
-    flags, sets, recipe, dry_run, screen = request
+    flags, sets, recipe, dry_run, screen, apart = request
     faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
     os.environ.update(environ | agent.variables(rank, attempt))
+    if apart:
+        os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+        os.chdir(f"node{rank}")
     settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:

@@ -184,6 +184,23 @@ def test_an_older_checkpoint_in_place_of_a_damaged_one_has_its_own_best() -> Non
     assert weights_of("run/best.pt") == weights_of("run/checkpoints/step_00000012/state.pt")
 
 
+def test_on_disks_of_their_own_too_the_best_is_of_the_past_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1 has trained alone, and goes back with rank 0 on a node that has nothing yet."""
+    flags = {"global_batch_size": 10, "batch_size": 5}
+    for node in ("node0", "node1"):
+        Path(node).mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir("node1")
+        scored(RISING, **flags)
+    for node in ("node0", "node1"):
+        Path(node, "scores.json").write_text(json.dumps([0.0, 0.0]))
+    again = SCORED | flags | {"save_dir": None, "resume": "run/checkpoints/step_00000012"}
+    assert 0 in trained(2, **again, apart=True, environ=FIRST_PASS).killed
+    assert best_step("node0/run") == 12
+    ended = trained(2, **again, apart=True)
+    assert ended.summary["best"]["step"] == best_step("node0/run") == 12
+
+
 def test_whoever_writes_into_best_pt_harms_neither_the_checkpoints_nor_the_end() -> None:
     scored([0.4, 0.1], epochs=2)
     true = Path("run/best.pt").read_bytes()
