@@ -27,7 +27,8 @@ class Nvml:
     """The library for these GPUs.
 
     Args:
-        cards: what each GPU says; a field that is None is not supported.
+        cards: what each GPU says; a field that is None is not supported, and none of a card that is `lost`. Its `uuid`
+            is GPU-00000000 and so on by its number, where it says no other.
         levels: the topology level of a pair; 50 (across sockets) where it is not named.
     """
 
@@ -48,7 +49,15 @@ class Nvml:
         return len(self._cards)
 
     def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        if self._cards[number].get("lost"):
+            raise Error("GPU is lost")
         return number
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        for number in range(len(self._cards)):
+            if self.nvmlDeviceGetUUID(number) == uuid:
+                return self.nvmlDeviceGetHandleByIndex(number)
+        raise Error("Not Found")
 
     def nvmlSystemGetDriverVersion(self) -> bytes:
         return self._driver.encode()  # as older bindings answer
@@ -60,7 +69,7 @@ class Nvml:
         return str(self._of(gpu, "name"))
 
     def nvmlDeviceGetUUID(self, gpu: int) -> str:
-        return f"GPU-{gpu:08d}"
+        return str(self._cards[gpu].get("uuid", f"GPU-{gpu:08d}"))
 
     def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
         return SimpleNamespace(total=self._of(gpu, "total"), used=self._of(gpu, "used"))
@@ -108,6 +117,8 @@ class Nvml:
 
     def _of(self, gpu: int, field: str) -> Any:
         value = self._cards[gpu].get(field)
+        if self._cards[gpu].get("lost"):
+            raise Error("GPU is lost")
         if value is None:
             raise Error("not supported")
         return value

@@ -65,8 +65,8 @@ def findings(facts: Facts) -> Iterator[Finding]:
     for gpu in facts.gpus:
         yield _gpu(gpu, facts)
     yield from _leftovers(facts)
-    if len(facts.gpus) > 1:
-        yield _alike(facts.gpus)
+    if len(reachable := [gpu for gpu in facts.gpus if not gpu.unreachable]) > 1:
+        yield _alike(reachable)
     yield from _connections(facts)
 
 
@@ -112,13 +112,17 @@ def _reachable(facts: Facts) -> Iterator[Finding]:
 
 
 def _gpu(gpu: Gpu, facts: Facts) -> Finding:
-    free = (gpu.memory_total - gpu.memory_used) / _GIB
-    said = f"{gpu.name}, {gpu.memory_total / _GIB:.1f} GiB ({free:.1f} free)"
+    name, said = f"GPU {gpu.number}", gpu.name
+    if gpu.unreachable:
+        fix = "reboot where it is lost; meanwhile CUDA_VISIBLE_DEVICES without it"
+        return Finding(name, "fail", f"can't be asked: {gpu.unreachable}", fix)
+    if gpu.memory_total is not None and gpu.memory_used is not None:
+        free = (gpu.memory_total - gpu.memory_used) / _GIB
+        said += f", {gpu.memory_total / _GIB:.1f} GiB ({free:.1f} free)"
     if gpu.capability:
         said += f", compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     extra = ((gpu.utilisation, "{} % busy"), (gpu.temperature, "{} °C"), (gpu.power, "{:.0f} W"))
     said += "".join(f", {form.format(value)}" for value, form in extra if value is not None)
-    name = f"GPU {gpu.number}"
     if gpu.capability and facts.architectures and not _runs(gpu.capability, facts.architectures):
         built = " ".join(facts.architectures)
         return Finding(
@@ -129,7 +133,7 @@ def _gpu(gpu: Gpu, facts: Facts) -> Finding:
             name, "warn", f"{said}\ncut into MIG instances: NCCL can't join those", "one process per instance"
         )
     users = [_tenant(tenant.pid, tenant.memory, facts) for tenant in gpu.tenants]
-    busy = (gpu.utilisation or 0) > 10 or gpu.memory_used > _MUCH * gpu.memory_total
+    busy = (gpu.utilisation or 0) > 10 or (gpu.memory_used or 0) > _MUCH * (gpu.memory_total or 0)
     if busy and users:
         others = ",".join(str(other.number) for other in facts.gpus if other.number != gpu.number)
         fix = f"wait for them, or use other GPUs: CUDA_VISIBLE_DEVICES={others}" if others else "wait for them"
@@ -155,20 +159,24 @@ def _leftovers(facts: Facts) -> Iterator[Finding]:
 
 
 def _alike(gpus: Sequence[Gpu]) -> Finding:
-    kinds = {(gpu.name, gpu.capability, round(gpu.memory_total / _GIB)) for gpu in gpus}
+    kinds = {(gpu.name, gpu.capability, round(_memory(gpu) / _GIB)) for gpu in gpus}
     if len(kinds) == 1:
         return Finding("equal GPUs", "ok", f"{len(gpus)} of one kind")
-    least = min(gpus, key=lambda gpu: gpu.memory_total)
-    said = "; ".join(f"GPU {gpu.number} {gpu.name} {gpu.memory_total / _GIB:.0f} GiB" for gpu in gpus)
+    least = min(gpus, key=_memory)
+    said = "; ".join(f"GPU {gpu.number} {gpu.name} {_memory(gpu) / _GIB:.0f} GiB" for gpu in gpus)
     said += f"\nshares are equal, so the slowest sets the pace, and GPU {least.number} with the least memory the batch"
-    best = [gpu.number for gpu in gpus if (gpu.name, gpu.memory_total) == _most_common(gpus)]
+    best = [gpu.number for gpu in gpus if (gpu.name, _memory(gpu)) == _most_common(gpus)]
     listed = ",".join(map(str, best))
     return Finding("equal GPUs", "warn", said, f"only GPUs of one kind: CUDA_VISIBLE_DEVICES={listed}")
 
 
 def _most_common(gpus: Sequence[Gpu]) -> tuple[str, int]:
-    kinds = [(gpu.name, gpu.memory_total) for gpu in gpus]
+    kinds = [(gpu.name, _memory(gpu)) for gpu in gpus]
     return max(kinds, key=lambda kind: (kinds.count(kind), kind[1]))
+
+
+def _memory(gpu: Gpu) -> int:
+    return gpu.memory_total or 0
 
 
 def _connections(facts: Facts) -> Iterator[Finding]:

@@ -36,19 +36,20 @@ class Gpu:
     Attributes:
         number: NVML's, in the order of the PCI bus, whatever CUDA_VISIBLE_DEVICES says.
         capability: compute capability, as (9, 0).
-        memory_total, memory_used: bytes.
+        memory_total, memory_used: bytes; None also where a GPU has no memory of its own.
         utilisation: per cent of the last second or so in which some kernel ran.
         temperature: °C. power: watts.
         mig: the GPU is cut into instances.
         pcie, pcie_most: (generation, lanes), now and at best; idle GPUs may run at a lower generation.
+        unreachable: why NVML can't ask it anything (it has fallen off the bus, say); "" where it can.
     """
 
     number: int
-    name: str
-    uuid: str
-    capability: tuple[int, int] | None
-    memory_total: int
-    memory_used: int
+    name: str = "unknown"
+    uuid: str = ""
+    capability: tuple[int, int] | None = None
+    memory_total: int | None = None
+    memory_used: int | None = None
     utilisation: int | None = None
     temperature: int | None = None
     power: float | None = None
@@ -56,6 +57,7 @@ class Gpu:
     pcie: tuple[int, int] | None = None
     pcie_most: tuple[int, int] | None = None
     tenants: tuple[Tenant, ...] = ()
+    unreachable: str = ""
 
 
 def opened() -> Any:
@@ -77,7 +79,13 @@ def opened() -> Any:
 
 def gpus(nvml: Any) -> list[Gpu]:
     """Every GPU of the machine."""
-    return [_gpu(nvml, number, _handle(nvml, number)) for number in range(nvml.nvmlDeviceGetCount())]
+    found = []
+    for number in range(_asked(nvml, nvml.nvmlDeviceGetCount) or 0):
+        try:
+            found.append(_gpu(nvml, number, nvml.nvmlDeviceGetHandleByIndex(number)))
+        except nvml.NVMLError as error:
+            found.append(Gpu(number, unreachable=f"NVML: {error}"))
+    return found
 
 
 def driver(nvml: Any) -> tuple[str, tuple[int, int]]:
@@ -88,24 +96,26 @@ def driver(nvml: Any) -> tuple[str, tuple[int, int]]:
 
 def links(nvml: Any) -> dict[tuple[int, int], str]:
     """How each pair of GPUs is connected."""
-    handles = [_handle(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
-    active = [_active_links(nvml, handle) for handle in handles]
-    found = {}
-    for one, first in enumerate(handles):
-        for other in range(one + 1, len(handles)):
-            by_nvlink = _asked(
-                nvml, nvml.nvmlDeviceGetP2PStatus, first, handles[other], nvml.NVML_P2P_CAPS_INDEX_NVLINK
-            )
-            level = _asked(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, first, handles[other])
-            if by_nvlink == nvml.NVML_P2P_STATUS_OK and active[one]:
-                found[one, other] = f"NVLink ({active[one]} links)"
-            else:
-                found[one, other] = _TOPOLOGY.get(level, "unknown") if level is not None else "unknown"
-    return found
+    count = range(_asked(nvml, nvml.nvmlDeviceGetCount) or 0)
+    handles = {number: _asked(nvml, nvml.nvmlDeviceGetHandleByIndex, number) for number in count}
+    pairs = [(one, other) for one in count for other in count if one < other]
+    return {(one, other): _link(nvml, handles[one], handles[other]) for one, other in pairs}
+
+
+def _link(nvml: Any, one: Any, other: Any) -> str:
+    """How two GPUs are connected; a handle is None where NVML can't reach the GPU."""
+    if one is None or other is None:
+        return "unknown"
+    by_nvlink = _asked(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    active = _active_links(nvml, one)
+    if by_nvlink == nvml.NVML_P2P_STATUS_OK and active:
+        return f"NVLink ({active} links)"
+    level = _asked(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    return _TOPOLOGY.get(level, "unknown")
 
 
 def _gpu(nvml: Any, number: int, handle: Any) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     power = _asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     mig = _asked(nvml, nvml.nvmlDeviceGetMigMode, handle)
@@ -116,8 +126,8 @@ def _gpu(nvml: Any, number: int, handle: Any) -> Gpu:
         name=_text(nvml.nvmlDeviceGetName(handle)),
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         capability=None if capability is None else tuple(capability),
-        memory_total=memory.total,
-        memory_used=memory.used,
+        memory_total=None if memory is None else memory.total,
+        memory_used=None if memory is None else memory.used,
         utilisation=None if rates is None else rates.gpu,
         temperature=_asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power=None if power is None else power / 1000,
@@ -137,10 +147,6 @@ def _active_links(nvml: Any, handle: Any) -> int:
     return sum(_asked(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) == 1 for link in range(_LINKS))
 
 
-def _handle(nvml: Any, number: int) -> Any:
-    return nvml.nvmlDeviceGetHandleByIndex(number)
-
-
 def _asked(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
     """The answer, or None where this GPU or driver has none."""
     try:
@@ -154,35 +160,46 @@ def _text(said: str | bytes) -> str:
     return said.decode() if isinstance(said, bytes) else said
 
 
+_Look = tuple[float | None, ...]  # utilisation, temperature, watts, bytes
+
+
 class Sampler:
-    """Asks about one GPU again and again, in a thread beside the training; without NVML it stays silent.
+    """Asks about one GPU again and again, in a thread beside the training; what NVML does not say is unknown.
 
     Args:
-        uuid: of the GPU, as NVML writes it.
+        uuid: of the GPU, or of the MIG instance, as torch writes it.
         nvml: the library; None opens the real one.
         every: seconds between two looks.
+
+    Attributes:
+        missing: why something is unknown, as NVML said last; "" where it has answered everything.
     """
 
     def __init__(self, uuid: str, nvml: Any = None, every: float = 1.0) -> None:
         self.missing = ""
-        self._every, self._seen, self._lock = every, [], threading.Lock()  # type: ignore[var-annotated]
-        self._over = threading.Event()
+        self._every, self._lock, self._over = every, threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._seen: list[_Look] = []
+        self._last: _Look = (None,) * 4
         try:
             self._nvml = opened() if nvml is None else nvml
+            self._handle = _handle(self._nvml, uuid)
         except NoNvml as reason:
             self.missing = str(reason)
             return
-        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._last = self._look()
         self._thread = threading.Thread(target=self._look_on, name="gpu sampler", daemon=True)
         self._thread.start()
 
     def read(self) -> list[float]:
-        """Means since the last call: utilisation in %, °C, watts, bytes of memory in use by everybody; NaN: unknown."""
+        """Means since the last call: utilisation in %, °C, watts, bytes of memory in use by everybody; NaN: unknown.
+
+        Where nobody has looked since, what was seen last.
+        """
         with self._lock:
-            seen, self._seen = self._seen, []
-        columns = list(zip(*seen, strict=True)) or [()] * 4
-        known = [[value for value in column if value is not None] for column in columns]
+            seen, self._seen = self._seen or [self._last], []
+            self._last = seen[-1]
+        known = [[value for value in column if value is not None] for column in zip(*seen, strict=True)]
         return [sum(values) / len(values) if values else math.nan for values in known]
 
     def close(self) -> None:
@@ -193,18 +210,38 @@ class Sampler:
 
     def _look_on(self) -> None:
         while not self._over.wait(self._every):
-            now = _changing(self._nvml, self._handle)
+            now = self._look()
             with self._lock:
                 self._seen.append(now)
 
+    def _look(self) -> _Look:
+        nvml = self._nvml
+        rates, power = self._asked(nvml.nvmlDeviceGetUtilizationRates), self._asked(nvml.nvmlDeviceGetPowerUsage)
+        memory = self._asked(nvml.nvmlDeviceGetMemoryInfo)
+        return (
+            None if rates is None else rates.gpu,
+            self._asked(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            None if power is None else power / 1000,
+            None if memory is None else memory.used,
+        )
 
-def _changing(nvml: Any, handle: Any) -> tuple[float | None, ...]:
-    rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
-    power = _asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-    memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    return (
-        None if rates is None else rates.gpu,
-        _asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        None if power is None else power / 1000,
-        None if memory is None else memory.used,
-    )
+    def _asked(self, question: Callable[..., Any], *more: Any) -> Any:
+        try:
+            return question(self._handle, *more)
+        except self._nvml.NVMLError as error:
+            self.missing = f"NVML: {error}"
+            return None
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """What NVML knows a GPU, or a MIG instance, by.
+
+    Raises:
+        NoNvml: it knows neither, or has lost it.
+    """
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError as error:
+        if (instance := _asked(nvml, nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}")) is not None:
+            return instance
+        raise NoNvml(f"NVML: {error}") from error

@@ -1,7 +1,7 @@
 """What each rank tells of itself at a log line: one vector, so that one small collective brings all of it to all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,22 @@ def of_all(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int)
     for name, values in zip(("memory_reserved", *_OF_A_GPU), more, strict=False):
         fields[name] = [None if math.isnan(value) else value for value in values]
     return fields
+
+
+def unseen(run: Run, fields: Mapping[str, Any]) -> str:
+    """What NVML does not say of which GPUs, in words; "" where nothing has gone blank since this was last asked.
+
+    Args:
+        fields: of a `train` line.
+    """
+    blank = {(name, rank) for name in _OF_A_GPU for rank, value in enumerate(fields.get(name, ())) if value is None}
+    new, run.unseen = blank - run.unseen, run.unseen | blank
+    if not new:
+        return ""
+    ranks = sorted({rank for _, rank in new})
+    names = ", ".join(name for name in _OF_A_GPU if any(name == each for each, _ in new))
+    why = f" ({run.sampler.missing})" if run.sampler and run.sampler.missing and run.world.rank in ranks else ""
+    return f"{names} of the GPU of rank {', '.join(map(str, ranks))}: not known{why}, null in the journal"
 
 
 def of_the_device(run: Run, samples_per_second: float) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Run(Learner):
     snapshot: dict[str, Any] | None = None  # the state that was written last, or is being written
     best_sent: dict[str, Tensor] | None = None  # those that the checkpoint in flight writes
     best_sum: str = ""  # SHA-256 of the best weights that were written, on rank 0
+    unseen: frozenset[tuple[str, int]] = frozenset()  # what NVML does not say of which rank's GPU, as the user knows
     before: Last | None = None  # how the attempt before this one ended, until a step of this one is done
 
     @property
@@ -148,7 +149,7 @@ def _sampler(device: torch.device, stack: ExitStack) -> "Sampler | None":
         return None
     from multigpu_cli.monitor.gpu import Sampler  # late: there is a GPU to watch
 
-    sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    sampler = Sampler(str(torch.cuda.get_device_properties(device).uuid))
     stack.callback(sampler.close)
     return sampler
 

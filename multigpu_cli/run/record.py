@@ -103,6 +103,8 @@ def log_step(run: Run, outcome: Outcome) -> None:
         **run.task.told(steps * rates["step_ms"] / 1e3),
     }
     run.console.train(run.journal.write("train", **fields))
+    if blank := figures.unseen(run, fields):
+        run.console.note(blank)
     if run.writer.done:
         _hear_of_the_last(run)
     look_for_nonfinite(run)
