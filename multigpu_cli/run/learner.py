@@ -276,9 +276,19 @@ def _strategy(model: nn.Module, choice: Choice, world: World, settled: Settled) 
     return Single(model)
 
 
+_COMPILERS = {  # of what torch generates; on CUDA Triton builds what launches its kernels, in C
+    "cpu": ("C++", ("g++", "c++", "clang++")),
+    "cuda": ("C", ("gcc", "clang")),
+}
+
+
 def _compiled(model: nn.Module, wanted: str, device: torch.device) -> nn.Module:
     if wanted == "off":
         return model
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
-        raise RequestError(f"--compile {wanted} on CPU needs a C++ compiler, and there is none", remedy="--compile off")
+    language, names = _COMPILERS[device.type]
+    if not any(map(shutil.which, names)):
+        raise RequestError(
+            f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and there is none",
+            remedy=f"--compile off, or install {names[0]}",
+        )
     return Compiled(model, None if wanted == "default" else wanted)

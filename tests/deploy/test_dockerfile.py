@@ -50,3 +50,10 @@ def test_all_that_the_wheel_is_built_from_is_copied() -> None:
     named |= {f"{module}.py" for module in project["tool"]["setuptools"]["py-modules"]}
     named |= set(project["tool"]["setuptools"]["script-files"]) | {"configs", "multigpu_cli", "pyproject.toml"}
     assert copied == named
+
+
+def test_it_can_compile() -> None:
+    """Triton and torch's own compiler build with gcc and g++, and a runtime image has neither (pytorch#116696)."""
+    [final] = [number for number, line in enumerate(lines()) if line == "FROM ${BASE}"]
+    [installed] = [line for line in lines()[final:] if "apt-get install" in line]
+    assert {"g++", "tini"} <= set(installed.split("apt-get install")[1].split("&&")[0].split())

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.errors import OutOfMemory
-from multigpu_cli.run.learner import Learner, build_learner
+from multigpu_cli.errors import OutOfMemory, RequestError
+from multigpu_cli.run.learner import Learner, _compiled, build_learner
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
@@ -94,3 +94,12 @@ def test_layers_that_get_their_weights_from_the_first_batch_get_the_same_ones_wh
 def test_a_network_that_does_not_take_two_samples_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="rank 0 ran out of memory"):
         learner(tmp_path, "model.args.evaluation=1", model="tests.awkward:greedy", data="tests.own:tensors")
+
+
+@pytest.mark.parametrize(("kind", "language"), [("cpu", "C++"), ("cuda", "C")])
+def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, kind: str, language: str) -> None:
+    """Triton, on a GPU, would say so only in the first pass, and a container's runtime image has none."""
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RequestError) as raised:
+        _compiled(nn.Linear(1, 1), "default", torch.device(kind))
+    assert f"--compile default on {kind.upper()} needs a {language} compiler" in raised.value.problem
