@@ -1,10 +1,12 @@
-"""Counts and clocks of a run, kept on the host: no tensor is touched, so no step waits for them."""
+"""Counts and clocks of a run: no tensor is touched, so no step waits for them."""
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+
+from multigpu_cli.runtime.stopwatch import Stopwatch
 
 
 class Quantiles:
@@ -39,7 +41,8 @@ class Meters:
 
     Args:
         device_runs_ahead: the host only queues work (CUDA), so single steps cannot be timed without making it wait;
-            each step then counts with the mean of its window, and the caller reads after it has waited for the device.
+            each step then counts with the mean of its window, waits are those of the device, and the caller reads after
+            it has waited for the device.
         clock: seconds that never go back.
         cpu: seconds that all threads of this process were at work.
     """
@@ -61,6 +64,7 @@ class Meters:
         if not self.steps:
             self._last, self.seconds = self._clock(), 0.0
             self._step_so_far = 0.0  # of a step that a pause or a read cuts in two
+            self._waits: dict[str, Stopwatch] = {}
             self._window = _Window(self._cpu())
 
     def step(self, samples: int) -> None:
@@ -74,22 +78,20 @@ class Meters:
         self.steps += 1
         self.samples += samples
 
-    def waiting(self, reason: str) -> AbstractContextManager[None]:
-        """Time inside counts as training and as a share of its own: 'data_wait' gives `data_wait_share`."""
-        return _Waiting(self, reason, self._clock)
+    def waiting(self, reason: str) -> Stopwatch:
+        """Time inside counts as training, and by its reason."""
+        if reason not in self._waits:
+            self._waits[reason] = Stopwatch(of_gpu=self._runs_ahead, clock=self._clock)
+        return self._waits[reason]
 
-    def waited(self, reason: str, seconds: float) -> None:
-        """Count seconds that something else has measured, such as 'comm' by the strategy."""
-        self._window.waits[reason] = self._window.waits.get(reason, 0.0) + seconds
+    def waited(self, reason: str) -> float:
+        """Seconds waited for this reason since this was last asked."""
+        return self.waiting(reason).read()[0]
 
     @property
     def steps_so_far(self) -> int:
         """Steps since the last `read`."""
         return self._window.steps
-
-    def so_far(self, reason: str) -> float:
-        """Seconds waited for this reason since the last `read`."""
-        return self._window.waits.get(reason, 0.0)
 
     def at_work(self) -> float:
         """CPU seconds of all threads of this process since the last `read`; loader processes have their own."""
@@ -107,17 +109,15 @@ class Meters:
             self._window.cpu += self._cpu() - began
 
     def read(self) -> dict[str, float]:
-        """`samples_per_second`, `step_ms` and every `…_share` of the window since the last read, which ends here."""
+        """`samples_per_second` and `step_ms` of the window since the last read, which ends here."""
         self._step_so_far += self._elapsed()
         window, self._window = self._window, _Window(self._cpu())
         if self._runs_ahead and window.steps:
             self._times.add(window.seconds / window.steps, window.steps)
-        rates = {
+        return {
             "samples_per_second": _ratio(window.samples, window.seconds),
             "step_ms": 1e3 * _ratio(window.seconds, window.steps),
         }
-        shares = {f"{reason}_share": _ratio(seconds, window.seconds) for reason, seconds in window.waits.items()}
-        return rates | shares
 
     @property
     def samples_per_second(self) -> float:
@@ -136,26 +136,12 @@ class Meters:
         return elapsed
 
 
-class _Waiting:
-    """No generator: in a short step its cost would show."""
-
-    def __init__(self, meters: Meters, reason: str, clock: Callable[[], float]) -> None:
-        self._meters, self._reason, self._clock = meters, reason, clock
-
-    def __enter__(self) -> None:
-        self._began = self._clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._meters.waited(self._reason, self._clock() - self._began)
-
-
 class _Window:
     """What has gathered since the last read."""
 
     def __init__(self, cpu: float) -> None:
         self.cpu = cpu
         self.steps, self.samples, self.seconds = 0, 0, 0.0
-        self.waits: dict[str, float] = {}
 
 
 def _ratio(amount: float, per: float) -> float:

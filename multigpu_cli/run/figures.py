@@ -21,7 +21,7 @@ def mine(run: Run, peak: int) -> Tensor:
         peak: bytes.
     """
     wait = run.strategy.waited()
-    told = [float(peak), run.meters.so_far("data_wait"), math.nan if wait is None else wait]
+    told = [float(peak), run.meters.waited("data_wait"), math.nan if wait is None else wait]
     told.append(math.nan if (small := run.noise.small_norm()) is None else small)
     told.append(run.meters.at_work() / run.plan.threads)
     if run.world.device.type == "cuda":

@@ -108,18 +108,17 @@ def test_a_read_within_a_step_cuts_no_time_off_it() -> None:
     assert meters.step_ms()["p50"] == pytest.approx(400, rel=0.006)
 
 
-def test_waits_are_shares_of_the_window() -> None:
+def test_waits_count_as_training_and_by_their_reason() -> None:
     clock = Clock()
     meters = Meters(clock=clock)
-    with meters.waiting("data_wait"):
-        clock.pass_by(0.25)
-    clock.pass_by(0.75)
-    meters.waited("comm", 0.1)
+    for _ in range(2):
+        with meters.waiting("data_wait"):
+            clock.pass_by(0.25)
+    clock.pass_by(0.5)
     meters.step(8)
-    window = meters.read()
-    assert window["data_wait_share"] == pytest.approx(0.25)
-    assert window["comm_share"] == pytest.approx(0.1)
-    assert "data_wait_share" not in meters.read()
+    assert meters.waited("data_wait") == pytest.approx(0.5)
+    assert meters.waited("data_wait") == meters.waited("another") == 0
+    assert meters.seconds == pytest.approx(1)
 
 
 def test_where_the_device_runs_ahead_steps_count_with_the_mean_of_their_window() -> None:

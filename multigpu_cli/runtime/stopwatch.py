@@ -1,0 +1,61 @@
+"""How long a device waits: measured where it waits, so that no step waits for the measurement."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MOST = 512  # pairs of CUDA events between two readings; where there were more, these stand for all
+
+
+class Stopwatch:
+    """The sum of many short waits.
+
+    On the CPU the host's clock is read. A GPU is given work ahead of time, and the host's clock would count what the
+    host waits for the GPU (a full queue, a blocking copy) as what the GPU waits for the host: events in its queue mark
+    begin and end there.
+
+    Args:
+        of_gpu: the wait is that of the current CUDA device.
+        clock: seconds that never go back, for the CPU.
+    """
+
+    def __init__(self, *, of_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._now: Callable[[], Any] = _recorded_event if of_gpu else clock
+        self._of_gpu = of_gpu
+        self._began: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seconds, self._count = 0.0, 0
+        self._pairs: deque[tuple[Any, Any]] = deque(maxlen=_MOST)
+
+    def __enter__(self) -> None:
+        """A wait begins; where one has begun already, it begins anew."""
+        self._began = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        now = self._now()
+        self._count += 1
+        if self._of_gpu:
+            self._pairs.append((self._began, now))
+        else:
+            self._seconds += now - self._began
+
+    def read(self) -> tuple[float, int]:
+        """Seconds of all waits since the last call, and how many there were; waits for the device."""
+        seconds, count = self._seconds, self._count
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+            milliseconds = sum(began.elapsed_time(ended) for began, ended in self._pairs)
+            seconds = milliseconds / 1e3 * count / len(self._pairs)
+        self._forget()
+        return seconds, count
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
