@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.lock import owned
@@ -27,6 +26,7 @@ from multigpu_cli.run.settle import Settled, settle
 from multigpu_cli.runtime.collectives import decided, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, be_fast, seed_micro_batch
 from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 
 if TYPE_CHECKING:
@@ -194,8 +194,10 @@ def fit(run: Run, every: Rhythm | None = None, *, until: int | None = None) -> s
         for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
             try:
                 outcome = step(run, progress.step, work)
-            except torch.OutOfMemoryError:
-                record.survive_out_of_memory(run)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                record.survive_out_of_memory(run, error)
                 break  # the same step again, in smaller micro-batches
             verdict = after(run, outcome, every)
             if verdict == "stopped":

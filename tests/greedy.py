@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -9,22 +10,25 @@ from torch import Tensor, nn
 
 
 class Greedy(nn.Module):
-    def __init__(self, inner: nn.Module, limit: int, after: int, *, backward: bool) -> None:
+    def __init__(self, inner: nn.Module, limit: int, after: int, *, backward: bool, said: str) -> None:
         super().__init__()
         self.inner, self.limit, self.after, self.backward, self.passes = inner, limit, after, backward, 0
+        self.said = said
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes += self.training
         too_many = self.training and len(inputs) > self.limit and self.passes > self.after
         if too_many and not self.backward:
-            refuse()
+            refuse(said=self.said)
         logits: Tensor = self.inner(inputs)
         if too_many:
-            logits.register_hook(refuse)
+            logits.register_hook(partial(refuse, said=self.said))
         return logits
 
 
-def refuse(_: Tensor | None = None) -> None:
+def refuse(_: Tensor | None = None, *, said: str = "") -> None:
+    if said:
+        raise RuntimeError(said)
     raise torch.OutOfMemoryError("CUDA out of memory (played)")
 
 
@@ -36,16 +40,18 @@ def net(
     rank: int | None = None,
     backward: bool = False,
     norm: bool = False,
+    said: str = "",
 ) -> nn.Module:
     """One layer.
 
     Args:
         rank: the only one that it happens to; None is all of them.
         backward: it happens there, not in forward.
+        said: in these words, as a library of CUDA would; torch's own way where there are none.
         norm: BatchNorm before the layer, which has seen the samples when there is no more memory.
     """
     if rank is not None and os.environ.get("RANK", "0") != str(rank):
         limit = 1 << 30
     features = prod(input_shape)
-    greedy = Greedy(nn.Linear(features, num_classes), limit, after, backward=backward)
+    greedy = Greedy(nn.Linear(features, num_classes), limit, after, backward=backward, said=said)
     return nn.Sequential(nn.Flatten(), *([nn.BatchNorm1d(features)] if norm else []), greedy)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
-
 from multigpu_cli.api.gpus import clear_gpu_memory
 from multigpu_cli.api.trainers import MultiGPUTrainer
 from multigpu_cli.faults.causes import remedy_for
+from multigpu_cli.runtime.memory import is_out_of_memory
 
 
 class FaultToleranceManager:
@@ -31,9 +30,8 @@ class FaultToleranceManager:
                 from there where it has a save_dir.
         """
         remedy = remedy_for(error) if isinstance(error, Exception) else ""
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
         self.errors.append({"error": str(error), "kind": type(error).__name__, "remedy": remedy})
-        if out_of_memory:
+        if is_out_of_memory(error):
             clear_gpu_memory()
         folder = self.trainer.run.folder if self.trainer and self.trainer.run else None
         if folder:

@@ -7,7 +7,10 @@ _LOST = ("closed by peer", "reset by peer", "timeout caused pair closure", "remo
 _OF_THE_GROUP = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 _REMEDIES = (
-    (r"out of memory", "a smaller --batch-size (--global-batch-size keeps the global batch), --amp bf16"),
+    (
+        r"out of memory|_alloc(ation)?_failed",
+        "a smaller --batch-size (--global-batch-size keeps the global batch), --amp bf16",
+    ),
     (r"address already in use", "another job holds the port: torchrun --standalone, or another --master-port"),
     (r"bus error|shared memory|/dev/shm", "/dev/shm is too small: docker run --shm-size=8g, or --num-workers 0"),
     (r"did not receive grad|finished reduction in the prior iteration", "--find-unused-parameters, or --freeze them"),

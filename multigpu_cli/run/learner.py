@@ -32,6 +32,7 @@ from multigpu_cli.runtime.collectives import decided, together
 from multigpu_cli.runtime.compiled import Compiled
 from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
 from multigpu_cli.runtime.world import World
@@ -171,9 +172,9 @@ def _try_a_batch(settled: Settled, task: Task, model: nn.Module, precision: Prec
     try:
         with preserve_buffers(model), evaluating(model), precision.autocast():
             task.measure(model, batch)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        if is_out_of_memory(error):
+            raise
         raise _no_fit(settled, task, batch, seen, error) from error
     finally:
         watch.remove()

@@ -3,6 +3,7 @@
 import platform
 import resource
 import time
+import traceback
 from math import isnan
 from typing import Any
 
@@ -25,6 +26,7 @@ from multigpu_cli.run.rehearsal import shrink, shrink_evaluation
 from multigpu_cli.run.returning import bring_best
 from multigpu_cli.runtime.collectives import decided, gathered, leave_to_watch
 from multigpu_cli.runtime.elastic import note_run
+from multigpu_cli.runtime.memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
 
 
@@ -150,17 +152,22 @@ def note_fault(run: Run, kind: str, action: str, **more: Any) -> None:
     run.console.warn(f"step {run.progress.step}: {action}")
 
 
-def survive_out_of_memory(run: Run) -> None:
+def survive_out_of_memory(run: Run, error: RuntimeError) -> None:
     """A step ran out of memory: forget it, and go on with micro-batches of half the size.
 
     With several processes the others are in the middle of a reduction by now, so the run has to start again: the next
     attempt finds the note that is left in the folder.
+
+    Args:
+        error: its traceback holds what the step had in memory, and gives it up here.
 
     Raises:
         TrainingError: several processes, or nothing left to halve.
     """
     run.strategy.abandon()
     run.kept.optimizer.zero_grad(set_to_none=True)
+    traceback.clear_frames(error.__traceback__)
+    free_memory(run.world.device)
     text = shrink(run)
     if run.world.size == 1:
         note_fault(run, "out of memory", text)
@@ -198,6 +205,7 @@ def _measured(run: Run, model: nn.Module, loader: Loader) -> Evaluation:
             return run.task.evaluate(model, loader, run.world, run.precision, run.eval_batch)
         except OutOfMemory:
             text = shrink_evaluation(run)
+        free_memory(run.world.device)
         note_fault(run, "out of memory", text)
 
 

@@ -16,6 +16,7 @@ from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run.learner import Learner, first_batch
 from multigpu_cli.run.settle import with_batch, with_measured_batch
 from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.memory import free_memory
 from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
 from multigpu_cli.tasks.base import Task
 
@@ -191,9 +192,7 @@ def _fits_everywhere(learner: Learner, work: Callable[[], None]) -> bool:
     except OutOfMemory:
         return False
     finally:
-        if learner.world.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(learner.world.device)  # what did not fit is not the peak of the run
+        free_memory(learner.world.device)
     return True
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way once a group is there; torchtitan's too
 
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
+from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.world import World
 
 Result = TypeVar("Result")
@@ -102,7 +103,9 @@ def together(world: World, work: Callable[[], Result]) -> Result:
         result = work()
     except TrainingError as caught:
         error = caught
-    except torch.OutOfMemoryError as caught:  # and with it goes what its traceback holds in that memory
+    except RuntimeError as caught:  # and with it goes what its traceback holds in that memory
+        if not is_out_of_memory(caught):
+            raise
         said = (str(caught).splitlines() or [""])[0]
         error = OutOfMemory(f"rank {world.rank} ran out of memory: {said}", remedy="a smaller --batch-size")
     guilty = world.size - int(greatest(world, [float(world.size - world.rank) if error else 0.0])[0])

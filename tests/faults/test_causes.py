@@ -30,6 +30,7 @@ def test_everything_else_is_one(error: Exception) -> None:
     ("error", "remedy"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--batch-size"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "--batch-size"),
         (RuntimeError("The server socket has failed to bind: EADDRINUSE, Address already in use"), "--standalone"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "--shm-size"),
         (RuntimeError("unable to write to file </torch_7_2>: No space left on device (28), /dev/shm"), "--shm-size"),

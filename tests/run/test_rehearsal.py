@@ -1,14 +1,16 @@
 """Out of memory: noticed before the first step on all ranks, survived, and without effect on the gradient."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import rehearsal
+from multigpu_cli.run import record, rehearsal
 from tests.run.test_tracing import learner
 from tests.trained import trained
 
@@ -43,9 +45,10 @@ def test_micro_batches_shrink_until_they_fit(workers: int, only: str) -> None:
     ]
 
 
-def test_one_process_survives_it_in_the_middle() -> None:
+@pytest.mark.parametrize("said", ["", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"], ids=["torch", "cuDNN"])
+def test_one_process_survives_it_in_the_middle(said: str) -> None:
     plenty = trained(**RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
-    shrunk = trained(**RUN | GREEDY, sets=["model.args.after=6"])
+    shrunk = trained(**RUN | GREEDY, sets=["model.args.after=6", f"model.args.said={said!r}"])
     assert shrunk.error == plenty.error == ""
     assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
     assert shrunk.summary["steps"] == 6
@@ -228,6 +231,30 @@ def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None
     assert same[0][:2] == (32, 6)
     assert same == [same[0]] * len(same)
     assert longer == (32, 7, same[0][2]), "by --epochs and --max-steps"
+
+
+def test_what_did_not_fit_is_gone_when_the_peak_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error's traceback holds what the step had in memory."""
+    seen: list[Any] = []
+
+    def step() -> None:
+        activations = torch.zeros(3)
+        seen.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory (played)")
+
+    monkeypatch.setattr(record, "free_memory", lambda device: seen.append(seen[0]()))
+    monkeypatch.setattr(record, "shrink", lambda run: "")
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        record.survive_out_of_memory(Mock(world=Mock(size=1)), error)
+    assert seen[1:] == [None]
+
+
+def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "free_memory", lambda device: Path("freed").write_text(str(device)))
+    assert trained(**RUN | EVALUATED, sets=["model.args.evaluation=7", "model.args.after=2"]).error == ""
+    assert Path("freed").read_text() == "cpu"
 
 
 def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
