@@ -35,30 +35,39 @@ class AdamW(torch.optim.AdamW):
             _first_step(self, closure)
             return
         for group, parameters in zip(self.param_groups, moved, strict=True):
-            if not parameters:  # nothing of this group took part in the loss
-                continue
-            states = [self.state[p] for p in parameters]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            if self.found_inf is not None:  # in a list: of a lone tensor the host would read the number, and wait
-                torch._foreach_sub_(steps, [self.found_inf] * len(steps))
-            torch._fused_adamw_(
-                parameters,
-                [p.grad for p in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                steps,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-            )
+            for alike in _by_dtype(parameters):
+                self._move(alike, group)
+
+    def _move(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        """One step of parameters of one dtype, with the settings of their group."""
+        states = [self.state[p] for p in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        if self.found_inf is not None:  # in a list: of a lone tensor the host would read the number, and wait
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+        torch._fused_adamw_(
+            parameters,
+            [p.grad for p in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
+
+
+def _by_dtype(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """The fused kernel on CUDA takes tensors of one dtype only; torch's own step groups them too."""
+    dtypes = {p.dtype for p in parameters}
+    return [parameters] if len(dtypes) == 1 else [[p for p in parameters if p.dtype == dtype] for dtype in dtypes]
 
 
 _first_step = inspect.unwrap(torch.optim.AdamW.step)

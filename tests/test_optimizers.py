@@ -272,3 +272,31 @@ def test_weights_of_16_bits_move_on_a_cpu_too(name: str, number: torch.dtype) ->
     optimizer.step()
     moved = before - model.weight.detach()
     assert torch.allclose(moved, torch.full_like(moved, 0.1 if name == "adamw" else 0.19), atol=2e-3)
+
+
+def test_a_model_of_several_dtypes_moves_as_with_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel of CUDA refuses a list of several; that of the CPU does not mind."""
+    real, asked = torch._fused_adamw_, []
+
+    def kernel(parameters: list[Tensor], *lists: Any, **settings: Any) -> Any:
+        asked.append({p.dtype for p in parameters})
+        return real(parameters, *lists, **settings)
+
+    ours, theirs = (nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()]) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = built("adamw", ours)
+    set_rate(optimizer, 0.01)
+    groups = [
+        {"params": [layer.weight for layer in theirs], "weight_decay": 0.1},
+        {"params": [layer.bias for layer in theirs], "weight_decay": 0.0},
+    ]
+    textbook = torch.optim.AdamW(groups, lr=0.01, fused=True)
+    monkeypatch.setattr(torch, "_fused_adamw_", kernel)
+    for step in range(3):
+        for model, either in ((ours, optimizer), (theirs, textbook)):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1) + number)
+            either.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert len(asked) == 2 * 3 * 4
+    assert all(len(dtypes) == 1 for dtypes in asked)
