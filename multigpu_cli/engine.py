@@ -248,7 +248,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
         number: the step, counted from 0 over the whole run.
         work: this worker's micro-batches; there may be none.
     """
-    batches, strategy, device = run.plan.batches, run.strategy, run.world.device
+    batches, strategy = run.plan.batches, run.strategy
     in_epoch = number % batches.steps_per_epoch
     samples, passes = batches.samples_in(in_epoch), batches.passes(in_epoch, run.world.rank, strategy.lanes)
     run.set_rates(number)
@@ -262,7 +262,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
         with run.meters.waiting("data_wait"):
             batch = next(work)
         run.watch.at(number, "forward", batch.indices)
-        seed_micro_batch(run.config.reproducibility.seed, number, batch.index, device)
+        seed_micro_batch(run.config.reproducibility.seed, number, batch.index, *run.choice.devices)
         last = len(fetched) == len(passes) - 1
         with strategy.accumulating(last=last):
             with run.precision.autocast():

@@ -33,15 +33,18 @@ def seed_weights(seed: int, *, late: bool = False) -> None:
     seed_everything(key(seed, _INIT, 1) if late else key(seed, _INIT))
 
 
-def seed_micro_batch(seed: int, step: int, index: int, device: torch.device) -> None:
+def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -> None:
     """Seed all generators for one forward pass: what a model draws is then the same on whatever worker it runs.
 
-    Of torch's only those of the CPU and of this device: `torch.manual_seed` costs ten times as much.
+    Of torch's only those of the CPU and of these devices: `torch.manual_seed` costs ten times as much. Of several that
+    share the pass (DataParallel), each draws numbers of its own.
     """
     number = key(seed, step, index)
     seed_host(number)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(number)
+    for lane, device in enumerate(devices):
+        if device.type == "cuda":
+            own = key(seed, step, index, lane) if lane else number
+            torch.cuda.default_generators[device.index or 0].manual_seed(own)
 
 
 def be_deterministic() -> None:

@@ -57,6 +57,22 @@ def test_each_micro_batch_has_its_own_numbers_whoever_runs_it() -> None:
     assert drawn() == found[1, 2, 1]
 
 
+def test_devices_that_share_a_pass_are_seeded_each_and_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataParallel's replicas drop units at random, each by the generator of its own GPU."""
+    generators = tuple(torch.Generator() for _ in range(3))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    both = torch.device("cuda", 2), torch.device("cuda", 0)
+    found = []
+    for step in (1, 2, 1):
+        seed_micro_batch(42, step, 0, *both)
+        found.append([int(torch.randint(1 << 40, (), generator=generators[number])) for number in (2, 0)])
+    assert found[0] == found[2]
+    assert len({number for pair in found for number in pair}) == 4
+    first = generators[2].initial_seed()
+    seed_micro_batch(42, 1, 0, both[0])
+    assert generators[2].initial_seed() == first, "the first one draws what it draws alone"
+
+
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
 def test_only_gpus_try_kernels_out(kind: str, wanted: tuple[bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
