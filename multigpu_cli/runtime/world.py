@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group  # for the end of a run that has failed
 
 from multigpu_cli.config.environment import self_launched
 from multigpu_cli.errors import RequestError, TrainingError
@@ -196,8 +197,13 @@ def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | N
     )
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if backend == "nccl":  # to destroy it would wait for peers that may be dead
+            _abort_process_group()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client: dist.Store) -> World:

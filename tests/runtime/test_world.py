@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime import world as runtime_world
 from multigpu_cli.runtime.collectives import leave_to_watch
-from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.runtime.world import Rendezvous, World, grouped, joined
 from tests.forked import exit_code
 from tests.gloo import each_rank
 
@@ -159,3 +160,18 @@ def _free_port() -> int:
     port = int(store.port)
     del store
     return port
+
+
+@pytest.mark.parametrize(("backend", "end"), [("nccl", "aborted"), ("gloo", "destroyed")])
+def test_a_run_that_fails_does_not_wait_for_dead_peers(monkeypatch: pytest.MonkeyPatch, backend: str, end: str) -> None:
+    """Destroying a group of NCCL's waits for what the others have not finished; aborting it does not."""
+    done: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(runtime_world, "_abort_process_group", lambda: done.append("aborted"))
+    world = World(torch.device("cpu"), generation="of a test")
+    with pytest.raises(ValueError, match="of the run"), grouped(world, dist.HashStore(), timeout=1, backend=backend):
+        raise ValueError("of the run")
+    with grouped(world, dist.HashStore(), timeout=1, backend=backend):
+        pass
+    assert done == [end, "destroyed"]
