@@ -1,14 +1,15 @@
-"""Whether all nodes have the same data: each has a copy of its own, and a step takes its samples from all of them."""
+"""Whether all nodes are alike where that matters: each has a copy of the data and, with --exact, kernels of its own."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.mark import Mark, differences
 from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.collectives import collected, gathered
 from multigpu_cli.runtime.world import World
 
 
@@ -27,6 +28,25 @@ def check_same_data(world: World, source: Source, mark: Mark, name: str) -> None
     groups = grouped(marks, numbers)
     if len(set(groups)) > 1:
         raise _differing(world, groups, marks, name)
+
+
+def check_same_machine(world: World, pins: Mapping[str, Any]) -> None:
+    """Compare over all ranks what changes bits although it changes nothing else, for --exact.
+
+    Raises:
+        RequestError: some differ; names them. The same on every rank.
+    """
+    first, *others = every = collected(world, {name: str(value) for name, value in pins.items()})
+    name = next((name for name in first if any(each[name] != first[name] for each in others)), None)
+    if name is None:
+        return
+    odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
+    error = RequestError(
+        f"--exact: {_ranks(odd)} would train with {name} {every[odd[0]][name]}, rank 0 with {first[name]}: other bits",
+        remedy="machines and GPUs of one kind, or leave --exact out",
+    )
+    error.shared = True
+    raise error
 
 
 def grouped(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
@@ -49,8 +69,7 @@ def _differing(world: World, groups: Sequence[int], marks: Sequence[Sequence[int
     odd = [rank for rank, group in enumerate(groups) if group != usual]
     hosts = list(dict.fromkeys(world.hosts[rank] for rank in odd)) if len(set(world.hosts)) > 1 else []
     whole = [rank for rank in range(world.size) if world.hosts and world.hosts[rank] in hosts] == odd
-    ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:8]))}{' …' if odd[8:] else ''}"
-    who = f"{', '.join(hosts)} ({ranks})" if hosts and whole else ranks
+    who = f"{', '.join(hosts)} ({_ranks(odd)})" if hosts and whole else _ranks(odd)
     here, there = marks[usual][4:], marks[odd[0]][4:]
     what = f"{counted(there[0], 'training sample')} instead of {here[0]:,}" if here[0] != there[0] else "other contents"
     if here[0] == there[0] and here != there:
@@ -62,3 +81,7 @@ def _differing(world: World, groups: Sequence[int], marks: Sequence[Sequence[int
     )
     error.shared = True
     return error
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{' …' if numbers[8:] else ''}"

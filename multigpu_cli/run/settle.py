@@ -141,10 +141,12 @@ def settle(
     source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
     mark = together(world, lambda: mark_of(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.alike import check_same_data  # late: alone, nothing is compared
+        from multigpu_cli.run.alike import check_same_data, check_same_machine  # late: alone, nothing is compared
 
         check_same_data(world, source, mark, config.data.name)
     plan = _plan(words, config, choice, world, start, source, brought)
+    if world.size > 1 and config.reproducibility.exact:
+        check_same_machine(world, exact_pins(plan))
     raise_all(beyond_the_data(config, plan, source, start, mark))
     model, task = config.model.name or source.model, config.task.name or source.task
     return Settled(words, config, start, source, plan, model, task, mark, brought)
