@@ -69,11 +69,9 @@ def peak_memory_gb() -> float:
 
 
 def clear_gpu_memory() -> None:
-    """Give the memory back that torch keeps for later on every visible GPU. Training does not need it."""
+    """Give back the memory that torch keeps for later on the GPUs in use. Training does not need it."""
     gc.collect()
-    for number in range(visible_gpus()):
-        with torch.cuda.device(number):
-            torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # of all of them; to turn to one that is not in use would take memory there
 
 
 def cleanup_distributed() -> None:
