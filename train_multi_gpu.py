@@ -10,10 +10,13 @@ The names of the API, `train_with_multi_gpu` and the others in API, load when th
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from multigpu_cli import engine
 from multigpu_cli.commands import explained
@@ -22,7 +25,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserved_stdout
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.aside import Aside
-from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous
 
 if TYPE_CHECKING:
@@ -122,7 +125,19 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         apart = meeting is not None and meeting.rank > 0 and not elastic.redirected(os.environ)
         aside = stack.enter_context(Aside(meeting.rank)) if meeting and apart else None
         console = Console(level, stream, json=screen == "json", aside=aside)  # type: ignore[arg-type]
+        if told := _overlooked(choice, os.environ):
+            console.warn(told)
         return engine.run(config, choice, meeting, console, last_words=partial(_last_words, aside), dry_run=dry_run)
+
+
+def _overlooked(choice: Choice, environ: Mapping[str, str]) -> str:
+    """Why a torch that could use GPUs trains on the CPU of a machine that has some, where nobody has hidden them."""
+    hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if choice.devices[0].type != "cpu" or hidden or not torch.version.cuda:
+        return ""
+    from multigpu_cli.monitor.gpu import overlooked  # late: most machines have what torch was built for
+
+    return overlooked(torch.version.cuda)
 
 
 def _last_words(aside: Aside | None, error: TrainingError) -> None:

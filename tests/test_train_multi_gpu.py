@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import train_multi_gpu
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor import gpu
 from multigpu_cli.planning.speedup import ASSUMED, Network, Work, buckets, forecast
 from multigpu_cli.runtime.world import World
 from tests.api.brought import loader, network
 from tests.gloo import each_rank
+from tests.nvml import Nvml, a100
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = """MultiGPUConfig, TrainingMode, MultiGPUTrainer, DataParallelTrainer, DistributedDataParallelTrainer,
@@ -83,6 +87,41 @@ def test_usage_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no GPU is visible" in capsys.readouterr().out
     train_multi_gpu.clear_gpu_memory()
     train_multi_gpu.cleanup_distributed()
+
+
+@pytest.mark.parametrize(
+    ("cards", "hidden", "said"),
+    [
+        (
+            [a100(), a100()],
+            None,
+            "NVML sees 2 GPUs here (NVIDIA A100-SXM4-40GB), torch none: driver 470.82 runs CUDA up",
+        ),
+        ([a100()], "", ""),
+        ([], None, ""),
+    ],
+    ids=["there", "hidden on purpose", "none"],
+)
+def test_gpus_that_torch_does_not_see_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    cards: list[Any],
+    hidden: str | None,
+    said: str,
+) -> None:
+    """A driver that is too old for this torch would end as "no GPU found"."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "opened", lambda: Nvml(cards, driver="470.82", cuda=11040))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    train_multi_gpu.train(resolve({"save_dir": str(tmp_path)}, [], None), dry_run=True)
+    out = capsys.readouterr().out
+    assert "no GPU found" in out
+    assert said in out
+    assert ("warning" in out) == bool(said)
 
 
 def test_a_wrapped_model_trains_in_the_group_that_is_there(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from multigpu_cli.errors import counted
+
 _LINKS = 18  # most NVLinks of one GPU so far
 _TOPOLOGY = {
     0: "on one board",
@@ -92,6 +94,25 @@ def driver(nvml: Any) -> tuple[str, tuple[int, int]]:
     """The driver's version, and the newest CUDA that it runs."""
     newest = nvml.nvmlSystemGetCudaDriverVersion_v2()
     return _text(nvml.nvmlSystemGetDriverVersion()), (newest // 1000, newest % 1000 // 10)
+
+
+def overlooked(built_for: str) -> str:
+    """Which GPUs NVML sees, and why a torch that was built for this CUDA may see none; "" where there are none."""
+    try:
+        nvml = opened()
+        found, (version, newest) = gpus(nvml), driver(nvml)
+    except NoNvml:
+        return ""
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in found))
+    told = f"NVML sees {counted(len(found), 'GPU')} here ({names}), torch none"
+    if int(built_for.partition(".")[0]) > newest[0]:
+        fix = f"a newer driver, or a torch built for CUDA {newest[0]}.{newest[1]} or older"
+        return (
+            f"{told}: driver {version} runs CUDA up to {newest[0]}.{newest[1]}, torch was built for {built_for}: {fix}"
+        )
+    return f"{told}: python -c 'import torch; torch.zeros(1).cuda()' says why"
 
 
 def links(nvml: Any) -> dict[tuple[int, int], str]:

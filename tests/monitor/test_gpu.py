@@ -54,6 +54,22 @@ def test_the_driver_is_named() -> None:
     assert driver(Nvml([a100()], driver="535.104", cuda=12020)) == ("535.104", (12, 2))
 
 
+def test_gpus_that_torch_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(cards: list[Any], built_for: str) -> str:
+        monkeypatch.setattr(gpu, "opened", lambda: Nvml(cards, driver="535.104", cuda=12020))
+        return gpu.overlooked(built_for)
+
+    assert "runs CUDA up to 12.2, torch was built for 13.0: a newer driver, or a torch" in told([a100(), t4()], "13.0")
+    assert told([a100(), t4()], "12.8").startswith(
+        "NVML sees 2 GPUs here (NVIDIA A100-SXM4-40GB, Tesla T4), torch none"
+    )
+    assert "torch.zeros(1).cuda()" in told([t4()], "12.8"), "minor versions go together"
+    assert told([], "12.8") == ""
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu.overlooked("12.8") == ""
+
+
 def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Nvml):
         def nvmlInit(self) -> None:
