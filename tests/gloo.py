@@ -17,10 +17,21 @@ import torch.distributed as dist
 from multigpu_cli.runtime.world import World
 
 _SECONDS = 60
+TIMEOUT = timedelta(seconds=_SECONDS / 2)
+Join = Callable[[dist.Store, int, int], World]
 
 
-def each_rank(size: int, work: Callable[[World], Any]) -> list[Any]:
+def with_gloo(meeting: dist.Store, rank: int, size: int) -> World:
+    """Join the others as a process on the CPU."""
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(torch.device("cpu"), rank, size, rank, size)
+
+
+def each_rank(size: int, work: Callable[[World], Any], join: Join = with_gloo) -> list[Any]:
     """Do `work` on all ranks at once; what it returned (plain values, no tensors), in rank order.
+
+    Args:
+        join: what each rank does first.
 
     Raises:
         AssertionError: some rank raised or hung; its traceback.
@@ -30,7 +41,7 @@ def each_rank(size: int, work: Callable[[World], Any]) -> list[Any]:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
         pipes = [fork.Pipe(duplex=False) for _ in range(size)]
         ranks = [
-            fork.Process(target=_rank, args=(rank, size, Path(folder, "store"), work, pipe), daemon=True)
+            fork.Process(target=_rank, args=(rank, size, Path(folder, "store"), work, join, pipe), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in ranks:
@@ -46,14 +57,12 @@ def each_rank(size: int, work: Callable[[World], Any]) -> list[Any]:
     return [result for _, result in answers]
 
 
-def _rank(rank: int, size: int, store: Path, work: Callable[[World], Any], pipe: Connection) -> None:
+def _rank(rank: int, size: int, store: Path, work: Callable[[World], Any], join: Join, pipe: Connection) -> None:
     try:
-        meeting = dist.FileStore(str(store), size)
-        dist.init_process_group(
-            "gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS / 2)
-        )
-        pipe.send(("", work(World(torch.device("cpu"), rank, size, rank, size))))
-        dist.barrier()  # nobody leaves while another still reads
+        world = join(dist.FileStore(str(store), size), rank, size)
+        pipe.send(("", work(world)))
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still reads
     except BaseException:
         pipe.send((traceback.format_exc(), None))
     os._exit(0)

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -51,15 +51,19 @@ def trained(
     dry_run: bool = False,
     screen: str = "quiet",
     apart: bool = False,
+    prepare: Callable[[], object] = lambda: None,
     **flags: Any,
 ) -> Ended:
     """Train with OWN and these flags on so many workers; 1 trains in one process without a group.
 
-    `apart`: each is on a node of its own, with node0, node1, … as working directory.
     As an agent does, the others are killed once one of them is gone for another reason than being done.
+
+    Args:
+        apart: each is on a node of its own, with node0, node1, … as working directory.
+        prepare: what each process does before it trains.
     """
     fork, agent = get_context("fork"), Agent(workers)
-    request = (OWN | flags, list(sets), recipe, dry_run, screen, apart)
+    request = (OWN | flags, list(sets), recipe, dry_run, screen, apart, prepare)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
         pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
@@ -153,7 +157,7 @@ def _rank(
     rank: int,
     pipes: list[tuple[Connection, Connection]],
 ) -> None:
-    flags, sets, recipe, dry_run, screen, apart = request
+    flags, sets, recipe, dry_run, screen, apart, prepare = request
     faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
     os.environ.update(environ | agent.variables(rank, attempt))
     if apart:
@@ -162,6 +166,7 @@ def _rank(
     settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
+        prepare()
         pipe.send(("", "", train(resolve(flags, sets, recipe), screen=screen, dry_run=dry_run)))
     except TrainingError as error:
         pipe.send((type(error).__name__, str(error), None))
