@@ -41,7 +41,7 @@ gpu-check: ## every way that needs a GPU, one line each, with this machine's own
 bench: $(VENV)/.installed ## how fast it is, against hand-written loops and limits, under ten minutes on two quiet cores
 	$(BIN)/python -m benchmarks.suite
 
-gpu-bench: ## the same on a GPU, with this machine's own python3, under eight minutes
+gpu-bench: ## the same on a GPU, with this machine's own python3: ten minutes at most, goes on if called again
 	$(PYTHON) -m benchmarks.gpu
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, shellcheck

@@ -1,186 +1,163 @@
 """On a GPU: our whole runs against the limit of the same model on batches that lie ready on the device.
 
-    make gpu-bench        # or python -m benchmarks.gpu; under eight minutes
+    make gpu-bench              # or python -m benchmarks.gpu [JOB …]; a call takes ten minutes at most
+    make gpu-bench              # the same again goes on where that ended
 
-Without CUDA it says what it would have measured and ends well. Ours are runs of the front door as users start them; a
-rate is that of the run's own summary, in which warm-up counts. Each limit is the plain loop: bf16 autocast,
-channels_last, fused AdamW, no data path, nothing watched.
+Each side of each job is measured in a process of its own, turn by turn, so that one that fails costs nobody else's
+figure and no side lives in the other's memory. Each figure is one JSON object on a line of its own, on stdout and in
+the file --into. What is in there is not measured again (with --again: unless it failed). Without CUDA it says what it
+would have measured and ends well. Exit code: 0, 1 where something failed, 75 where the same command has to go on.
 """
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
-from benchmarks.pairs import ROOT, Row, program, row
-from multigpu_cli.data.base import Source
-from multigpu_cli.models.gpt import build as gpt
-from multigpu_cli.models.har_convnet import build as har_convnet
-from multigpu_cli.models.resnet import ResNet
-from multigpu_cli.monitor import journal
+from benchmarks.gpu_jobs import Job, NoData, data_dir, jobs
+from benchmarks.pairs import ROOT, Row, row, table
 
-_GOAL = 0.94
-_PICTURES, _HAR = (3, 224, 224), (9, 128)
-_VOCABULARY, _BLOCK = 50304, 1024
-_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}  # bf16, dense
+STOPPED = 75  # as of a run that was stopped: the same command again goes on
+_TAIL = 15  # lines of an error that are kept
+_HOMES = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 
 
-def resnet34(input_shape: Sequence[int] = _PICTURES, num_classes: int = 10) -> nn.Module:
-    """21.8 million parameters, of ResNet-50's size and built of our blocks."""
-    return ResNet(tuple(input_shape), num_classes, 64, blocks=(3, 4, 6, 3))
+class Turn(NamedTuple):
+    """One measurement."""
+
+    job: str
+    side: str
+    number: int
 
 
-def measure(tiny: bool = False) -> list[Row]:
-    rows: list[Row] = []
-    for name, job in JOBS.items():
-        if torch.cuda.is_available():
-            rows += job(name, tiny)
-        else:
-            print(f"skipped: {name}: there is no CUDA", file=sys.stderr)
-    return rows
+def planned(wanted: Mapping[str, Job], turns: int) -> list[Turn]:
+    """Turn by turn, so that whoever stops early has something of everything, and a noisy time disturbs all alike."""
+    return [Turn(name, side, n) for n in range(turns) for name, job in wanted.items() for side in job.sides]
 
 
-def _run(flags: dict[str, str], sets: Sequence[str] = ()) -> tuple[dict[str, float], list[journal.Event]]:
-    """A run of the front door: its summary and its journal."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = [word for key, value in flags.items() for word in (f"--{key}", value)]
-        given += [word for each in sets for word in ("--set", each)]
-        command = [sys.executable, "main_multi_gpu.py", "--json", "--save-dir", folder, "--multi-gpu", "none", *given]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        return json.loads(done.stdout), list(journal.read(Path(folder, "journal.jsonl")))
+def measured_before(file: Path, about: Mapping[str, Any]) -> dict[Turn, dict[str, Any]]:
+    """What earlier calls have found, or failed to find, on the same GPU with the same torch."""
+    if not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return {
+        Turn(each["job"], each["side"], each["turn"]): each
+        for each in rows
+        if all(each.get(name) == value for name, value in about.items())
+    }
 
 
-class Job(NamedTuple):
-    """One network on one kind of batch, for us and for the limit.
+def measure(turn: Turn, data: Mapping[str, str], seconds: float, *, tiny: bool) -> dict[str, Any]:
+    """Have a process measure it; what it found, or why it found nothing.
 
-    Attributes:
-        flags, sets: of our run; batch-size and max-steps are the limit's too.
-        model: builds the network.
-        batch: inputs and targets of one batch.
-        aim: our rate as a share of the limit's.
+    Raises:
+        TimeoutExpired: it took longer than so many seconds.
     """
-
-    flags: dict[str, str]
-    sets: Sequence[str]
-    model: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Tensor, Tensor]]
-    aim: float
-
-
-def _limit(job: Job) -> float:
-    """Samples a second of the plain loop, after a tenth of its steps as warm-up."""
-    steps, device = int(job.flags["max-steps"]), torch.device("cuda")
-    model = job.model().to(device)
-    inputs, targets = (tensor.to(device) for tensor in job.batch(int(job.flags["batch-size"])))
-    if inputs.ndim == 4:
-        model, inputs = (each.to(memory_format=torch.channels_last) for each in (model, inputs))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(inputs)
-        cross_entropy(logits.float().flatten(0, -2), targets.flatten()).backward()
-        optimizer.step()
-
-    for _ in range(max(3, steps // 10)):
-        step()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    return len(inputs) * steps / (time.perf_counter() - began)
+    command = [sys.executable, "-m", "benchmarks.gpu_side", turn.job, turn.side, *(["--tiny"] if tiny else [])]
+    command += [word for name, value in data.items() for word in (f"--{name.replace('_', '-')}", value)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    if done.returncode:
+        return {"error": "\n".join(done.stderr.splitlines()[-_TAIL:]) or f"exit code {done.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def _against_limit(name: str, job: Job) -> list[Row]:
-    rates, limits = [], []
-    for _ in range(3):
-        rates.append(_run(job.flags, job.sets)[0]["samples_per_second"])
-        limits.append(_limit(job))
-    shares = [rate / most for rate, most in zip(rates, limits, strict=True)]
-    return [
-        row(f"{name}: ours", rates, unit="samples/s"),
-        row(f"{name}: the limit", limits, unit="samples/s"),
-        row(f"{name}: ours / limit", shares, aim=job.aim, at_least=True),
-    ]
+def figures(wanted: Mapping[str, Job], rows: Mapping[Turn, Mapping[str, Any]]) -> Iterator[Row]:
+    """Medians over the turns; ours as a share of the limit's, turn by turn; peak memory and gaps between kernels."""
+    for name, job in wanted.items():
+        found = {side: {t.number: r for t, r in rows.items() if (t.job, t.side) == (name, side)} for side in job.sides}
+        for side, turns in found.items():
+            yield from _of_a_side(f"{job.name}: {side}" if job.build else job.name, list(turns.values()))
+        both = [n for n in found["ours"] if n in found.get("limit", {})]
+        if both:
+            shares = [found["ours"][n]["value"] / found["limit"][n]["value"] for n in both]
+            yield row(f"{job.name}: ours / limit", shares, aim=job.aim, at_least=True)
 
 
-def _classes(shape: Sequence[int], count: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda batch: (torch.randn(batch, *shape), torch.arange(batch) % count)
+def _of_a_side(name: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    parts = {
+        "": ("value", 1.0, turns[0]["unit"] if turns else ""),
+        ", peak memory": ("peak_memory_bytes", 2.0**-30, "GiB"),
+        ", time without a kernel": ("kernel_gaps", 100.0, "%"),
+        ", MFU": ("mfu", 100.0, "%"),
+    }
+    for label, (field, scale, unit) in parts.items():
+        values = [scale * each[field] for each in turns if each.get(field) is not None]
+        if values:
+            yield row(name + label, values, unit=unit)
 
 
-def _steps(wanted: int, tiny: bool) -> dict[str, str]:
-    return {"epochs": "1000", "max-steps": str(10 if tiny else wanted), "log-interval": "1000"}
+def run(asked: argparse.Namespace, wanted: Mapping[str, Job], about: Mapping[str, Any]) -> int:
+    """Measure what is not measured yet, as far as the time reaches; the exit code."""
+    before, turns = measured_before(asked.into, about), planned(wanted, asked.turns)
+    enough = {"value"} if asked.again else {"value", "error"}
+    rows = {turn: before[turn] for turn in turns if enough & before.get(turn, {}).keys()}
+    until, left_over = time.monotonic() + asked.seconds, False
+    with tempfile.TemporaryDirectory() as scratch, asked.into.open("a") as file:
+        for turn in [turn for turn in turns if turn not in rows]:
+            found = _tried(turn, wanted[turn.job], asked, until - time.monotonic(), Path(scratch))
+            if left_over := found is None:
+                break
+            rows[turn] = {"job": turn.job, "side": turn.side, "turn": turn.number, **about, **found}
+            for where in (sys.stdout, file):
+                print(json.dumps(rows[turn]), file=where, flush=True)
+    _tell(list(figures(wanted, {turn: found for turn, found in rows.items() if found.get("value") is not None})))
+    if left_over:
+        print("not all is measured: the same command again goes on", file=sys.stderr)
+        return STOPPED
+    return 1 if any("error" in found for found in rows.values()) else 0
 
 
-def _pictures(name: str, tiny: bool) -> list[Row]:
-    flags = {"data": "synthetic", "model": "benchmarks.gpu:resnet34", "batch-size": "256"} | _steps(150, tiny)
-    sets = ["data.args.shape=[3,224,224]", "data.args.train=8192", "data.args.val=0", "data.args.test=0"]
-    return _against_limit(name, Job(flags, sets, resnet34, _classes(_PICTURES, 10), 0.98))
+def _tried(turn: Turn, job: Job, asked: argparse.Namespace, seconds: float, scratch: Path) -> dict[str, Any] | None:
+    """What came of it; None where the time was too short for it, unless a whole call is."""
+    if seconds < asked.least:
+        return None
+    try:
+        data = data_dir(job, [asked.data] if asked.data else _HOMES, scratch) if turn.side == "ours" else {}
+    except NoData as missing:
+        return {"skipped": str(missing)}
+    try:
+        return measure(turn, data, seconds, tiny=asked.tiny)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {seconds:.0f} s"} if seconds > 0.9 * asked.seconds else None
 
 
-def _har(name: str, tiny: bool) -> list[Row]:
-    rows = []
-    for compiled in ("off", "reduce-overhead"):
-        flags = {"data": "har", "model": "har-convnet", "batch-size": "64", "compile": compiled} | _steps(1500, tiny)
-        job = Job(flags, [], lambda: har_convnet(_HAR, 6), _classes(_HAR, 6), 0.9)
-        rows += _against_limit(f"{name}, --compile {compiled}", job)
-    return rows
+def _tell(found: list[Row]) -> None:
+    print(table(found), file=sys.stderr)
+    for each in found:
+        print(json.dumps({"figure": each.name, **asdict(each), "verdict": each.verdict}), flush=True)
 
 
-def _fashion(name: str, tiny: bool) -> list[Row]:
-    _, events = _run({"config": "fashion_mnist"} | ({"max-steps": "20"} if tiny else {}))
-    began = next(event["time"] for event in events if event["event"] == "start")
-    good = [e["time"] for e in events if e["event"] == "eval" and e["split"] == "val" and e["accuracy"] >= _GOAL]
-    if not good:
-        print(f"{name}: never reached", file=sys.stderr)
-        return []
-    return [row(name, [good[0] - began], unit="s")]
-
-
-def tokens(windows: int = 2048) -> Source:
-    """Random tokens of GPT-2's vocabulary."""
-    torch.manual_seed(1)
-    drawn = torch.randint(0, _VOCABULARY, (windows, _BLOCK + 1))
-    train = TensorDataset(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-    kinds = {"model": "gpt", "task": "language-model"}
-    return Source(train=train, val=None, test=None, input_shape=(_BLOCK,), num_classes=_VOCABULARY, **kinds)
-
-
-def gpt2(input_shape: Sequence[int] = (_BLOCK,), num_classes: int = _VOCABULARY) -> nn.Module:
-    return gpt(tuple(input_shape), num_classes, depth=12, heads=12, width=768)
-
-
-def _gpt2(name: str, tiny: bool) -> list[Row]:
-    flags = {"data": "benchmarks.gpu:tokens", "model": "benchmarks.gpu:gpt2", "batch-size": "16"} | _steps(60, tiny)
-    rows = _against_limit(name, Job(flags, [], gpt2, lambda batch: tokens(batch).train.tensors, 0.98))
-    weights = sum(p.numel() for p in gpt2().parameters())
-    peak = next((peak for part, peak in _PEAKS.items() if part in torch.cuda.get_device_name()), None)
-    if peak is None:
-        print(f"{name}: no MFU, the peak of {torch.cuda.get_device_name()} is not in the table", file=sys.stderr)
-        return rows
-    share = 6 * weights * _BLOCK / peak  # FLOPs of a sample (Kaplan et al. 2020), without attention's own
-    ours = rows[0]
-    return [*rows, Row(f"{name}: MFU", ours.value * share, ours.least * share, ours.most * share)]
-
-
-JOBS: dict[str, Callable[[str, bool], list[Row]]] = {
-    "GPT-2 124M, bf16, 1,024 tokens": _gpt2,
-    "ResNet-34, 224×224, bf16, images in GPU memory": _pictures,
-    "HAR convnet, batch 64": _har,
-    f"Fashion-MNIST, seconds to {_GOAL:.0%} on the validation part": _fashion,
-}
+def main(words: Iterable[str] | None = None) -> int:
+    known = jobs()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--into", type=Path, default=Path("gpu-bench.jsonl"), help="file of figures, to which is added")
+    parser.add_argument("--data", type=Path, help="folder that holds har and fashion-mnist")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=570, help="that this call may take")
+    parser.add_argument("--least", type=float, default=60, help="seconds without which nothing more is begun")
+    parser.add_argument("--again", action="store_true", help="measure again what failed in an earlier call")
+    parser.add_argument("--tiny", action="store_true", help="as short as can be; the figures mean nothing")
+    asked = parser.parse_args(None if words is None else list(words))
+    if unknown := set(asked.jobs) - set(known):
+        parser.error(f"no job {', '.join(sorted(unknown))}: of {', '.join(known)}")
+    wanted = {name: job for name, job in jobs(tiny=asked.tiny).items() if not asked.jobs or name in asked.jobs}
+    if not torch.cuda.is_available():
+        for job in wanted.values():
+            print(f"skipped: {job.name}: there is no CUDA", file=sys.stderr)
+        return 0
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tiny": asked.tiny}
+    return run(asked, wanted, about)
 
 
 if __name__ == "__main__":
-    program(measure, __doc__)
+    sys.exit(main())

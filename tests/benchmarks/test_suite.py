@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import gpu, peers
+from benchmarks import peers
 from benchmarks.pairs import Row, Seconds, alternate, row, table, tenth
 from benchmarks.suite import PARTS, last_recorded, part
 
@@ -57,12 +56,3 @@ def test_a_peer_that_is_not_installed_is_said_and_left_out(
     monkeypatch.setattr(peers, "find_spec", lambda package: package == "torch")
     assert list(peers.installed()) == ["hand-written loop", "ours"]
     assert capsys.readouterr().err.count("is not installed") == 4
-
-
-def test_without_a_gpu_its_benchmark_says_what_it_leaves_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.measure() == []
-    assert capsys.readouterr().err.count("skipped") == len(gpu.JOBS)
-    assert not set(gpu.tokens(2).train.tensors[0].shape) - {2, 1024}

@@ -1,0 +1,192 @@
+"""One side of one job of `benchmarks.gpu`, in a process of its own: a JSON object on stdout.
+
+    python -m benchmarks.gpu_side gpt2 limit
+
+Warm-up is outside of the rate on both sides. Ours is a run of the engine, by its own log lines; the limit is the plain
+loop: bf16 autocast, channels_last, fused AdamW, cuDNN's choice of kernels and TF32 as in ours, no data path, nothing
+watched. Behind the timed steps some more are looked at kernel by kernel, where torch's profiler sees the GPU.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from benchmarks.gpu_jobs import GOAL, Job, jobs
+from multigpu_cli import engine
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.monitor import journal
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.progress import Progress
+from multigpu_cli.run.record import peak_memory
+from multigpu_cli.runtime.determinism import be_fast
+from multigpu_cli.runtime.devices import Choice
+
+_NEVER = 1_000_000
+
+
+def measured(name: str, side: str, data: dict[str, str], *, tiny: bool) -> dict[str, Any]:
+    """What this side of this job gives: value and unit, steps, bytes of peak memory, share of time without a kernel."""
+    job = jobs(tiny=tiny)[name]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if side == "limit":
+        return _limit(job, device)
+    return _ours(job, data, device) if job.build else _time_to_goal(job, data, device)
+
+
+def _ours(job: Job, data: dict[str, str], device: torch.device) -> dict[str, Any]:
+    warm_up, timed, traced = job.steps
+    begin = warm_up + timed + 1  # a step later, so that the profiler's start is in no timed window
+    length = {"epochs": _NEVER, "max_steps": begin + traced, "checkpoint_every": _NEVER, "log_interval": warm_up}
+    kernels = Kernels(begin, begin + traced)
+    summary, events = _run(dict(job.flags) | data | length, job.sets, device, Watching(kernels))
+    lines = [event for event in events if event["event"] == "train" and warm_up < event["step"] <= warm_up + timed]
+    seconds = sum(line["step_ms"] for line in lines) / 1e3 * warm_up
+    found = _row(job, warm_up * len(lines), seconds, summary["peak_memory_bytes"][0], kernels)
+    return found | ({"mfu": lines[-1]["mfu"]} if "mfu" in lines[-1] else {})
+
+
+def _time_to_goal(job: Job, data: dict[str, str], device: torch.device) -> dict[str, Any]:
+    summary, events = _run(dict(job.flags) | data, (), device, Console("silent"), "fashion_mnist")
+    began = next(event["time"] for event in events if event["event"] == "start")
+    good = (event for event in events if event["event"] == "eval" and event["split"] == "val")
+    reached = next((event["time"] for event in good if event["accuracy"] >= GOAL), None)
+    value = {"value": None if reached is None else reached - began, "unit": "s"}
+    return value | {"steps": summary["steps"], "peak_memory_bytes": summary["peak_memory_bytes"][0]}
+
+
+def _run(
+    flags: dict[str, Any], sets: Sequence[str], device: torch.device, console: Console, recipe: str | None = None
+) -> tuple[dict[str, Any], list[journal.Event]]:
+    """A run of the engine: its summary and its journal."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = resolve({**{name: str(value) for name, value in flags.items()}, "save_dir": folder}, sets, recipe)
+        choice = Choice("single", (device,), 0, "benchmark")
+        summary = engine.run(config, choice, None, console, last_words=lambda error: console.error(str(error)))
+        return summary, list(journal.read(Path(folder, "journal.jsonl")))
+
+
+def _limit(job: Job, device: torch.device) -> dict[str, Any]:
+    step = _plain_step(job, device)
+    be_fast(device)
+    warm_up, timed, traced = job.steps
+    kernels = Kernels(0, traced)
+    _repeat(step, warm_up, device)
+    seconds = _repeat(step, timed, device)
+    peak = peak_memory(device)
+    for number in range(traced + 1):
+        kernels.at(number)
+        step()
+    return _row(job, timed, seconds, peak, kernels)
+
+
+def _plain_step(job: Job, device: torch.device) -> Callable[[], None]:
+    assert job.build
+    model = job.build(job.shape, job.classes, **job.args).to(device)
+    inputs, targets = (tensor.to(device) for tensor in job.batch())
+    if inputs.ndim == 4:
+        model, inputs = (each.to(memory_format=torch.channels_last) for each in (model, inputs))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled = job.flags.get("compile", "off")
+    forward = model if compiled == "off" else torch.compile(model, mode=compiled)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = forward(inputs)
+        cross_entropy(logits.float().flatten(0, -2), targets.flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+def _repeat(step: Callable[[], None], times: int, device: torch.device) -> float:
+    """Seconds, from an idle device to an idle device."""
+    began = time.perf_counter()
+    for _ in range(times):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+class Kernels:
+    """Traces steps `begin` to `end` of a loop, and says for which share of that time the GPU ran no kernel."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        seen = ProfilerActivity.CUDA in supported_activities()
+        self._begin, self._end = begin, end
+        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True) if seen else None
+        self.gaps: float | None = None
+
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+        if self._profile is None or step not in (self._begin, self._end):
+            return
+        torch.cuda.synchronize()
+        if step == self._begin:
+            self._profile.start()
+        else:
+            self._profile.stop()
+            self.gaps = idle_share(
+                (event.time_range.start, event.time_range.end)
+                for event in self._profile.events() or ()
+                if event.device_type == torch.autograd.DeviceType.CUDA
+            )
+
+
+class Watching(Console):
+    """Says nothing; its bar tells the kernels' watch of each step."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__("silent")
+        self._kernels = kernels
+
+    def progress(self, total_steps: int, initial: int = 0) -> Progress:
+        bar = Progress(total_steps)
+        bar.update = lambda step, facts=(): self._kernels.at(step)  # type: ignore[method-assign]
+        return bar
+
+
+def idle_share(busy: Any) -> float | None:
+    """The share of the time from the first to the last of these (begin, end) that none of them covers; None of none."""
+    intervals = sorted(busy)
+    if not intervals:
+        return None
+    first, covered, until = intervals[0][0], 0.0, intervals[0][0]
+    for begin, end in intervals:
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return 1 - covered / (until - first) if until > first else 0.0
+
+
+def _row(job: Job, steps: int, seconds: float, peak: int, kernels: Kernels) -> dict[str, Any]:
+    rate = steps * int(job.flags["batch_size"]) / seconds
+    found = {"value": rate, "unit": "samples/s", "steps": steps, "seconds": seconds}
+    return found | {"peak_memory_bytes": peak, "kernel_gaps": kernels.gaps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("job")
+    parser.add_argument("side", choices=["ours", "limit"])
+    parser.add_argument("--data-dir")
+    parser.add_argument("--tiny", action="store_true")
+    asked = parser.parse_args()
+    data = {"data_dir": asked.data_dir} if asked.data_dir else {}
+    print(json.dumps(measured(asked.job, asked.side, data, tiny=asked.tiny)))
+    sys.stdout.flush()
+    os._exit(0)  # past torch's exit, where gloo now and then aborts a process that is done
+
+
+if __name__ == "__main__":
+    main()
