@@ -133,7 +133,8 @@ def _tried(turn: Turn, job: Job, asked: argparse.Namespace, seconds: float, scra
 def _tell(found: list[Row]) -> None:
     print(table(found), file=sys.stderr)
     for each in found:
-        print(json.dumps({"figure": each.name, **asdict(each), "verdict": each.verdict}), flush=True)
+        about = asdict(each)
+        print(json.dumps({"figure": about.pop("name"), **about, "verdict": each.verdict}), flush=True)
 
 
 def main(words: Iterable[str] | None = None) -> int:
