@@ -2,7 +2,9 @@
 
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -167,36 +169,44 @@ def averaged(model: nn.Module, decay: float) -> AveragedModel:
     Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules keep
     beside tensors has no average: the newest is taken over.
     """
-    shadow = _Shadow(model, multi_avg_fn=_Average(decay), use_buffers=True)
+    shadow = _Shadow(model, decay)
     shadow.requires_grad_(False)
     return shadow
 
 
 class _Shadow(AveragedModel):
-    def __init__(self, model: nn.Module, **more: Any) -> None:
-        super().__init__(model, **more)
+    """torch's own, for its state; its update asks the device how many there were, for each number format."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self._decay = decay
         own = nn.Module.get_extra_state
         self._telling = [name for name, part in model.named_modules() if type(part).get_extra_state is not own]
 
+    @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        super().update_parameters(model)
+        count = int(self.n_averaged)  # on the CPU, also where the model is on a GPU
+        decay = min(self._decay, (1 + count) / (10 + count)) if count else 0.0
+        for shadows, values in _by_format(_tensors(self.module), _tensors(model)):
+            if decay and shadows[0].is_floating_point():
+                torch._foreach_lerp_(shadows, values, 1 - decay)
+            else:
+                torch._foreach_copy_(shadows, values)
+        self.n_averaged += 1
         for name in self._telling:
             told = model.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(deepcopy(told))
 
 
-_Tensors = list[Tensor] | tuple[Tensor, ...]
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
 
 
-class _Average:
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-
-    @torch.no_grad()
-    def __call__(self, shadows: _Tensors, values: _Tensors, updates: Tensor | int) -> None:
-        count = int(updates)  # a CPU tensor, also where the model is on a GPU
-        decay = min(self.decay, (1 + count) / (10 + count))
-        if shadows[0].is_floating_point():
-            torch._foreach_lerp_(shadows, values, 1 - decay)
-        else:
-            torch._foreach_copy_(shadows, values)
+def _by_format(shadows: Iterable[Tensor], values: Iterable[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Both sorted by number format, as one kernel takes them."""
+    found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for shadow, value in zip(shadows, values, strict=False):  # as torch does
+        some = found.setdefault(shadow.dtype, ([], []))
+        some[0].append(shadow)
+        some[1].append(value)
+    return found.values()

@@ -129,6 +129,15 @@ def test_the_average_takes_over_what_is_no_tensor() -> None:
     assert shadow.module.kept == ["a", "b"]
 
 
+def test_the_average_asks_the_device_for_no_number() -> None:
+    """On a GPU the host would wait there, in each step: a meta tensor has none to read."""
+    model = network().to("meta")
+    shadow = averaged(model, 0.9)
+    for _ in range(3):
+        shadow.update_parameters(model)
+    assert int(shadow.n_averaged) == 3
+
+
 def test_the_average_is_not_trained() -> None:
     shadow = averaged(network(), 0.9)
     assert not any(p.requires_grad for p in shadow.parameters())

@@ -56,7 +56,7 @@ class Precision:
             return
         key = (factor, loss.dtype)
         if key != self._key:  # the factor is handed in as the loss's own gradient: no product to keep and to undo
-            self._key, self._factor = key, torch.tensor(factor, dtype=loss.dtype, device=self.device)
+            self._key, self._factor = key, torch.full((), factor, dtype=loss.dtype, device=self.device)
         # What `loss.backward` comes down to; to compare two shapes on the way there it would import sympy.
         _engine_run_backward((loss,), (self._factor,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

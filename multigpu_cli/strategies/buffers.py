@@ -164,7 +164,10 @@ class _Kind:
     def put(self, flat: Tensor) -> None:
         """Write all elements."""
         parts = flat.split([buffer.numel() for buffer in self._buffers])
-        views = [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
+        views = [
+            part if buffer.ndim == 1 else part.view_as(buffer)  # a view costs the host more than the copy
+            for part, buffer in zip(parts, self._buffers, strict=True)
+        ]
         torch._foreach_copy_(self._buffers, views)
 
     def begin(self) -> None:

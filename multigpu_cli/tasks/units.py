@@ -45,7 +45,10 @@ class Units:
         self.last = total(self._world, mine)
         self._seen, self._samples = self._seen + self.last, self._samples + samples
         factor = self.expected(samples) / self.last.clamp(min=1).double()
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for number in {gradient.dtype for gradient in gradients}:  # one kernel takes one format, and the factor in it
+            same = [gradient for gradient in gradients if gradient.dtype == number]
+            torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
 
     def rate(self, samples_per_second: float) -> dict[str, float]:
         """`tokens_per_second`, say, since the last call; nothing where units are samples."""

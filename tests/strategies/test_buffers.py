@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.models.resnet import ResNet
 from multigpu_cli.strategies.buffers import StepBuffers
+from tests.operations import Operations
 
 
 def kept(value: Tensor) -> Tensor:
@@ -258,3 +260,18 @@ def test_whole_numbers_move_without_rounding(kind: torch.dtype) -> None:
     buffers.begin(2)
     buffers.finish()
     assert model.count.tolist() == [2 * far, far, 2, 2]
+
+
+@pytest.mark.parametrize(("workers", "micro_batches", "most"), [(1, 1, 12), (1, 2, 50), (2, 1, 40), (2, 4, 75)])
+def test_a_step_takes_few_kernels_however_many_buffers_there_are(workers: int, micro_batches: int, most: int) -> None:
+    """ResNet-34 has 108 of them: with some kernels for each, a step would wait for the host that launches them."""
+    model = ResNet((3, 8, 8), 2, 8, blocks=(3, 4, 6, 3))
+    assert len(list(model.buffers())) == 108
+    buffers = StepBuffers(model, workers, kept)
+    with Operations() as seen:
+        buffers.begin(micro_batches)
+        for _ in range(micro_batches):
+            buffers.collect()
+        buffers.finish()
+        buffers.undo(torch.zeros(()))
+    assert seen.kernels <= most

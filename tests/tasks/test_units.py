@@ -13,6 +13,7 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.language_model import LanguageModel
 from multigpu_cli.tasks.units import Units
 from tests.gloo import each_rank
+from tests.operations import Operations
 from tests.own import sentences
 from tests.trained import trained
 
@@ -96,9 +97,35 @@ def test_tokens_a_second_are_journalled() -> None:
     assert tokens == pytest.approx(int((targets != -100).sum()), rel=1e-9), "an epoch has each token once"
 
 
-def test_a_step_without_any_token_moves_nothing_but_decay() -> None:
+def language_model() -> LanguageModel:
     source = Source(train=sentences("train", 42), val=None, test=None, input_shape=(9,), num_classes=5)
-    units = Units(LanguageModel(source, TaskConfig()), World(torch.device("cpu")))
+    return LanguageModel(source, TaskConfig())
+
+
+def test_gradients_of_one_number_format_are_set_right_by_one_kernel() -> None:
+    """CUDA has one for all of them where the factor has their format; with another one it takes them one by one."""
+    units = Units(language_model(), World(torch.device("cpu")))
+    weights = [nn.Parameter(torch.ones(3, dtype=number)) for number in (torch.float32, torch.float32, torch.float64)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with Operations() as seen:
+        units.settle([torch.tensor(7)], 20, weights)
+    taken = [[tensor.dtype for tensor in inputs] for name, inputs in seen.inputs if name == "_foreach_mul_.Tensor"]
+    assert sorted(taken, key=len) == [[torch.float64] * 2, [torch.float32] * 3]
+    ratio = units.expected(20) / 7
+    assert torch.cat([weight.grad for weight in weights]).tolist() == pytest.approx([ratio] * 9, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [torch.bfloat16, torch.float16])
+def test_the_factor_of_16_bit_gradients_is_not_rounded_to_16_bits(number: torch.dtype) -> None:
+    units, weight = Units(language_model(), World(torch.device("cpu"))), nn.Parameter(torch.ones(1, dtype=number))
+    weight.grad = torch.full_like(weight, 3.0)
+    units.settle([torch.tensor(7)], 20, [weight])
+    assert torch.equal(weight.grad, torch.tensor([3 * units.expected(20) / 7], dtype=number))
+
+
+def test_a_step_without_any_token_moves_nothing_but_decay() -> None:
+    units = Units(language_model(), World(torch.device("cpu")))
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.zeros(3)
     units.settle([], 20, [weight])
