@@ -111,7 +111,7 @@ def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
         if kept.average:
             kept.average.module.load_state_dict(kept.model.state_dict())
     resumed_without = _restore(kept, task, settled, world)
-    model = together(world, lambda: _compiled(kept.model, settled.config.model.compile, world.device))
+    model = together(world, lambda: _compiled(kept.model, settled.config, world.device))
     settled = _with_buckets(settled, kept.model, world)
     strategy = _strategy(model, choice, world, settled)
     learner = Learner(settled, choice, world, task, kept, precision, strategy, train, val, test, resumed_without)
@@ -283,7 +283,8 @@ _COMPILERS = {  # of what torch generates; on CUDA Triton builds what launches i
 }
 
 
-def _compiled(model: nn.Module, wanted: str, device: torch.device) -> nn.Module:
+def _compiled(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    wanted = config.model.compile
     if wanted == "off":
         return model
     language, names = _COMPILERS[device.type]
@@ -291,5 +292,10 @@ def _compiled(model: nn.Module, wanted: str, device: torch.device) -> nn.Module:
         raise RequestError(
             f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and there is none",
             remedy=f"--compile off, or install {names[0]}",
+        )
+    if device.type == "cuda" and wanted == "reduce-overhead" and config.reproducibility.exact:
+        raise RequestError(
+            "--compile reduce-overhead: CUDA graphs write over the gradients that --exact still has to add up",
+            remedy="--compile default, or no --exact",
         )
     return Compiled(model, None if wanted == "default" else wanted)

@@ -15,7 +15,7 @@ class Compiled(nn.Module):
     because sizes now vary; met once an epoch, it is quicker as it is.
 
     Args:
-        mode: torch.compile's.
+        mode: torch.compile's; with reduce-overhead a pass runs as CUDA graphs, whose memory the next one takes again.
         backend: torch.compile's.
 
     Attributes:
@@ -29,16 +29,31 @@ class Compiled(nn.Module):
         self.size: Callable[[], int] = lambda: 0
         self.seconds: float | None = None
         self._fast = (torch.compile(model, mode=mode, backend=backend, dynamic=False),)  # no second name for the same
+        self._in_graphs = mode == "reduce-overhead"
+        self._first_given: list[Tensor] = []  # parameters that had no gradient before the last such pass
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if _length(inputs or tuple(named.values())) != self.size():
             return self.model(*inputs, **named)
+        if self._in_graphs:
+            self._keep_gradients()
         if self.seconds is not None:
             return self._fast[0](*inputs, **named)
         began = time.perf_counter()
         result = self._fast[0](*inputs, **named)
         self.seconds = time.perf_counter() - began
         return result
+
+    def _keep_gradients(self) -> None:
+        """Copy what the last pass left in `.grad` out of the graphs' memory, before they write over it.
+
+        A gradient that comes where there was none is taken as it is, without a copy: the next ones would be added to
+        what the next pass writes there (pytorch#96693), or fail (pytorch#169545). Added to a copy they are safe.
+        """
+        for parameter in self._first_given:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        self._first_given = [parameter for parameter in self.model.parameters() if parameter.grad is None]
 
     def report(self) -> dict[str, Any]:
         """`seconds`, and under `graph_breaks` why parts of the network were left out, a line each; {} before it ran."""

@@ -1,6 +1,10 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from multigpu_cli.runtime.compiled import Compiled
 
@@ -74,3 +78,54 @@ def test_the_report_names_graph_breaks_in_one_line_each() -> None:
     assert len(report["graph_breaks"]) == 1
     assert "\n" not in report["graph_breaks"][0]
     assert "graph_break" in report["graph_breaks"][0]
+
+
+def replayed(graph: GraphModule, _: Sequence[Tensor], mode: str) -> Callable[..., Any]:
+    """As CUDA graphs do: each replay of a backward pass writes its gradients where the one before it did."""
+    places: dict[int, Tensor] = {}
+
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Any:
+            ctx.inputs = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
+            with torch.enable_grad():
+                (ctx.output,) = graph(*ctx.inputs)
+            return ctx.output.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor) -> Any:
+            wanted = [number for number, value in enumerate(ctx.inputs) if value.requires_grad]
+            found = torch.autograd.grad(ctx.output, [ctx.inputs[number] for number in wanted], given)
+            for number, gradient in zip(wanted, found, strict=True):
+                places.setdefault(number, torch.empty_like(gradient)).copy_(gradient)
+            return tuple(places[number].detach() if number in places else None for number in range(len(ctx.inputs)))
+
+    return lambda *inputs: (Replay.apply(*inputs),)
+
+
+def test_gradients_of_replayed_graphs_are_those_of_all_micro_batches() -> None:
+    """Three of them, in two steps; the second step begins without gradients, as each does."""
+    network = nn.Linear(3, 2)
+    compiled = Compiled(network, "reduce-overhead", backend=replayed)  # type: ignore[arg-type]
+    compiled.size = lambda: 4
+    for _ in range(2):
+        batches = [torch.randn(4, 3) for _ in range(3)]
+        for batch in batches:
+            compiled(batch).square().sum().backward()
+        found = [parameter.grad for parameter in network.parameters()]
+        network.zero_grad(set_to_none=True)
+        network(torch.cat(batches)).square().sum().backward()
+        torch.testing.assert_close(found, [parameter.grad for parameter in network.parameters()])
+        network.zero_grad(set_to_none=True)
+
+
+def test_gradients_are_copied_once_in_a_step() -> None:
+    network = nn.Linear(3, 2)
+    compiled = Compiled(network, "reduce-overhead", backend=replayed)  # type: ignore[arg-type]
+    compiled.size = lambda: 4
+    places = []
+    for _ in range(3):
+        compiled(torch.randn(4, 3)).sum().backward()
+        assert network.weight.grad is not None
+        places.append(network.weight.grad.data_ptr())
+    assert places[0] != places[1] == places[2]
