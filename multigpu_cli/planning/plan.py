@@ -25,6 +25,7 @@ class Plan:
         threads: CPU threads of each worker.
         idle: flags that were given and do nothing here.
         size_because: why the micro-batch has its size, where --batch-size did not say.
+        compiled: how the network is compiled, with the reason; empty where it is not.
     """
 
     where: str
@@ -44,6 +45,7 @@ class Plan:
     threads: int
     idle: list[str]
     size_because: str = ""
+    compiled: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line that people see."""
@@ -58,6 +60,7 @@ class Plan:
                 "precision",
                 f"{self.precision} ({self.precision_because}), {counted(self.threads, 'CPU thread')} per worker",
             ),
+            *([("torch.compile", self.compiled)] if self.compiled else []),
             ("starts", self.start),
             ("saves to", self.save_dir),
         ]

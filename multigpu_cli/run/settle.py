@@ -234,7 +234,14 @@ def _plan(
         epochs=epochs,
         size_because="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=share_threads(here, cores(), exact=config.reproducibility.exact),
+        compiled=_compiled(config, choice),
     )
+
+
+def _compiled(config: Config, choice: Choice) -> str:
+    mode, overlaps = config.model.compile, choice.strategy == "ddp" and not config.reproducibility.exact
+    pieces = ", inside DDP: in pieces that end with its buckets, so that these travel during backward"
+    return "" if mode == "off" else mode + (pieces if overlaps else "")
 
 
 def _without_effect(config: Config, choice: Choice, brought: "Brought | None") -> list[str]:

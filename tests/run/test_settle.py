@@ -49,6 +49,14 @@ def test_the_global_batch_and_with_it_the_rate_grow_with_the_workers() -> None:
         assert plan.rate.value == pytest.approx(1e-3 * (5 * workers / 32) ** 0.5)
 
 
+def test_the_plan_says_how_the_network_is_compiled() -> None:
+    pieces = "default, inside DDP: in pieces that end with its buckets, so that these travel during backward"
+    for workers, exact, said in ((2, False, pieces), (2, True, "default"), (1, False, "default")):
+        rows = dict(settled(workers, compile="default", exact=exact).plan.rows())
+        assert rows["torch.compile"] == said
+    assert "torch.compile" not in dict(settled().plan.rows())
+
+
 def test_a_fixed_global_batch_does_not() -> None:
     plans = [settled(workers, batch_size=5, global_batch_size=20).plan for workers in (1, 2, 4)]
     assert {plan.batches.global_batch for plan in plans} == {20}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # seconds; DDP imports it, and here it is done once rather than in each forked rank
 import torch.distributed as dist
+from torch import nn
 
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
 from multigpu_cli.faults.drift import check_replicas
@@ -14,6 +15,7 @@ from multigpu_cli.models.build import in_channels_last
 from multigpu_cli.models.convnet import build
 from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.compiled import Compiled
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
@@ -290,3 +292,24 @@ def test_kernels_with_channels_last_travel_as_they_lie() -> None:
         return True
 
     assert each_rank(2, work) == [True, True]
+
+
+def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_early() -> None:
+    """torch cuts it where DDP's buckets end if it is first called inside DDP; in one piece, all gradients come last."""
+
+    def work(world: World) -> list[int]:
+        pieces = []
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            pieces.append(len([node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]))
+            return graph.forward
+
+        model = Compiled(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
+        model.size = lambda: 8
+        strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
+        with strategy.accumulating(last=True):
+            strategy.callable(torch.ones(8, 512)).sum().backward()
+        return pieces
+
+    [pieces] = each_rank(1, work)
+    assert len(pieces) > 1
