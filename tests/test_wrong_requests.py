@@ -353,8 +353,9 @@ def test_a_run_that_is_there_is_left_alone(
 def test_more_processes_than_gpus_on_a_node(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_multi_gpu
 
-    monkeypatch.setattr(train_multi_gpu, "visible_gpus", lambda: 1)
-    row = Row("", ["2 processes on a machine with 1 visible GPU", "--nproc_per_node=1"], {}, TORCHRUN)
+    monkeypatch.setattr(train_multi_gpu, "visible_gpus", lambda: 2)
+    three = TORCHRUN | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    row = Row("", ["3 processes on a machine with 2 visible GPUs", "--nproc_per_node=2"], {}, three)
     code, _, err = call(row)
     check(row, code, err)
 

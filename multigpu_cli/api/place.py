@@ -65,9 +65,9 @@ def choice_of(config: MultiGPUConfig, frozen: Config, meeting: Rendezvous | None
         if absent := [number for number in ids if not 0 <= number < gpus]:
             seen = f"{gpus} are visible" if gpus else "no GPU is visible"
             raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")
-        if meeting.local_rank >= len(ids):
+        if gpus > 1 and meeting.local_rank >= len(ids):
             raise RequestError(f"device_ids {ids}: {meeting.local_size} processes here need as many GPUs")
-        choice = choice._replace(devices=(torch.device("cuda", ids[meeting.local_rank]),))
+        choice = choice._replace(devices=(torch.device("cuda", ids[meeting.local_rank] if gpus > 1 else 0),))
     if config.backend == "nccl" and choice.devices[0].type == "cpu":
         raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
     seconds = config.timeout.total_seconds() if config.timeout else None

@@ -25,6 +25,7 @@ from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink, shrink_evaluation
 from multigpu_cli.run.returning import bring_best
 from multigpu_cli.runtime.collectives import decided, gathered, leave_to_watch
+from multigpu_cli.runtime.devices import gpu_models, unlike
 from multigpu_cli.runtime.elastic import note_run
 from multigpu_cli.runtime.memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
@@ -35,7 +36,7 @@ def open_run(run: Run, faults: list[str]) -> None:
     if run.world.local_rank == 0:
         note_run(run.world.agent, run.world.attempt, str(run.folder))
     decided(run.world, lambda: _prepare_folder(run))
-    start = run.settled.start
+    start, models = run.settled.start, gpu_models(run.choice, run.world)
     run.journal.write(
         "start",
         plan=run.plan.as_dict(),
@@ -43,11 +44,14 @@ def open_run(run: Run, faults: list[str]) -> None:
         host=platform.node(),
         hosts=list(dict.fromkeys(run.world.hosts)),
         devices=[str(device) for device in run.choice.devices],
+        gpus=list(models.values()),
         data=run.train.where,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         resumed_from=start.checkpoint,
         **figures.of_the_compiler(run),
     )
+    if warning := unlike(models, "rank" if run.world.size > 1 else "GPU"):
+        run.console.warn(warning)
     for note in start.notes:
         note_fault(run, "out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
     for fault in faults:

@@ -24,7 +24,7 @@ from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pin
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
-from multigpu_cli.runtime.precision import choose_format
+from multigpu_cli.runtime.precision import agreed_format
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.sources import maker_of, opened
 
@@ -204,7 +204,7 @@ def _plan(
         drop_last=config.batch.drop_last,
     )
     rate = _rate(config, batches, brought, pinned=start.manifest is not None)
-    number = choose_format(config.precision.amp, world.device)
+    number = agreed_format(config.precision.amp, world)
     here = len(choice.devices) if choice.launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
     given = words.rate.lr is not None

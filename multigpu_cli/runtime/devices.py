@@ -1,13 +1,14 @@
 """Which devices are there, and how a run should use them: a decision with its reason."""
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.world import Rendezvous, World
 
 
 class Choice(NamedTuple):
@@ -77,12 +78,27 @@ def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: Rendezvous) -> Cho
         )
     if not gpus:
         return Choice("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
-    if meeting.local_size > gpus:
+    return Choice("ddp", cuda((own_gpu(meeting, gpus),)), 0, processes)
+
+
+def own_gpu(meeting: Rendezvous, gpus: int) -> int:
+    """The GPU of a process that a launcher started: that of its local rank, or the only one that it is shown.
+
+    That one may be another for each process, or the same: which it is shows when they have met (check_own_gpus).
+
+    Raises:
+        RequestError: more processes than GPUs.
+    """
+    if gpus == 1:
+        return 0
+    if max(meeting.local_size, meeting.local_rank + 1) > gpus:
+        started = f"torchrun started {meeting.local_size} processes"
+        beyond = f"LOCAL_RANK={meeting.local_rank} in the environment"
         raise RequestError(
-            f"torchrun started {meeting.local_size} processes on a machine with {counted(gpus, 'visible GPU')}",
+            f"{started if meeting.local_size > gpus else beyond} on a machine with {counted(gpus, 'visible GPU')}",
             remedy=f"--nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return Choice("ddp", cuda((meeting.local_rank,)), 0, processes)
+    return meeting.local_rank
 
 
 def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Choice:
@@ -119,6 +135,28 @@ def _usable(wanted: DeviceConfig, gpus: int) -> tuple[int, ...]:
 def cuda(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
     """The devices of these numbers."""
     return tuple(torch.device("cuda", number) for number in ids)
+
+
+def gpu_models(choice: Choice, world: World) -> dict[int, str]:
+    """The model of each rank's GPU by its rank, or of each GPU of this process by its number; empty on CPU."""
+    if world.size > 1:
+        return {rank: gpu.model for rank, gpu in enumerate(world.gpus) if gpu}
+    gpus = (device for device in choice.devices if device.type == "cuda")
+    return {device.index or 0: torch.cuda.get_device_name(device) for device in gpus}
+
+
+def unlike(models: Mapping[int, str], whose: str) -> str:
+    """A warning that names GPUs of several models; "" where they are alike.
+
+    Args:
+        models: as `gpu_models` gives them.
+        whose: the word for their numbers: rank, or GPU.
+    """
+    if len(kinds := dict.fromkeys(models.values())) < 2:
+        return ""
+    places = {kind: [str(number) for number, model in models.items() if model == kind] for kind in kinds}
+    said = [f"{kind} ({whose} {', '.join([*ids[:8], *(['…'] if ids[8:] else [])])})" for kind, ids in places.items()]
+    return f"GPUs of several models: {' and '.join(said)}: shares are equal, so the slowest sets the pace"
 
 
 def _listed(ids: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -19,6 +19,13 @@ from multigpu_cli.runtime.elastic import Last, Verdict
 
 _GO = "multigpu/go"
 _PAUSE = 0.02  # seconds between two looks
+
+
+class OwnGpu(NamedTuple):
+    """The GPU that a rank works on: what no other GPU is called, and what is alike."""
+
+    uuid: str
+    model: str
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Hello:
         restarts_left: that the agent would still make.
         verdict: how an earlier attempt there ended for good.
         last: how the one before this one ended there.
+        gpu: that it works on; None on CPU.
     """
 
     rank: int
@@ -43,6 +51,7 @@ class Hello:
     restarts_left: int = 0
     verdict: Verdict | None = None
     last: Last | None = None
+    gpu: OwnGpu | None = None
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))
@@ -52,6 +61,7 @@ class Hello:
         found: dict[str, Any] = json.loads(text)
         found["verdict"] = Verdict.of(*found["verdict"]) if found["verdict"] else None
         found["last"] = Last(*found["last"]) if found["last"] else None
+        found["gpu"] = OwnGpu(*found["gpu"]) if found["gpu"] else None
         return cls(**found)
 
 
@@ -66,6 +76,7 @@ class Agreed:
         restarts_left: of the agent that has the fewest.
         verdict: why there is nothing to do, or None.
         last: how the attempt before this one ended, or None.
+        gpus: of each rank.
     """
 
     generation: str
@@ -75,6 +86,7 @@ class Agreed:
     restarts_left: int
     verdict: Verdict | None
     last: Last | None
+    gpus: tuple[OwnGpu | None, ...]
 
 
 def merged(hellos: Sequence[Hello], generation: str) -> Agreed:
@@ -91,6 +103,7 @@ def merged(hellos: Sequence[Hello], generation: str) -> Agreed:
         restarts_left=min(hello.restarts_left for hello in hellos),
         verdict=next(iter(verdicts), None),
         last=min(ends, key=lambda end: -end.moved, default=None),
+        gpus=tuple(hello.gpu for hello in hellos),
     )
 
 

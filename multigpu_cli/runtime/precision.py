@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.world import World
 
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,6 +37,20 @@ def choose_format(wanted: str, device: torch.device) -> Format:
     with torch.cuda.device(device):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     return Format("bf16", "the GPU has it") if native else Format("fp16", "the GPU has no bf16")
+
+
+def agreed_format(wanted: str, world: World) -> Format:
+    """The same on every rank: where one of several GPUs has no bf16, all take fp16.
+
+    Raises:
+        RequestError: fp16 on CPU.
+    """
+    own = choose_format(wanted, world.device)
+    if wanted != "auto" or world.size == 1:
+        return own
+    lacking = gathered(world, torch.tensor([int(own.name == "fp16")], device=world.device))
+    ranks = [rank for rank, lacks in enumerate(lacking) if bool(lacks)]
+    return Format("fp16", f"rank {ranks[0]}'s GPU has no bf16") if ranks and own.name == "bf16" else own
 
 
 class Precision:

@@ -1,12 +1,13 @@
 """Who we are among the processes of this run: read once from the environment, then a value."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -17,6 +18,9 @@ from multigpu_cli.config.environment import self_launched
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.parent import die_with_parent
+
+if TYPE_CHECKING:
+    from multigpu_cli.runtime.handshake import OwnGpu
 
 _PATIENCE = 120.0  # seconds for the others to load torch and arrive
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -115,6 +119,7 @@ class World:
         last: how the attempt before this one ended, if somebody left word.
         agent: the folder in which we leave such word.
         generation: the prefix of our part of the store.
+        gpus: that each rank works on.
     """
 
     device: torch.device
@@ -130,6 +135,7 @@ class World:
     last: elastic.Last | None = field(default=None, compare=False)
     agent: Path | None = field(default=None, compare=False)
     generation: str = field(default="", compare=False)
+    gpus: "tuple[OwnGpu | None, ...]" = field(default=(), compare=False)
 
     @property
     def main(self) -> bool:
@@ -185,8 +191,14 @@ def met(meeting: Rendezvous, device: torch.device, *, timeout: float) -> tuple[W
 
 @contextmanager
 def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | None = None) -> Iterator[None]:
-    """Form the process group of ranks that have met, for as long as the context lasts."""
+    """Form the process group of ranks that have met, for as long as the context lasts.
+
+    Raises:
+        RequestError: two of them have one GPU, which NCCL can't do.
+    """
     backend = backend or ("nccl" if world.device.type == "cuda" else "gloo")
+    if backend == "nccl":
+        check_own_gpus(world)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(world.generation, store),
@@ -206,6 +218,25 @@ def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | N
     dist.destroy_process_group()
 
 
+def check_own_gpus(world: World) -> None:
+    """Raises RequestError, on all ranks alike, where two ranks of a machine have one GPU."""
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, (host, gpu) in enumerate(zip(world.hosts, world.gpus, strict=True)):
+        if gpu is not None:
+            users[host, gpu.uuid].append(rank)
+    shared = next(((host, ranks) for (host, _), ranks in users.items() if len(ranks) > 1), None)
+    if shared is None:
+        return
+    host, ranks = shared
+    gpus = sum(where == host for where, _ in users)
+    error = RequestError(
+        f"ranks {','.join(map(str, ranks))} have one GPU of {host}, and NCCL needs one for each",
+        remedy=f"--nproc_per_node={gpus}, a GPU of its own for each process, or CUDA_VISIBLE_DEVICES= to train on CPU",
+    )
+    error.shared = True
+    raise error
+
+
 def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client: dist.Store) -> World:
     """Meet the others, and agree with them on what this attempt is.
 
@@ -215,9 +246,10 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
     Raises:
         Over: an earlier attempt has ended for good.
     """
-    from multigpu_cli.runtime.handshake import Hello, agree  # late: a world of one meets nobody
+    from multigpu_cli.runtime.handshake import Hello, OwnGpu, agree  # late: a world of one meets nobody
 
     environ = meeting.environ
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     hello = Hello(
         rank=meeting.rank,
         size=meeting.size,
@@ -228,6 +260,7 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
         restarts_left=meeting.restarts_left,
         verdict=elastic.last_verdict(environ),
         last=elastic.last_end(environ),
+        gpu=OwnGpu(str(gpu.uuid), gpu.name) if gpu else None,
     )
     agreed = agree(store, hello, patience=_PATIENCE)
     if agreed.verdict:
@@ -247,6 +280,7 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
         last=agreed.last,
         agent=elastic.agent_folder(environ),
         generation=agreed.generation,
+        gpus=agreed.gpus,
     )
 
 

@@ -101,5 +101,5 @@ def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, k
     """Triton, on a GPU, would say so only in the first pass, and a container's runtime image has none."""
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RequestError) as raised:
-        _compiled(nn.Linear(1, 1), "default", torch.device(kind))
+        _compiled(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
     assert f"--compile default on {kind.upper()} needs a {language} compiler" in raised.value.problem

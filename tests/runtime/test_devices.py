@@ -3,8 +3,9 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.devices import Choice, choose, cores, gpu_models, unlike, visible_gpus
+from multigpu_cli.runtime.handshake import OwnGpu
+from multigpu_cli.runtime.world import Rendezvous, World
 
 
 def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Choice:
@@ -99,6 +100,11 @@ def test_under_torchrun_it_is_ddp_on_the_own_gpu(mode: str) -> None:
     assert choice.because == "torchrun started 4 processes"
 
 
+def test_a_launcher_may_show_each_process_one_gpu_of_its_own() -> None:
+    """SLURM's --gpus-per-task=1, say: whatever the local rank, the GPU has number 0 there."""
+    assert names(chosen(gpus=1, processes=4)) == ["cuda:0"]
+
+
 def test_under_torchrun_without_gpus_it_is_ddp_on_cpu() -> None:
     choice = chosen(processes=1)
     assert (choice.strategy, names(choice)) == ("ddp", ["cpu"])
@@ -112,6 +118,41 @@ def test_under_torchrun_without_gpus_it_is_ddp_on_cpu() -> None:
 def test_what_does_not_go_with_torchrun_is_refused(mode: str, gpus: int, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         chosen(mode, gpus=gpus, processes=4)
+
+
+def test_a_local_rank_beyond_the_visible_gpus_is_refused() -> None:
+    """By a launcher that does not say how many processes it has started here."""
+    meeting = Rendezvous(3, 8, 3, 1, "localhost", 1, attempt=0, agent_store=False)
+    with pytest.raises(RequestError, match=r"LOCAL_RANK=3.*2 visible GPUs"):
+        choose(DeviceConfig(), gpus=2, cpus=2, meeting=meeting)
+
+
+def test_gpus_are_counted_by_rank_and_in_one_process_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"model {device.index}")
+    first, third = torch.device("cuda", 0), torch.device("cuda", 2)
+    alone = gpu_models(Choice("dp", (third, first), 0, ""), World(third))
+    assert alone == {2: "model 2", 0: "model 0"}
+    gpus = (OwnGpu("a", "H100"), OwnGpu("b", "L4"))
+    assert gpu_models(Choice("ddp", (first,), 0, ""), World(first, 0, 2, gpus=gpus)) == {0: "H100", 1: "L4"}
+    cpu = torch.device("cpu")
+    assert gpu_models(Choice("ddp", (cpu,), 0, ""), World(cpu, 0, 2, gpus=(None, None))) == {}
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ((), ""),
+        (("H100", "H100"), ""),
+        (("H100",), ""),
+        (("H100", "L4", "H100"), "H100 (rank 0, 2) and L4 (rank 1)"),
+        (("L4", *["H100"] * 11), "L4 (rank 0) and H100 (rank 1, 2, 3, 4, 5, 6, 7, 8, …)"),
+    ],
+)
+def test_gpus_of_unlike_models_are_named(models: tuple[str, ...], said: str) -> None:
+    found = unlike(dict(enumerate(models)), "rank")
+    assert said in found
+    assert bool(found) == bool(said)
+    assert not said or "slowest" in found
 
 
 def test_ids_that_a_self_launch_has_followed_are_not_looked_up_again_in_its_workers() -> None:

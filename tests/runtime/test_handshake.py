@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.elastic import Last, Verdict
-from multigpu_cli.runtime.handshake import Agreed, Hello, agree, merged
+from multigpu_cli.runtime.handshake import Agreed, Hello, OwnGpu, agree, merged
 
 FIRST = Hello(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)
 SECOND = replace(FIRST, rank=1, nonce="b")
@@ -35,6 +35,12 @@ def test_all_ranks_are_told_the_same() -> None:
     assert told[0] == told[1] == told[2]
     assert told[0].hosts == ("node1", "node1", "node2")
     assert (told[0].attempt, told[0].restarts_left, told[0].verdict) == (0, 3, None)
+
+
+def test_all_ranks_are_told_whose_gpu_is_which() -> None:
+    gpus = [OwnGpu("uuid-0", "H100"), OwnGpu("uuid-1", "L4"), None]
+    hellos = [replace(hello, gpu=gpu) for hello, gpu in zip((FIRST, SECOND, THIRD), gpus, strict=True)]
+    assert {told.gpus for told in met(dist.HashStore(), hellos)} == {tuple(gpus)}
 
 
 def test_a_rank_alone_meets_itself() -> None:

@@ -5,7 +5,10 @@ from torch import nn
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import build_optimizer, set_rate
-from multigpu_cli.runtime.precision import Precision, choose_format
+from multigpu_cli.runtime import precision
+from multigpu_cli.runtime.precision import Format, Precision, agreed_format, choose_format
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -41,6 +44,27 @@ def test_auto_on_cuda_asks_for_native_bf16(native: bool, name: str, monkeypatch:
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     assert choose_format("auto", CUDA).name == name
     assert asked == {"emulation": False}
+
+
+@pytest.mark.parametrize("ranks", [("bf16", "bf16", "bf16"), ("bf16", "fp16", "bf16"), ("fp16", "bf16", "bf16")])
+def test_ranks_on_unlike_gpus_take_one_format(ranks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is scaled for fp16 on one rank alone would drown the others'."""
+
+    def work(world: World) -> Format:
+        monkeypatch.setattr(precision, "choose_format", lambda wanted, device: Format(ranks[world.rank], "its GPU"))
+        return agreed_format("auto", world)
+
+    found = each_rank(3, work)
+    assert {each.name for each in found} == {"fp16" if "fp16" in ranks else "bf16"}
+    other = ranks.index("fp16") if "fp16" in ranks else None
+    reasons = ["its GPU" if other is None or name == "fp16" else f"rank {other}'s GPU has no bf16" for name in ranks]
+    assert [each.because for each in found] == reasons
+
+
+def test_what_was_asked_for_needs_no_agreement() -> None:
+    alone, two = World(CPU), World(CPU, 0, 2)
+    assert agreed_format("bf16", two) == agreed_format("bf16", alone) == choose_format("bf16", CPU)
+    assert agreed_format("auto", alone) == choose_format("auto", CPU)
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:

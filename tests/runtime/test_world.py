@@ -12,7 +12,8 @@ import torch.distributed as dist
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import world as runtime_world
 from multigpu_cli.runtime.collectives import leave_to_watch
-from multigpu_cli.runtime.world import Rendezvous, World, grouped, joined
+from multigpu_cli.runtime.handshake import OwnGpu
+from multigpu_cli.runtime.world import Rendezvous, World, check_own_gpus, grouped, joined
 from tests.forked import exit_code
 from tests.gloo import each_rank
 
@@ -109,6 +110,29 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     if agent_store:
         generations = {key.split("/")[0] for key in agents.list_keys() if "sealed" in key}
         assert len(generations) == 2, "restarts read no stale addresses"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "uuids", "named"),
+    [
+        ("aabb", "1213", ""),
+        ("aaaa", "1211", "ranks 0,2,3 have one GPU"),
+        ("abab", "1223", ""),  # machines may be copies of one another
+    ],
+)
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_does(hosts: str, uuids: str, named: str) -> None:
+    """A launcher that shows each rank one GPU may show all of them the same."""
+    gpus = tuple(OwnGpu(uuid, "H100") for uuid in uuids)
+    world = World(torch.device("cuda", 0), 1, 4, 1, 4, hosts=tuple(hosts), gpus=gpus)
+    if not named:
+        return check_own_gpus(world)
+    with pytest.raises(RequestError, match=named) as refused:
+        check_own_gpus(world)
+    assert refused.value.shared
+    assert "--nproc_per_node=" in refused.value.remedy
+    with pytest.raises(RequestError, match=named), grouped(world, dist.HashStore(), timeout=1):
+        pass
+    return None
 
 
 def test_a_group_of_somebody_else_has_its_own_clock_again_afterwards() -> None:
