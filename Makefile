@@ -35,8 +35,8 @@ chaos: $(VENV)/.installed-dev ## kill, stop and damage ROUNDS=5 small trainings,
 mutants: $(VENV)/.installed-dev ## COUNT=300 small faults in the code, drawn from SEED=17; the tests must notice them: an hour, goes on if stopped
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),17) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
-gpu-check: ## every way that needs a GPU, one line each, with this machine's own python3
-	$(PYTHON) tests/gpu/check.py
+gpu-check: ## every way that needs a GPU, a JSON line each, with this machine's own python3; BUDGET=540 seconds, then again
+	$(PYTHON) -m tests.gpu.check --budget $(or $(BUDGET),540) $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results $(RESULTS))
 
 bench: $(VENV)/.installed ## how fast it is, against hand-written loops and limits, under ten minutes on two quiet cores
 	$(BIN)/python -m benchmarks.suite

@@ -1,122 +1,89 @@
-"""`make gpu-check`: trains the embedded digits in every way that needs a GPU, one line each; exit code 0 if all passed.
+"""`make gpu-check`: every way that needs a GPU, one JSON line each as it comes, with this machine's own python3.
 
-Uses the python3 it is run with and installs nothing. Without CUDA it says what it skipped.
+    make gpu-check                  # at most nine minutes; the same command goes on where it stopped
+    make gpu-check BUDGET=300       # seconds
+    make gpu-check ONLY=bf16,mfu    # those again, whatever an earlier call found
+    make gpu-check RESULTS=FILE     # instead of gpu-check.jsonl: results of earlier calls, and where new ones go
+
+Exit code: 0 all is well; 1 something failed; 75 the time was over, the same command goes on; 2 there is no CUDA device.
+Results count for the code and the machine that they were found with. On a simulated device what only a real one can
+show is "unverified", never "passed".
 """
 
+import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-FRONT_DOOR = str(ROOT / "main_multi_gpu.py")
-FLAGS = ["--epochs", "6", "--json"]
-GOOD_ENOUGH = 0.93  # test accuracy that six epochs reach with room to spare; a broken path stays far below
+from tests.gpu.machine import ROOT, described
+from tests.gpu.registry import CHECKS, carry_out
+from tests.gpu.results import FAILED, PASSED, Results
+from tests.gpu.runner import about, run_all
+
+_NO_DEVICE = 2
 
 
-def front_door(folder: Path, *flags: str, torchrun: int = 0) -> dict[str, Any]:
-    """Run the command line and return its summary; with `torchrun`, in so many processes."""
-    launcher = [sys.executable]
-    if torchrun:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
-    return finished([*launcher, FRONT_DOOR, *FLAGS, *flags, "--save-dir", str(folder)])
-
-
-def finished(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise AssertionError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def two_ranks_on_one_gpu(folder: Path) -> dict[str, Any]:
-    """Two gloo processes share GPU 0; two nccl ranks could not."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return finished([*command, __file__, "shared-gpu", str(folder)])
-
-
-def data_parallel_twice(folder: Path) -> dict[str, Any]:
-    """DataParallel over [0, 0], built directly: the front door refuses to name a GPU twice."""
-    return finished([sys.executable, __file__, "dp-twice", str(folder)])
-
-
-def on_and_beside(folder: Path) -> dict[str, Any]:
-    """Batches that a stream of their own brings in time are those that lie on the GPU."""
-    flags = ("--multi-gpu", "none", "--exact", "--data-on-device")
-    beside, there = (front_door(folder / word, *flags, word) for word in ("off", "on"))
-    if beside["fingerprint"] != there["fingerprint"]:
-        raise AssertionError(f"fingerprints {beside['fingerprint']} and {there['fingerprint']}")
-    return there
-
-
-def in_this_process(kind: str, folder: Path) -> None:
-    """Run the engine on devices that the front door would not choose."""
-    import torch
-
-    from multigpu_cli import engine
-    from multigpu_cli.config.sources import resolve
-    from multigpu_cli.monitor.console import Console
-    from multigpu_cli.runtime.devices import Choice
-    from multigpu_cli.runtime.world import Rendezvous
-
-    gpu = torch.device("cuda", 0)
-    meeting = Rendezvous.from_environment(os.environ)
-    choice = (
-        Choice("ddp", (gpu,), 0, "two gloo ranks on one GPU", backend="gloo")
-        if kind == "shared-gpu"
-        else Choice("dp", (gpu, gpu), 0, "DataParallel over [0, 0]")
-    )
-    config = resolve({"epochs": "6", "save_dir": str(folder)}, [], None)
-    console = Console("silent" if meeting and meeting.rank else "normal", json=True)
-    engine.run(config, choice, meeting, console, last_words=lambda error: console.error(str(error)))
-
-
-CHECKS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "single GPU, bf16": lambda folder: front_door(folder, "--multi-gpu", "none", "--amp", "bf16"),
-    "single GPU, fp16 with GradScaler": lambda folder: front_door(folder, "--multi-gpu", "none", "--amp", "fp16"),
-    "DDP over nccl, one process": lambda folder: front_door(folder, "--multi-gpu", "ddp", torchrun=1),
-    "DDP over gloo, two processes on one GPU": two_ranks_on_one_gpu,
-    "DataParallel over [0, 0]": data_parallel_twice,
-    "data on the GPU and beside it, same bits": on_and_beside,
-    "torch.compile": lambda folder: front_door(folder, "--multi-gpu", "none", "--compile", "default"),
-    "gradient checkpointing, accumulation 2": lambda folder: front_door(
-        folder, "--multi-gpu", "none", "--grad-checkpointing", "--grad-accum-steps", "2"
-    ),
-}
-
-
-def main() -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        print("no CUDA device here; skipped:", *CHECKS, sep="\n  ")
+def main(words: Sequence[str]) -> int:
+    asked = _parsed(words)
+    if asked.child:
+        return _child(asked.child[0], Path(asked.child[1]))
+    if asked.about:
+        _say(described())
         return 0
-    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
-    failed = 0
-    for name, check in CHECKS.items():
-        began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found = check(Path(folder, "run"))
-                accuracy = found["final"]["test_accuracy"]
-                good = found["status"] == "completed" and accuracy >= GOOD_ENOUGH
-                said = f"test accuracy {accuracy:.1%}, {found['samples_per_second']:,.0f} samples/s"
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                good, said = False, str(error)
-        failed += not good
-        print(f"{'ok  ' if good else 'FAIL'} {name}: {said} ({time.perf_counter() - began:.0f} s)", flush=True)
-    return 1 if failed else 0
+    machine = about()
+    _say(machine or {"end": "no CUDA device here", "left": asked.only})
+    if not machine:
+        return _NO_DEVICE
+    results = Results(asked.results, machine)
+    names = results.left(CHECKS) if asked.only == list(CHECKS) else asked.only
+    for line in run_all(names, results, asked.budget, simulated=machine["simulated"]):
+        _say({key: value for key, value in line.items() if key not in ("machine", "time")})
+    end, code = results.end(asked.only)
+    _say(end)
+    return code
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__.partition("\n")[0])
+    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of this call")
+    parser.add_argument("--only", type=_names, default=list(CHECKS), metavar="NAME,…", help=", ".join(CHECKS))
+    parser.add_argument("--results", type=Path, default=ROOT / "gpu-check.jsonl", metavar="FILE")
+    parser.add_argument("--about", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise argparse.ArgumentTypeError(f"no check {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+    return names
+
+
+def _child(function: str, told: Path) -> int:
+    """Carry out one check in this process, and write down how it ended."""
+    verdict, said, facts = PASSED, "", {}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
+        try:
+            facts = carry_out(function, Path(folder))
+        except AssertionError as error:
+            verdict, said = FAILED, str(error) or traceback.format_exc(limit=-1)
+        except Exception:  # whatever a device or a library raises is what was found
+            verdict, said = FAILED, traceback.format_exc(limit=-6)
+    told.write_text(json.dumps({"verdict": verdict, "said": said, "facts": facts}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # past torch's exit, where gloo now and then aborts a process that is done
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        in_this_process(sys.argv[1], Path(sys.argv[2]))
-        sys.stdout.flush()
-        os._exit(0)  # past torch's exit, where gloo now and then aborts a run that is done
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Ways to share out the work, as far as one GPU can show them."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from multigpu_cli import engine
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import Rendezvous
+from tests.gpu.front_door import DIGITS, finished, holds, launcher, run
+from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
+
+
+def one_nccl_rank(folder: Path) -> dict[str, Any]:
+    """Under torchrun; and in this process, where the backend of the group can be seen."""
+    seen: list[str] = []
+    real = engine.step
+
+    def step(*given: Any) -> Any:
+        seen.append(dist.get_backend())
+        return real(*given)
+
+    engine.step = step
+    try:
+        check_device(train(folder / "here", ONE_RANK, epochs="1", amp="bf16"), "ddp", "bf16")
+    finally:
+        engine.step = real
+    assert set(seen) == {"nccl"}, f"backend {set(seen)}"
+    done = run(folder / "torchrun", *DIGITS, "--multi-gpu", "ddp", "--amp", "bf16", ranks=1)
+    return holds(done, "ddp", "bf16") | {"backend": "nccl"}
+
+
+def self_launched(folder: Path) -> dict[str, Any]:
+    flags = ("--multi-gpu", "ddp", "--nproc-per-node", "1", "--amp", "bf16")
+    return holds(run(folder, *DIGITS, *flags), "ddp", "bf16")
+
+
+def two_gloo_ranks_on_one_gpu(folder: Path) -> dict[str, Any]:
+    """Two nccl ranks could not share a GPU."""
+    done = finished([*launcher(2), "-m", "tests.gpu.checks.strategies", str(folder)], folder)
+    assert done.summary["world_size"] == 2, done.summary
+    return holds(done, "ddp", "bf16")
+
+
+def data_parallel_twice(folder: Path) -> dict[str, Any]:
+    """DataParallel over [0, 0]: the command line refuses to name a GPU twice."""
+    choice = Choice("dp", (GPU, GPU), 0, "DataParallel over [0, 0]")
+    summary = train(folder, choice, epochs="6", amp="bf16", batch_size="16")
+    check_device(summary, "dp", "bf16")
+    assert summary["devices"] == 2, summary
+    assert summary["final"]["test_accuracy"] > 0.9, summary["final"]
+    return {"test_accuracy": summary["final"]["test_accuracy"], "samples_per_second": summary["samples_per_second"]}
+
+
+def one_of_two_ranks(folder: str) -> None:
+    """What torchrun starts for `two_gloo_ranks_on_one_gpu`."""
+    meeting = Rendezvous.here()
+    config = resolve({"epochs": "6", "amp": "bf16", "batch_size": "16", "save_dir": folder}, [], None)
+    choice = Choice("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
+    console = Console("silent" if meeting and meeting.rank else "normal", json=True)
+    engine.run(config, choice, meeting, console, last_words=raise_again)
+
+
+if __name__ == "__main__":
+    one_of_two_ranks(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # past torch's exit, where gloo now and then aborts a run that is done

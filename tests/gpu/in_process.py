@@ -1,0 +1,52 @@
+"""The engine in this process, on devices that the command line would not choose, or watched from within."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multigpu_cli import engine
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import Rendezvous
+
+GPU = torch.device("cuda", 0)
+ONE = Choice("single", (GPU,), 0, "one GPU")
+ONE_RANK = Choice("ddp", (GPU,), 0, "one rank")
+
+
+def train(folder: Path, choice: Choice = ONE, sets: tuple[str, ...] = (), **flags: str) -> dict[str, Any]:
+    """Carry out one run; returns its summary.
+
+    Args:
+        choice: where; ddp is a world of one rank.
+        flags: by their keys in YAML.
+    """
+    meeting = alone() if choice.strategy == "ddp" else None
+    config = resolve({"save_dir": str(folder), **flags}, list(sets), None)
+    return engine.run(config, choice, meeting, Console("silent"), last_words=raise_again)
+
+
+def alone() -> Rendezvous:
+    """A world of one rank, which keeps the store itself."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return Rendezvous(0, 1, 0, 1, "localhost", port, attempt=0, agent_store=False)
+
+
+def raise_again(error: Exception) -> None:
+    raise error
+
+
+def check_device(summary: dict[str, Any], strategy: str, precision: str) -> None:
+    """The run took place as asked for.
+
+    Raises:
+        AssertionError: it did not.
+    """
+    expected = ("completed", strategy, precision, torch.cuda.get_device_name(0))
+    found = tuple(summary[name] for name in ("status", "strategy", "precision", "device"))
+    assert found == expected, f"{found} instead of {expected}"

@@ -1,0 +1,40 @@
+"""What a result is of: the device, torch, and the code that was checked."""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def simulated() -> bool:
+    """Whether the CUDA devices here are those of tests/gpu/simulated, whose kernels run on the CPU."""
+    return bool(os.environ.get("SIMULATED_CUDA"))
+
+
+def described() -> dict[str, Any]:
+    """The machine, for the results; {} where torch sees no CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "device": torch.cuda.get_device_name(0),
+        "devices": torch.cuda.device_count(),
+        "simulated": simulated(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.partition(" ")[0],
+        "code": code_mark(),
+    }
+
+
+def code_mark() -> str:
+    """Changes whenever the program or its checks do."""
+    total = hashlib.sha256()
+    folders = (ROOT.glob("*.py"), ROOT.glob("multigpu_cli/**/*.py"), ROOT.glob("tests/gpu/**/*.py"))
+    for file in sorted(file for files in folders for file in files):
+        total.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:12]
