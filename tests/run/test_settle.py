@@ -257,3 +257,5 @@ def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> N
     assert (found.model, found.task) == ("convnet", "classification")
     assert found.words.model.name is None
     assert found.pins["model"] == "convnet"
+    assert found.plan.contents == "convnet on digits (1,258 training samples), classification"
+    assert settled().plan.contents == "tests.own:net on tests.own:tensors (60 training samples), classification"
