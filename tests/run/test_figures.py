@@ -15,7 +15,7 @@ from multigpu_cli.run.figures import of_all
 from multigpu_cli.run.record import peak_memory
 from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import stored
-from tests.own import tensors
+from tests.own import sentences, tensors
 from tests.run.test_tracing import plain
 from tests.trained import trained
 
@@ -84,13 +84,16 @@ def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_pe
 ) -> None:
     for room in (figures, parts):
         monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
-    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "epochs": 2, "log_interval": 1}
+    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "epochs": 2}
+    flags |= {"batch_size": 10, "log_interval": 3}  # an epoch
     sets = ["model.depth=1", "model.width=16", "model.heads=2"]
     assert not trained(2, save_dir=str(tmp_path), num_workers=0, **flags, sets=sets).error
     line = last_line(tmp_path)
     flops = 9 * 6 * (12 * 16 * 16 + 5 * 16)  # a sample's tokens, forward and backward, by the weights that they meet
     assert line["mfu"] == pytest.approx(flops * line["samples_per_second"] / (2 * 1e9))
-    assert 0 < line["tokens_per_second"] < 9 * line["samples_per_second"], "not all of them count"
+    tokens = int((sentences("train", 42).tensors[1] != -100).sum())
+    assert tokens < 9 * 60, "not all of them count"
+    assert line["tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / 60)
 
 
 def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
