@@ -61,6 +61,9 @@ def test_one_two_and_four_workers_learn_alike() -> None:
         torch.testing.assert_close(curve("on1"), curve(f"on{workers}"), rtol=1e-4, atol=1e-6)
     rates = events("train", "on4")[-1]["rollout_steps_per_second"]
     assert [rate > 0 for rate in rates] == [False, True, True, True], "three groups: one worker has none"
+    before, last = events("train", "on1")[-2:]
+    seconds = (last["step"] - before["step"]) * last["step_ms"] / 1e3
+    assert last["env_steps_per_second"] == pytest.approx((last["env_steps"] - before["env_steps"]) / seconds)
 
 
 def test_the_same_bits_on_one_two_and_four_workers_with_exact() -> None:
