@@ -12,7 +12,7 @@ from tests.mutants.copy import Copy
 from tests.mutants.mutations import Mutation
 from tests.mutants.results import add_line, read_lines
 
-_RUNS = ("tests/run/", "tests/api/", "tests/test_engine.py")
+_RUNS = ("tests/run/", "tests/api/", "tests/gpu/simulated/", "tests/test_engine.py")
 _NEAR = {
     "planning": ("tests/planning/", "tests/commands/test_plan.py", *_RUNS),
     "checkpoint": ("tests/checkpoint/", "tests/commands/test_checkpoints.py", "tests/commands/test_export.py", *_RUNS),
