@@ -448,7 +448,7 @@ int64_t launches(const std::string& name, const std::vector<c10::List<Tensor>>& 
   bool fast = true;
   for (auto& list : lists)
     for (const Tensor& t : list) fast &= t.scalar_type() == kind;
-  for (auto& t : alone) fast &= t.scalar_type() == kind;
+  for (auto& t : alone) fast &= t.scalar_type() == kind && t.is_cuda();
   return fast ? 1 : static_cast<int64_t>(lists[0].size());
 }
 
@@ -858,6 +858,22 @@ struct DdpTimer final : c10d::Timer {
 
 // ---------------------------------------------------------------------------------------------- what Python steers
 
+// Where torch has a composite beside the CPU's kernel it would take that for a device of its own; a GPU has a kernel.
+void take_kernels() {
+  static torch::Library all(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& known : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(known);
+    if (!op || known.name.rfind("aten::", 0) != 0 || op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
+    const bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+                           op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
+    const bool foreach = known.name.rfind("aten::_foreach_", 0) == 0;
+    if (!composite || !(foreach || op->hasKernelForDispatchKey(DispatchKey::CPU))) continue;
+    std::string name = known.name.substr(6) + (known.overload_name.empty() ? "" : "." + known.overload_name);
+    all.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 // A process that has run a backward pass on the CPU, or was forked from one, has no threads for devices yet.
 struct Threads : torch::autograd::Engine {
   static void start() {
@@ -880,6 +896,8 @@ void begin(const std::vector<int64_t>& capacities, const std::vector<std::string
   auto hooks = const_cast<CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   if (!dynamic_cast<Hooks*>(hooks)) new (hooks) Hooks();
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_kind);
+  static std::once_flag once;
+  std::call_once(once, take_kernels);
   Threads::start();
 }
 
