@@ -1,5 +1,6 @@
 """What survives a restart: weights, optimizer, loss scale, averages, progress. What is not here is lost on resume."""
 
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ class Kept:
         moving = {tensor.data_ptr() for tensor in (*self.model.buffers(), *told)}  # forward moves them
         later: list[tuple[Tensor, Tensor]] = []
         captured = dict(_on_host(state, into, moving, later))
-        return Snapshot(captured, later, _queued_so_far())
+        return Snapshot(captured, later, _stream_beside())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
         """Put a captured state into the live objects.
@@ -117,27 +118,29 @@ class Snapshot:
 
     state: dict[str, Any]
     _later: list[tuple[Tensor, Tensor]]
-    _queued: torch.cuda.Event | None
+    _beside: torch.cuda.Stream | None
 
     def finish(self) -> dict[str, Any]:
         """Copy the rest, in any thread, before the optimizer moves it; on CUDA beside what the device computes."""
-        if self._queued is None:
+        with torch.cuda.stream(self._beside) if self._beside is not None else nullcontext():
             for target, source in self._later:
-                target.copy_(source)
-        else:
-            stream = torch.cuda.Stream()
-            stream.wait_event(self._queued)
-            with torch.cuda.stream(stream):
-                for target, source in self._later:
-                    target.copy_(source, non_blocking=True)
-            stream.synchronize()
+                target.copy_(source, non_blocking=True)
+        if self._beside is not None:
+            self._beside.synchronize()
         self._later = []
         return self.state
 
 
-def _queued_so_far() -> torch.cuda.Event | None:
-    """The end of all work that the device has been given; None where there is no device."""
-    return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+def _stream_beside() -> torch.cuda.Stream | None:
+    """A stream that begins after all work that this thread's device has been given; None where there is no device.
+
+    It is made here: in another thread the current device is another, and a stream takes no copies of its neighbour's.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
 
 
 def _on_host(value: Any, into: Any, moving: set[int], later: list[tuple[Tensor, Tensor]]) -> Any:

@@ -1,4 +1,4 @@
-"""The bits of --exact under --amp off: GPUs with the kernels of the CPU come to its bits, by whatever path they take."""
+"""--exact under --amp off: GPUs with the kernels of the CPU come to its bits, by whatever path they take."""
 
 from pathlib import Path
 from typing import Any

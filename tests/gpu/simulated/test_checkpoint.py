@@ -1,0 +1,89 @@
+"""A checkpoint holds the live weights, whichever GPU they are on and whatever the device does beside the copy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.checkpoint.packing import packed
+from multigpu_cli.checkpoint.snapshot import Kept, Progress
+from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights
+from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+from multigpu_cli.run import record
+from multigpu_cli.runtime.precision import Precision
+from tests.gpu.simulated.gpus import alone, trained
+from tests.gpu.simulated.install import Simulated
+
+
+def kept(device: torch.device, optimizer: str, precision: str) -> Kept:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
+    built = build_optimizer(model, OptimizerConfig(name=optimizer))
+    return Kept(model, built, Precision(precision, device), averaged(model, 0.9), Progress())
+
+
+def train(live: Kept) -> None:
+    live.precision.backward(live.model(torch.randn(8, 3, device=live.precision.device)).square().mean())
+    set_rate(live.optimizer, 0.05)
+    live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
+    assert live.average is not None
+    live.average.update_parameters(live.model)
+
+
+def captures(sim: Simulated, live: Kept) -> None:
+    """Three checkpoints, each by the writer's thread while the next forward pass is under way; checks them."""
+    captured: dict[str, Any] | None = None
+    for _ in range(3):
+        train(live)
+        model, averages = (each.state_dict() for each in (live.model, live.average) if each is not None)
+        before = packed(host_copy([model, live.optimizer.state_dict(), averages]))
+        with sim.record.watching() as events, Writer() as writer:
+            snapshot = live.begin_capture(captured)
+            writer.submit(snapshot.finish, lambda: None)
+            live.model(torch.randn(8, 3, device=live.precision.device))  # BatchNorm's buffers move
+            writer.let_copy()
+            assert writer.settle() is None
+        captured = snapshot.state
+        assert packed([captured[name] for name in ("model", "optimizer", "average")]) == before
+        beside = [event for event in events if event.thread.startswith("checkpoint")]
+        copied = {(event.device, event.stream) for event in beside if event.kind == "copy"}
+        waited = {(event.device, event.stream) for event in beside if event.what == "Stream.synchronize"}
+        assert copied == waited
+        assert {device for device, _ in copied} == {live.precision.device.index}
+        assert 0 not in {stream for _, stream in copied}, "beside what the device computes, not after it"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_copy_is_on_the_stream_that_is_waited_for(number: int) -> None:
+    def work(sim: Simulated) -> None:
+        torch.cuda.set_device(number)
+        for optimizer, precision in (("adamw", "off"), ("sgd", "bf16"), ("adamw", "fp16")):
+            captures(sim, kept(torch.device("cuda", number), optimizer, precision))
+
+    alone(work)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
+    def look(sim: Simulated) -> None:
+        save = record.save
+
+        def noted(run: Any) -> None:
+            live[f"step_{run.progress.step}"] = fingerprint(run.kept.model.state_dict())
+            (tmp_path / "live.json").write_text(json.dumps(live))
+            save(run)
+
+        live: dict[str, str] = {}
+        record.save = noted
+
+    flags = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9", "ema": "0.9"}
+    ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, **flags)
+    assert not ended.error
+    live = json.loads((tmp_path / "live.json").read_text())
+    written = {file.parent.name: fingerprint(read_weights(file)) for file in tmp_path.glob("run/**/step_*/state.pt")}
+    assert len(written) >= 2
+    assert {name: live[f"step_{int(name.removeprefix('step_'))}"] for name in written} == written
