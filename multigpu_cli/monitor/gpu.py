@@ -90,10 +90,12 @@ def gpus(nvml: Any) -> list[Gpu]:
     return found
 
 
-def driver(nvml: Any) -> tuple[str, tuple[int, int]]:
+def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version, and the newest CUDA that it runs."""
-    newest = nvml.nvmlSystemGetCudaDriverVersion_v2()
-    return _text(nvml.nvmlSystemGetDriverVersion()), (newest // 1000, newest % 1000 // 10)
+    version, newest = (
+        _asked(nvml, ask) for ask in (nvml.nvmlSystemGetDriverVersion, nvml.nvmlSystemGetCudaDriverVersion_v2)
+    )
+    return version and _text(version), newest and (newest // 1000, newest % 1000 // 10)
 
 
 def overlooked(built_for: str) -> str:
@@ -107,7 +109,7 @@ def overlooked(built_for: str) -> str:
         return ""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in found))
     told = f"NVML sees {counted(len(found), 'GPU')} here ({names}), torch none"
-    if int(built_for.partition(".")[0]) > newest[0]:
+    if newest and int(built_for.partition(".")[0]) > newest[0]:
         fix = f"a newer driver, or a torch built for CUDA {newest[0]}.{newest[1]} or older"
         return (
             f"{told}: driver {version} runs CUDA up to {newest[0]}.{newest[1]}, torch was built for {built_for}: {fix}"

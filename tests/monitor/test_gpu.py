@@ -54,6 +54,19 @@ def test_the_driver_is_named() -> None:
     assert driver(Nvml([a100()], driver="535.104", cuda=12020)) == ("535.104", (12, 2))
 
 
+def test_a_driver_that_says_nothing_of_itself_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Nvml):
+        def nvmlSystemGetDriverVersion(self) -> bytes:
+            raise self.NVMLError("Unknown Error")
+
+        def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+            raise self.NVMLError("Function Not Found")
+
+    assert driver(Silent([t4()])) == (None, None)
+    monkeypatch.setattr(gpu, "opened", lambda: Silent([t4()]))
+    assert "torch.zeros(1).cuda()" in gpu.overlooked("13.0")
+
+
 def test_gpus_that_torch_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(cards: list[Any], built_for: str) -> str:
         monkeypatch.setattr(gpu, "opened", lambda: Nvml(cards, driver="535.104", cuda=12020))

@@ -16,6 +16,8 @@ def put_in_place(device: Any) -> None:
     group.Options = device.NcclOptions
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = group  # type: ignore[attr-defined]
     c10d._NCCL_AVAILABLE = True
+    group._group_start = group._group_end = lambda self: None
+    dist.ProcessGroup.abort = lambda self: self.shutdown()  # type: ignore[method-assign]
     c10d.default_pg_nccl_timeout = dist.constants.default_pg_nccl_timeout = timedelta(minutes=10)
     for name, function in {"_broadcast": _broadcast, "_scatter": _scatter, "_gather": _gather}.items():
         setattr(torch._C, name, function)

@@ -1,0 +1,83 @@
+"""What a run on GPUs says of them, also where NVML can't or a step did not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.simulated.gpus import front_door, trained
+from tests.gpu.simulated.install import Simulated
+from tests.gpu.simulated.machine import Gpu, Machine
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The `train` lines of a run."""
+    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "train"]
+
+
+def test_a_gpu_that_nvml_has_lost_ends_no_run_and_is_told_of_once(tmp_path: Path) -> None:
+    lost = Machine((Gpu(nvml={"lost": "GPU is lost"}),))
+    done = front_door(
+        *("--max-steps", "4", "--log-interval", "1", "--num-workers", "0", "--save-dir", str(tmp_path / "run")),
+        machine=lost,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("of the GPU of rank 0: not known (NVML: GPU is lost)") == 1
+    assert all(line["gpu_utilisation"] == line["gpu_memory_used"] == [None] for line in lines(tmp_path / "run"))
+    assert all(line["memory"][0] > 0 for line in lines(tmp_path / "run"))
+
+
+class Hungry(nn.Module):
+    """From its fifth pass in training on, more than ten samples take a mebibyte, and do not fit all the same."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.Linear(6, num_classes), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.training and self.passes > 4 and len(inputs) > 10:
+            _taken = inputs.new_zeros(2**18)
+            raise torch.OutOfMemoryError("CUDA out of memory (played)")
+        logits: Tensor = self.layer(inputs)
+        return logits
+
+
+def test_what_did_not_fit_is_not_the_peak_of_what_goes_on(tmp_path: Path) -> None:
+    flags = {"batch_size": 20, "global_batch_size": 20, "max_steps": 4, "log_interval": 1, "multi_gpu": "none"}
+    flags |= {"model": "tests.gpu.simulated.test_monitoring:Hungry", "data": "tests.own:tensors"}
+    ended = trained(1, save_dir=str(tmp_path), **flags)
+    assert (ended.error, [fault["kind"] for fault in ended.summary["faults"]]) == ("", ["out of memory"])
+    assert ended.summary["faults"][0]["step"] > 0
+    assert 0 < ended.summary["peak_memory_bytes"][0] < 2**20
+
+
+def test_dropout_on_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
+    def seeded(number: int) -> Callable[[Simulated], None]:
+        return lambda sim: torch.cuda.default_generators[1].manual_seed(number)
+
+    flags = {"multi_gpu": "dp", "max_steps": 3, "model": "mlp", "data": "tests.own:tensors", "batch_size": 6}
+    found = [
+        trained(1, prepare=seeded(n), save_dir=str(tmp_path / str(n)), **flags, sets=["model.args.dropout=0.5"])
+        for n in (1, 2)
+    ]
+    assert [each.error for each in found] == ["", ""]
+    assert found[0].summary["strategy"] == "dp"
+    assert found[0].summary["fingerprint"] == found[1].summary["fingerprint"]
+
+
+def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:
+    flags = {"model": "tests.greedy:net", "data": "tests.own:tensors", "batch_size": 10, "epochs": 4}
+    ended = trained(2, save_dir=str(tmp_path), **flags, sets=["model.args.after=6", "model.args.limit=5"])
+    assert "ran out of memory at step" in ended.error
+
+
+def test_exact_is_refused_on_unlike_gpus(tmp_path: Path) -> None:
+    unlike = Machine((Gpu(), Gpu(name="Tesla T4", capability=(7, 5))))
+    ended = trained(2, machine=unlike, save_dir=str(tmp_path), exact=True, amp="off", max_steps=2)
+    assert ended.kind == "RequestError"
+    assert "rank 1 would train with device Tesla T4, rank 0 with NVIDIA H100 80GB HBM3" in ended.error
