@@ -1,7 +1,6 @@
 """What a run on GPUs says of them, also where NVML can't or a step did not fit."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.simulated.gpus import front_door, trained
-from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
 
 
@@ -56,18 +54,28 @@ def test_what_did_not_fit_is_not_the_peak_of_what_goes_on(tmp_path: Path) -> Non
     assert 0 < ended.summary["peak_memory_bytes"][0] < 2**20
 
 
-def test_dropout_on_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
-    def seeded(number: int) -> Callable[[Simulated], None]:
-        return lambda sim: torch.cuda.default_generators[1].manual_seed(number)
+class Seeds(nn.Module):
+    """Writes down what the generators of all GPUs were seeded with when a pass in training began."""
 
-    flags = {"multi_gpu": "dp", "max_steps": 3, "model": "mlp", "data": "tests.own:tensors", "batch_size": 6}
-    found = [
-        trained(1, prepare=seeded(n), save_dir=str(tmp_path / str(n)), **flags, sets=["model.args.dropout=0.5"])
-        for n in (1, 2)
-    ]
-    assert [each.error for each in found] == ["", ""]
-    assert found[0].summary["strategy"] == "dp"
-    assert found[0].summary["fingerprint"] == found[1].summary["fingerprint"]
+    def __init__(self, num_classes: int, file: str) -> None:
+        super().__init__()
+        self.layer, self.file = nn.Linear(6, num_classes), file
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and inputs.device.index == 1:
+            with open(self.file, "a") as file:
+                print(*(generator.initial_seed() for generator in torch.cuda.default_generators), file=file)
+        logits: Tensor = self.layer(inputs)
+        return logits
+
+
+def test_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
+    flags = {"multi_gpu": "dp", "max_steps": 3, "data": "tests.own:tensors", "batch_size": 6}
+    flags |= {"model": "tests.gpu.simulated.test_monitoring:Seeds", "save_dir": str(tmp_path / "run")}
+    ended = trained(1, **flags, sets=[f"model.args.file={tmp_path / 'seeds'}"])
+    assert (ended.error, ended.summary["strategy"]) == ("", "dp")
+    seeds = [tuple(map(int, line.split())) for line in (tmp_path / "seeds").read_text().splitlines()][-3:]
+    assert len({number for pair in seeds for number in pair}) == 6, "each GPU in each step"
 
 
 def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""`make gpu-bench` whole on a simulated GPU: the paths are real, the rates mean nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_jobs import jobs
+from benchmarks.pairs import ROOT
+from tests.gpu.simulated import build
+from tests.gpu.simulated.machine import Machine
+
+COMPILED = {"har-compiled"}  # torch.compile for CUDA is Triton's, which is not simulated
+
+
+@pytest.mark.parametrize(
+    "names", [["gpt2"], pytest.param([name for name in jobs() if name not in COMPILED], marks=pytest.mark.slow)]
+)
+def test_it_comes_to_its_end_and_has_nothing_to_do_a_second_time(
+    tmp_path: Path, real_data: Callable[[str], Path], names: list[str]
+) -> None:
+    try:
+        build.built()
+    except build.NoCompiler as missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
+    words = [*names, "--tiny", "--turns", "1", "--into", str(tmp_path / "rows.jsonl")]
+    words += ["--data", str(real_data("har").parent)] if "har" in names else []
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu", *words],
+            cwd=ROOT,
+            env=Machine().environment(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([json.loads(line) for line in done.stdout.splitlines()])
+    sides = [(name, side) for name in names for side in jobs()[name].sides]
+    assert [(each["job"], each["side"]) for each in found[0] if "job" in each] == sides
+    assert all(each["peak_memory_bytes"] > 0 and "error" not in each for each in found[0] if "job" in each)
+    assert [each for each in found[0] if "figure" in each] == found[1], "read, not measured again"
+    assert found[1][0]["figure"].startswith(jobs()[names[0]].name)
