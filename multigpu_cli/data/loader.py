@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import Draws
 from multigpu_cli.data.base import Fetching, Source
 from multigpu_cli.data.sampler import HELD_OUT, epoch_order
-from multigpu_cli.data.transfer import Fetched, moved
+from multigpu_cli.data.transfer import Fetched, moved, sent
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 
@@ -132,7 +132,7 @@ class Loader:
         inputs, targets, indices = fetched
         if isinstance(inputs, Tensor):
             if train and self.source.augment is not None:
-                inputs = self.source.augment(inputs, Draws(self.seed, epoch, indices.to(self.device)))
+                inputs = self.source.augment(inputs, Draws(self.seed, epoch, sent(indices, self.device)))
             inputs = self.source.prepare(inputs)
         return Batch(inputs, targets, indices, index)
 
@@ -162,5 +162,5 @@ class _Memory:
 
     def _picked(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = indices.to(self.inputs.device)
+            at = sent(indices, self.inputs.device)
             yield self.inputs.index_select(0, at), self.targets.index_select(0, at), indices

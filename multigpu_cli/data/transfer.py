@@ -38,6 +38,11 @@ def moved(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False
         yield ready
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device; on CUDA from page-locked memory, or the host would wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def _there(value: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Every tensor in a nest of dicts, lists and tuples on the device; whatever else is in there stays."""
     return tree_map_only(

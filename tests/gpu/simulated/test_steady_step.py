@@ -1,0 +1,69 @@
+"""Once a run is under way, the host queues work for the GPU and waits for nothing in a step."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli import engine
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.run.parts import Outcome, Run
+from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.install import Simulated
+from tests.gpu.simulated.machine import Machine
+
+STEADY = 3  # by then optimizer states and the like are made, and DDP has dealt out its buckets
+BASE: dict[str, Any] = {"batch_size": 8, "epochs": 2, "save_dir": "run", "schedule": "constant", "warmup_epochs": 0}
+DIGITS = {"data": "digits", "model": "mlp", "batch_size": 128, "global_batch_size": 500}
+SMALL = {"sets": ["model.args.depth=1", "model.args.heads=2", "model.args.width=16"]}
+TEXT = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model"} | SMALL
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refuse_waits(sim: Simulated) -> None:
+    """From here on in this process, a steady step in which the host waits is an error that names the lines."""
+    real = engine.step
+
+    def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
+        with sim.record.watching() as events:
+            outcome = real(run, number, work)
+        waits = {
+            f"{event.what} of {event.bytes} bytes, {event.place}"
+            for event in events
+            if event.kind in ("sync", "pageable") and not event.thread.startswith("checkpoint")
+        }
+        assert number < STEADY or not waits, f"step {number} waits for the GPU: {waits}"
+        return outcome
+
+    engine.step = step
+
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16, average": (1, DIGITS | {"ema": "0.9", "amp": "bf16"}),
+    "data on the host": (1, DIGITS | {"data_on_device": "off", "amp": "off", "optimizer": "sgd"}),
+    "fp16, average": (1, DIGITS | {"amp": "fp16", "ema": "0.9", "nonfinite": "stop"}),
+    "exact": (1, DIGITS | {"model": "convnet", "exact": True, "amp": "off", "max_grad_norm": "off"}),
+    "sample by sample": (1, {"data": "tests.own:Items", "num_workers": 0}),
+    "tokens, clipped": (1, TEXT | {"max_grad_norm": "0.1"}),
+    "dp": (1, DIGITS | {"multi_gpu": "dp", "ema": "0.9"}),
+    "ddp, average": (2, DIGITS | {"model": "convnet", "ema": "0.9", "grad_compression": "bf16"}),
+    "ddp, fp16, data on the host": (2, DIGITS | {"amp": "fp16", "data_on_device": "off"}),
+    "ddp, exact": (2, DIGITS | {"exact": True}),
+    "ddp, tokens": (2, TEXT | {"batch_size": 3, "global_batch_size": 20}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_host_waits_for_nothing_in_a_steady_step(run: str) -> None:
+    workers, flags = RUNS[run]
+    machine = Machine.of(2 if flags.get("multi_gpu") == "dp" else workers)
+    ended = trained(workers, machine=machine, prepare=refuse_waits, **BASE | flags)
+    assert ended.error == ""
+    assert ended.summary["steps"] > STEADY
+    assert len(ended.summary["peak_memory_bytes"]) == workers
+    assert ended.summary["device"] == machine.gpus[0].name
