@@ -1,10 +1,9 @@
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from multigpu_cli.runtime.compiled import Compiled
 
@@ -80,48 +79,39 @@ def test_the_report_names_graph_breaks_in_one_line_each() -> None:
     assert "graph_break" in report["graph_breaks"][0]
 
 
-def replayed(graph: GraphModule, _: Sequence[Tensor], mode: str) -> Callable[..., Any]:
-    """As CUDA graphs do: each replay of a backward pass writes its gradients where the one before it did."""
-    places: dict[int, Tensor] = {}
-
-    class Replay(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Any:
-            ctx.inputs = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
-            with torch.enable_grad():
-                (ctx.output,) = graph(*ctx.inputs)
-            return ctx.output.detach()
-
-        @staticmethod
-        def backward(ctx: Any, *given: Tensor) -> Any:
-            wanted = [number for number, value in enumerate(ctx.inputs) if value.requires_grad]
-            found = torch.autograd.grad(ctx.output, [ctx.inputs[number] for number in wanted], given)
-            for number, gradient in zip(wanted, found, strict=True):
-                places.setdefault(number, torch.empty_like(gradient)).copy_(gradient)
-            return tuple(places[number].detach() if number in places else None for number in range(len(ctx.inputs)))
-
-    return lambda *inputs: (Replay.apply(*inputs),)
+def in_graphs(model: nn.Module, **_: Any) -> nn.Module:
+    """In place of torch.compile: as with CUDA graphs, each backward pass writes its gradients where the last did."""
+    for parameter in model.parameters():
+        parameter.register_hook(partial(_written_to, torch.empty_like(parameter)))
+    return model
 
 
-def test_gradients_of_replayed_graphs_are_those_of_all_micro_batches() -> None:
+def _written_to(place: Tensor, gradient: Tensor) -> Tensor:
+    return place.copy_(gradient).detach()
+
+
+def test_gradients_of_replayed_graphs_are_those_of_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of them, in two steps; the second step begins without gradients, as each does."""
-    network = nn.Linear(3, 2)
-    compiled = Compiled(network, "reduce-overhead", backend=replayed)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "compile", in_graphs)
+    network, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(network.state_dict())
+    compiled = Compiled(network, "reduce-overhead")
     compiled.size = lambda: 4
     for _ in range(2):
         batches = [torch.randn(4, 3) for _ in range(3)]
         for batch in batches:
             compiled(batch).square().sum().backward()
-        found = [parameter.grad for parameter in network.parameters()]
-        network.zero_grad(set_to_none=True)
-        network(torch.cat(batches)).square().sum().backward()
-        torch.testing.assert_close(found, [parameter.grad for parameter in network.parameters()])
-        network.zero_grad(set_to_none=True)
+        plain(torch.cat(batches)).square().sum().backward()
+        for one, other in zip(network.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        network.zero_grad()
+        plain.zero_grad()
 
 
-def test_gradients_are_copied_once_in_a_step() -> None:
+def test_gradients_are_copied_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", in_graphs)
     network = nn.Linear(3, 2)
-    compiled = Compiled(network, "reduce-overhead", backend=replayed)  # type: ignore[arg-type]
+    compiled = Compiled(network, "reduce-overhead")
     compiled.size = lambda: 4
     places = []
     for _ in range(3):
