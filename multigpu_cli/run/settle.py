@@ -204,7 +204,7 @@ def _plan(
         drop_last=config.batch.drop_last,
     )
     rate = _rate(config, batches, brought, pinned=start.manifest is not None)
-    number = agreed_format(config.precision.amp, world)
+    number = agreed_format(config.precision.amp, world, choice.devices)
     here = len(choice.devices) if choice.launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
     given = words.rate.lr is not None

@@ -1,5 +1,6 @@
 """Number formats: autocast, loss scaling, and the commit of a step that skips itself where a gradient is not finite."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -39,18 +40,22 @@ def choose_format(wanted: str, device: torch.device) -> Format:
     return Format("bf16", "the GPU has it") if native else Format("fp16", "the GPU has no bf16")
 
 
-def agreed_format(wanted: str, world: World) -> Format:
+def agreed_format(wanted: str, world: World, devices: Sequence[torch.device]) -> Format:
     """The same on every rank: where one of several GPUs has no bf16, all take fp16.
+
+    Args:
+        devices: that this process drives.
 
     Raises:
         RequestError: fp16 on CPU.
     """
     own = choose_format(wanted, world.device)
-    if wanted != "auto" or world.size == 1:
+    if wanted != "auto":
         return own
-    lacking = gathered(world, torch.tensor([int(own.name == "fp16")], device=world.device))
-    ranks = [rank for rank, lacks in enumerate(lacking) if bool(lacks)]
-    return Format("fp16", f"rank {ranks[0]}'s GPU has no bf16") if ranks and own.name == "bf16" else own
+    old = [str(device) for device in devices if choose_format(wanted, device).name == "fp16"]
+    counts = gathered(world, torch.tensor([len(old)], device=world.device))
+    old += [f"rank {rank}'s GPU" for rank, count in enumerate(counts) if int(count)]
+    return Format("fp16", f"{old[0]} has no bf16") if old and own.name == "bf16" else own
 
 
 class Precision:

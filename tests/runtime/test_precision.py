@@ -52,7 +52,7 @@ def test_ranks_on_unlike_gpus_take_one_format(ranks: tuple[str, ...], monkeypatc
 
     def work(world: World) -> Format:
         monkeypatch.setattr(precision, "choose_format", lambda wanted, device: Format(ranks[world.rank], "its GPU"))
-        return agreed_format("auto", world)
+        return agreed_format("auto", world, [world.device])
 
     found = each_rank(3, work)
     assert {each.name for each in found} == {"fp16" if "fp16" in ranks else "bf16"}
@@ -63,8 +63,16 @@ def test_ranks_on_unlike_gpus_take_one_format(ranks: tuple[str, ...], monkeypatc
 
 def test_what_was_asked_for_needs_no_agreement() -> None:
     alone, two = World(CPU), World(CPU, 0, 2)
-    assert agreed_format("bf16", two) == agreed_format("bf16", alone) == choose_format("bf16", CPU)
-    assert agreed_format("auto", alone) == choose_format("auto", CPU)
+    assert agreed_format("bf16", two, [CPU]) == agreed_format("bf16", alone, [CPU]) == choose_format("bf16", CPU)
+    assert agreed_format("auto", alone, [CPU]) == choose_format("auto", CPU)
+
+
+def test_the_gpus_of_one_process_take_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataParallel, and the plan of a run that is not started yet."""
+    formats = {CUDA: "bf16", torch.device("cuda", 1): "fp16", CPU: "bf16"}
+    monkeypatch.setattr(precision, "choose_format", lambda wanted, device: Format(formats[device], "its own"))
+    assert agreed_format("auto", World(CPU), [CUDA, torch.device("cuda", 1)]) == ("fp16", "cuda:1 has no bf16")
+    assert agreed_format("auto", World(CPU), [CUDA]) == ("bf16", "its own")
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
