@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from multigpu_cli.monitor import journal
-from tests.gpu.machine import ROOT, simulated
+from tests.gpu.machine import ROOT, patience, simulated
 
 FRONT_DOOR = str(ROOT / "main_multi_gpu.py")
 ALONE = ("--multi-gpu", "none")
 DIGITS = ("--epochs", "2", "--model", "mlp") if simulated() else ("--epochs", "6")  # there kernels run on the CPU
 GOOD_ENOUGH = 0.7 if simulated() else 0.93  # test accuracy reached with room to spare; a broken path stays far below
-_LONGEST = 170.0  # seconds; a check has more
+_LONGEST = patience(170)  # seconds; a check has more
 
 
 class Run(NamedTuple):

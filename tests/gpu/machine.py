@@ -14,6 +14,11 @@ def simulated() -> bool:
     return bool(os.environ.get("SIMULATED_CUDA"))
 
 
+def patience(seconds: float) -> float:
+    """A time limit, which is longer where kernels run on the CPU."""
+    return seconds * (5 if simulated() else 1)
+
+
 def described() -> dict[str, Any]:
     """The machine, for the results; {} where torch sees no CUDA device."""
     import torch

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.gpu.machine import ROOT
+from tests.gpu.machine import ROOT, patience
 from tests.gpu.registry import CHECKS, Check
 from tests.gpu.results import FAILED, UNVERIFIED, Line, Results
 
@@ -58,7 +58,7 @@ def run_all(names: Sequence[str], results: Results, budget: float, *, simulated:
         left = until - time.monotonic()
         if number and left < min(_USUAL, CHECKS[name].limit):
             return
-        ended = run_one(CHECKS[name], min(CHECKS[name].limit, left))
+        ended = run_one(CHECKS[name], min(patience(CHECKS[name].limit), left))
         if ended.problem and number and time.monotonic() >= until:
             return
         answer = ended.answer or {"verdict": FAILED, "said": ended.problem, "facts": {}}

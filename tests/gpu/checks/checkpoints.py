@@ -16,10 +16,10 @@ from multigpu_cli.run import record
 from multigpu_cli.runtime.devices import Choice
 from tests.gpu.front_door import ALONE, command, figures, run, same_weights
 from tests.gpu.in_process import train
-from tests.gpu.machine import ROOT, simulated
+from tests.gpu.machine import ROOT, patience, simulated
 
 _EVERY = 7
-_PATIENCE = 90.0  # seconds until a run that is to be ended has written a checkpoint
+_PATIENCE = patience(90)  # seconds until a run that is to be ended has written a checkpoint
 
 
 def bytes_on_disk(folder: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _interrupted(folder: Path, number: signal.Signals, code: int) -> dict[str, A
         try:
             _wait_for_checkpoint(parts / "journal.jsonl")
             first.send_signal(number)
-            printed = first.communicate(timeout=60)[0].decode()
+            printed = first.communicate(timeout=_PATIENCE)[0].decode()
         finally:
             first.kill()
     assert first.returncode == code, f"exit code {first.returncode} instead of {code}: {printed[-1000:]}"

@@ -17,7 +17,7 @@ _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used
 
 def sampler(folder: Path) -> dict[str, Any]:
     """Each log line has what NVML says, and memory in use by everybody is at least what torch holds."""
-    done = run(folder, *ALONE, "--model", "tests.gpu.networks:at_pass", "--epochs", "12")
+    done = run(folder, *ALONE, "--model", "tests.gpu.networks:at_pass", "--max-steps", "200")
     return _sampled(done)
 
 
