@@ -279,6 +279,7 @@ def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
     strategy.finish(idle=not passes)
     run.units.settle(counted, samples, run.trained)
     run.writer.let_copy()
+    run.watch.at(number, "optimizer")
     norm, skipped = run.precision.commit(run.kept.optimizer, run.trained, _limit(run.config))
     strategy.undo(skipped)
     if run.kept.average:

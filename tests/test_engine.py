@@ -427,7 +427,7 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Watch, "at", at)
     assert trained(**RUN | {"max_steps": 2, "batch_size": 10, "log_interval": 2}).summary["status"] == "completed"
     pass_ = ["fetching data", "forward", "backward"]
-    told = [*pass_, *pass_[:2], "last backward", "reduction"]
+    told = [*pass_, *pass_[:2], "last backward", "reduction", "optimizer"]
     seen = Path("seen.txt").read_text().splitlines()
     first = seen.index("0 forward") - 1
     second = seen.index("1 fetching data")

@@ -34,6 +34,7 @@ PHASES = (
     "backward",
     "last backward",
     "reduction",
+    "optimizer",
 )
 """In the order of a step, from the edge where the one before ended: who is further on waits for the others."""
 
@@ -95,6 +96,11 @@ class Watch:
         """Note where this rank stands: progress, if it says so often enough."""
         self._steps, self._phase, self._samples = steps, phase, samples
         self.moved()
+
+    @property
+    def phase(self) -> str:
+        """Where this rank stands: one of PHASES."""
+        return self._phase
 
     def moved(self) -> None:
         """Progress within a phase; any thread may tell it."""

@@ -159,29 +159,32 @@ def note_fault(run: Run, kind: str, action: str, **more: Any) -> None:
 def survive_out_of_memory(run: Run, error: RuntimeError) -> None:
     """A step ran out of memory: forget it, and go on with micro-batches of half the size.
 
-    With several processes the others are in the middle of a reduction by now, so the run has to start again: the next
-    attempt finds the note that is left in the folder.
+    With several processes the others are in the middle of a reduction by now, and from the optimizer on the weights may
+    have moved already, in part. So the run has to start again: the next attempt finds the note that is left in the
+    folder.
 
     Args:
         error: its traceback holds what the step had in memory, and gives it up here.
 
     Raises:
-        TrainingError: several processes, or nothing left to halve.
+        TrainingError: one of these, or nothing left to halve.
     """
+    moved = run.watch.phase == "optimizer"
     run.strategy.abandon()
     run.kept.optimizer.zero_grad(set_to_none=True)
     traceback.clear_frames(error.__traceback__)
     free_memory(run.world.device)
     text = shrink(run)
-    if run.world.size == 1:
+    if run.world.size == 1 and not moved:
         note_fault(run, "out of memory", text)
         return
     with needed(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
         batches = run.plan.batches
         leave_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
+    who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
     raise TrainingError(
-        f"rank {run.world.rank} ran out of memory at step {run.progress.step}",
+        f"{who}{' in the optimizer' if moved else ''} at step {run.progress.step}",
         remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
     )
 
