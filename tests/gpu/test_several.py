@@ -1,0 +1,79 @@
+"""Several simulated GPUs: an overflow on one of them, one without work, and how the work is shared out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli import engine
+from multigpu_cli.monitor import journal
+from tests.gpu import sync_batchnorm
+from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.install import Simulated
+from tests.gpu.simulated.machine import Machine
+
+RUN: dict[str, Any] = {"max_steps": 8, "checkpoint_every": 2, "log_interval": 1, "global_batch_size": 16}
+NO_DROPOUT: dict[str, Any] = {"model": "mlp", "sets": ("model.args.width=8", "model.args.dropout=0.0"), "amp": "off"}
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in journal.read(run / "journal.jsonl") if event["event"] == "train"]
+
+
+def overflowing(sim: Simulated) -> None:
+    """Rank 1's gradient of the fifth step is infinite."""
+    real = engine.step
+
+    def step(run: Any, number: int, work: Any) -> Any:
+        if number == 4 and run.world.rank == 1:
+            hook = run.trained[0].register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+            try:
+                return real(run, number, work)
+            finally:
+                hook.remove()
+        return real(run, number, work)
+
+    engine.step = step  # type: ignore[assignment]
+
+
+def test_an_fp16_overflow_on_one_rank_is_a_skipped_step_on_all(tmp_path: Path) -> None:
+    """Each checkpoint compares the replicas."""
+    run = RUN | NO_DROPOUT | {"amp": "fp16", "batch_size": 8}
+    ended = trained(2, prepare=overflowing, save_dir=str(tmp_path / "run"), **run)
+    assert not ended.error, ended.error
+    (fault,) = ended.summary["faults"]
+    assert fault["kind"] == "nonfinite"
+    assert "1 step skipped" in fault["action"]
+    assert "step 5" in fault["action"]
+
+
+def test_a_gpu_without_work_changes_nothing(tmp_path: Path) -> None:
+    """Two micro-batches for three workers."""
+    run = RUN | {"batch_size": 8, "exact": True, "amp": "off"}
+    three = trained(3, machine=Machine.of(3), save_dir=str(tmp_path / "three"), **run)
+    assert not three.error, three.error
+    one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
+    assert three.summary["fingerprint"] == one.summary["fingerprint"] is not None
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("dp", 1), ("ddp", 2)])
+def test_two_gpus_take_the_same_steps_as_one(strategy: str, ranks: int, tmp_path: Path) -> None:
+    run = RUN | NO_DROPOUT | {"batch_size": 4}
+    two = trained(ranks, multi_gpu=strategy, save_dir=str(tmp_path / "two"), **run)
+    assert not two.error, two.error
+    assert (two.summary["strategy"], two.summary["devices"]) == (strategy, 2)
+    one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert one.summary["final"]["test_loss"] == pytest.approx(two.summary["final"]["test_loss"], rel=1e-4)
+
+
+def test_sync_batchnorm_takes_its_statistics_from_both_gpus(tmp_path: Path) -> None:
+    """Two halves of a batch come to what the whole batch comes to on one."""
+    run = RUN | {"model": "tests.greedy:net", "sets": ("model.args.norm=true", "model.args.limit=1000"), "amp": "off"}
+    flags = {"batch_size": 8, "sync_bn": True, "drop_last": True}
+    two = trained(2, prepare=lambda sim: sync_batchnorm.register(), save_dir=str(tmp_path / "two"), **run | flags)
+    assert not two.error, two.error
+    one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run | {"batch_size": 16, "drop_last": True})
+    assert not one.error, one.error
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
