@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from tests.gpu.machine import ROOT, patience, simulated
 
 FRONT_DOOR = str(ROOT / "main_multi_gpu.py")
 ALONE = ("--multi-gpu", "none")
-DIGITS = ("--epochs", "2", "--model", "mlp") if simulated() else ("--epochs", "6")  # there kernels run on the CPU
+DIGITS = {"epochs": "2", "model": "mlp"} if simulated() else {"epochs": "6"}  # there kernels run on the CPU
 GOOD_ENOUGH = 0.7 if simulated() else 0.93  # test accuracy reached with room to spare; a broken path stays far below
 _LONGEST = patience(170)  # seconds; a check has more
 
@@ -53,6 +53,11 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, *(torchrun if ranks else [])]
 
 
+def words(flags: Mapping[str, str]) -> list[str]:
+    """Settings by their keys in YAML, as the command line has them."""
+    return [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", value)]
+
+
 def sets(*entries: str) -> list[str]:
     """The words of --set for each of these settings."""
     return [word for entry in entries for word in ("--set", entry)]
@@ -70,9 +75,9 @@ def run(folder: Path, *flags: str, ranks: int = 0, code: int | None = 0) -> Run:
     return finished(command(folder, *flags, ranks=ranks), folder, code=code)
 
 
-def finished(words: Sequence[str], folder: Path, *, code: int | None = 0) -> Run:
+def finished(argv: Sequence[str], folder: Path, *, code: int | None = 0) -> Run:
     """The same for any command that trains in this folder and prints its summary last."""
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=_LONGEST)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_LONGEST)
     good = code in (None, done.returncode)
     assert good, f"exit code {done.returncode} instead of {code}: {done.stderr[-2000:]}"
     printed = done.stdout.splitlines()

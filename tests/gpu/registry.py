@@ -38,7 +38,7 @@ CHECKS = {
     "data-beside": Check("tests.gpu.checks.data:on_the_device_and_beside"),
     "ddp-nccl": Check("tests.gpu.checks.strategies:one_nccl_rank"),
     "ddp-self-launched": Check("tests.gpu.checks.strategies:self_launched"),
-    "ddp-one-gpu": Check("tests.gpu.checks.strategies:two_gloo_ranks_on_one_gpu"),
+    "ddp-one-gpu": Check("tests.gpu.checks.strategies:two_gloo_ranks_on_one_gpu", real=True),
     "dp-twice": Check("tests.gpu.checks.strategies:data_parallel_twice"),
     "host-syncs": Check("tests.gpu.checks.host_syncs:none_in_steady_steps", real=True),
     "checkpoint-bytes": Check("tests.gpu.checks.checkpoints:bytes_on_disk"),

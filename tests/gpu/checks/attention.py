@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.gpu.front_door import ALONE, figures, losses, run, sets
+from tests.gpu.front_door import ALONE, figures, losses, run, sets, words
 from tests.gpu.in_process import check_device, train
 
 _TOKENS = {"data": "tests.gpu.networks:tokens", "model": "gpt", "task": "language-model", "batch_size": "16"}
@@ -27,8 +27,7 @@ def flash(folder: Path) -> dict[str, Any]:
 
 def gpt(folder: Path) -> dict[str, Any]:
     """As users run it."""
-    words = [word for key, value in (_TOKENS | _LENGTH).items() for word in (f"--{key.replace('_', '-')}", value)]
-    done = run(folder, *ALONE, *words, *sets(*_SIZE))
+    done = run(folder, *ALONE, *words(_TOKENS | _LENGTH), *sets(*_SIZE))
     seen = losses(done)
     assert seen[60] < _START / 2, f"loss {seen[60]:.2f}, by guessing it is {_START:.2f}"
     assert "tokens_per_second" in done.of("train")[-1], done.of("train")[-1]

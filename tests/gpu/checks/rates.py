@@ -9,6 +9,7 @@ import torch
 
 from multigpu_cli.planning.peaks import peak_flops
 from tests.gpu.front_door import ALONE, Run, figures, run, sets
+from tests.gpu.machine import simulated
 
 _WIDTH, _DEPTH, _BATCH = 4096, 4, 8192
 _STEPS = 1200
@@ -26,7 +27,10 @@ def _sampled(done: Run) -> dict[str, Any]:
     assert all(name in last for name in _OF_A_GPU), f"a log line has {sorted(last)}"
     unknown = [name for name in _OF_A_GPU if None in last[name]]
     assert "gpu_memory_used" not in unknown, f"NVML does not say: {unknown}"
-    assert last["gpu_memory_used"][0] >= last["memory_reserved"][0] > 0, last
+    used, held = last["gpu_memory_used"][0], last["memory_reserved"][0]
+    assert used >= held > 0 or simulated(), (
+        f"{used} bytes in use, torch holds {held}"
+    )  # there NVML's answers are planted
     return figures(done) | {name: last[name] for name in _OF_A_GPU} | {"unknown": unknown}
 
 
