@@ -175,7 +175,7 @@ def averaged(model: nn.Module, decay: float) -> AveragedModel:
 
 
 class _Shadow(AveragedModel):
-    """torch's own, for its state; its update asks the device how many there were, for each number format."""
+    """torch's own, with the same state; but torch's update waits for the device, and this one does not."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
