@@ -659,6 +659,67 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_backward(
   return {on_device(q, device), on_device(k, device), on_device(v, device)};
 }
 
+// Batch norm over all ranks, which only GPUs have kernels for: sums per channel, that is over every dimension but 1.
+std::vector<int64_t> beside_channels(const Tensor& input) {
+  std::vector<int64_t> dims;
+  for (int64_t dim = 0; dim < input.dim(); dim++)
+    if (dim != 1) dims.push_back(dim);
+  return dims;
+}
+
+Tensor per_channel(const Tensor& values, const Tensor& input) {
+  std::vector<int64_t> shape(input.dim(), 1);
+  shape[1] = values.numel();
+  return values.reshape(shape);
+}
+
+std::tuple<Tensor, Tensor> batch_norm_statistics(const Tensor& input, double eps) {
+  Tensor x = input.to(kFloat);
+  return {x.mean(beside_channels(x)), x.var(beside_channels(x), false).add_(eps).rsqrt_()};
+}
+
+std::tuple<Tensor, Tensor> batch_norm_gathered(const Tensor&, const Tensor& mean, const Tensor& invstd,
+                                               const std::optional<Tensor>& running_mean,
+                                               const std::optional<Tensor>& running_var, double momentum, double eps,
+                                               const Tensor& counts) {
+  Tensor share = (counts / counts.sum()).reshape({-1, 1}).to(kFloat), n = counts.sum();
+  Tensor all = (mean * share).sum(0);
+  Tensor var = ((invstd.pow(-2) - eps + (mean - all).square()) * share).sum(0);
+  if (running_mean && running_mean->defined()) Tensor(*running_mean).mul_(1 - momentum).add_(all * momentum);
+  if (running_var && running_var->defined())
+    Tensor(*running_var).mul_(1 - momentum).add_(var * (n / (n - 1)) * momentum);
+  return {all, (var + eps).rsqrt()};
+}
+
+Tensor batch_norm_applied(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                          const Tensor& mean, const Tensor& invstd, double) {
+  Tensor out = (input.to(kFloat) - per_channel(mean, input)) * per_channel(invstd, input);
+  if (weight && weight->defined()) out = out * per_channel(*weight, input);
+  if (bias && bias->defined()) out = out + per_channel(*bias, input);
+  return out.to(input.scalar_type());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_reduced(const Tensor& gradient, const Tensor& input,
+                                                              const Tensor& mean, const Tensor& invstd,
+                                                              const std::optional<Tensor>& weight, bool, bool, bool) {
+  Tensor dy = gradient.to(kFloat), dims_sum = dy.sum(beside_channels(input));
+  Tensor dy_xmu = (dy * (input.to(kFloat) - per_channel(mean, input))).sum(beside_channels(input));
+  auto kind = weight && weight->defined() ? weight->scalar_type() : kFloat;
+  return {dims_sum, dy_xmu, (dy_xmu * invstd).to(kind), dims_sum.to(kind)};
+}
+
+Tensor batch_norm_backward_applied(const Tensor& gradient, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+                           const std::optional<Tensor>& weight, const Tensor& dy, const Tensor& dy_xmu,
+                           const Tensor& counts) {
+  Tensor n = counts.sum();
+  Tensor centred = input.to(kFloat) - per_channel(mean, input);
+  Tensor out = gradient.to(kFloat) - per_channel(dy / n, input) -
+               centred * per_channel(invstd.square() * dy_xmu / n, input);
+  out = out * per_channel(invstd, input);
+  if (weight && weight->defined()) out = out * per_channel(*weight, input);
+  return out.to(input.scalar_type());
+}
+
 // ------------------------------------------------------------------- a process group that answers to the name of NCCL
 
 struct NcclOptions final : c10d::Backend::Options {
@@ -942,6 +1003,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("native_dropout_backward", dropout_backward_as_on_cpu);
   m.impl("_scaled_dot_product_flash_attention", flash_attention);
   m.impl("_scaled_dot_product_flash_attention_backward", flash_attention_backward);
+  m.impl("batch_norm_stats", batch_norm_statistics);
+  m.impl("batch_norm_gather_stats_with_counts", batch_norm_gathered);
+  m.impl("batch_norm_elemt", batch_norm_applied);
+  m.impl("batch_norm_backward_reduce", batch_norm_reduced);
+  m.impl("batch_norm_backward_elemt", batch_norm_backward_applied);
   // as a whole, or they would be dealt out among the CPU's kernels as no CPU tensor is
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 _OURS = ("/multigpu_cli/", "/benchmarks/")
@@ -22,7 +23,8 @@ class Event(NamedTuple):
         device: its number.
         stream: the current one of that device, in the thread that asked; 0 is the default stream.
         bytes: of what is copied or asked for.
-        place: file:line function of the innermost caller in multigpu_cli or benchmarks, "?" where there is none.
+        place: file:line function of the innermost caller in multigpu_cli or benchmarks; where there is none, as in a
+            hook that torch calls, of the innermost of all.
         thread: the caller's name.
     """
 
@@ -69,11 +71,15 @@ class Record:
 
 
 def _place() -> str:
-    frame = sys._getframe(1)
+    frame = innermost = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         for folder in _OURS:
             if folder in name and "/tests/" not in name:
-                return f"{folder[1:]}{name.rpartition(folder)[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+                return _line(f"{folder[1:]}{name.rpartition(folder)[2]}", frame)
         frame = frame.f_back  # type: ignore[assignment]
-    return "?"
+    return _line(innermost.f_code.co_filename, innermost)
+
+
+def _line(file: str, frame: FrameType) -> str:
+    return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"

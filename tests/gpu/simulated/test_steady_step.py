@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp": (1, DIGITS | {"multi_gpu": "dp", "ema": "0.9"}),
     "ddp, average": (2, DIGITS | {"model": "convnet", "ema": "0.9", "grad_compression": "bf16"}),
     "ddp, fp16, data on the host": (2, DIGITS | {"amp": "fp16", "data_on_device": "off"}),
+    "ddp, low rank": (2, DIGITS | {"grad_compression": "powersgd"}),
     "ddp, exact": (2, DIGITS | {"exact": True}),
     "ddp, tokens": (2, TEXT | {"batch_size": 3, "global_batch_size": 20}),
 }
