@@ -860,7 +860,8 @@ struct Nccl final : c10d::Backend {
   }
   Works _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& opts) override {
     auto h = host(Many{out, in}, "all_gather");
-    return work(gloo->_allgather_base(h[0], h[1], opts), {out});
+    Tensor all = h[0].view(-1), own = h[1].view(-1);  // gloo deals it out by the first dimension
+    return work(gloo->_allgather_base(all, own, opts), {out});
   }
   Works allgather_into_tensor_coalesced(Many& out, Many& in, const c10d::AllgatherOptions& opts) override {
     auto o = host(out, "all_gather"), i = host(in, "all_gather");

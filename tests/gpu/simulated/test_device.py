@@ -317,6 +317,31 @@ def test_ddp_averages_over_ranks() -> None:
     assert each_rank(2, replicated) == [[[1.5, 1.5]]] * 2
 
 
+def normalised(sim: Simulated, world: World) -> Any:
+    """Output, gradient and running mean of SyncBatchNorm, each rank with its part of one batch."""
+    whole = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(2)).square()
+    part = (whole[:2] if world.rank == 0 else whole[2:]).to(world.device).requires_grad_()
+    layer = nn.SyncBatchNorm(3).to(world.device)
+    out = layer(part)
+    (out**3).sum().backward()
+    assert part.grad is not None
+    return torch.stack([out, part.grad]).tolist(), layer.running_mean.tolist(), layer.running_var.tolist()
+
+
+def test_batch_norm_is_over_all_ranks() -> None:
+    whole = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(2)).square().requires_grad_()
+    layer = nn.BatchNorm1d(3)
+    out = layer(whole)
+    (out**3).sum().backward()
+    assert whole.grad is not None
+    found = each_rank(2, normalised)
+    torch.testing.assert_close(
+        torch.cat([torch.tensor(values) for values, _, _ in found], 1), torch.stack([out.detach(), whole.grad])
+    )
+    for _, mean, variance in found:
+        torch.testing.assert_close(torch.tensor([mean, variance]), torch.stack([layer.running_mean, layer.running_var]))
+
+
 def test_two_ranks_cannot_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     same = Machine((Gpu(), Gpu()))
     monkeypatch.setattr(Machine, "uuid", lambda machine, number: "the same")

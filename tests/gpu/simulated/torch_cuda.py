@@ -72,6 +72,7 @@ def put_in_place(device: Any, machine: Machine, visible: list[int]) -> None:
     cuda._is_in_bad_fork = _forked()
     cuda._cudart = SimpleNamespace(cudaMemGetInfo=lambda number: _free(device, number))
     cuda._cached_device_count = None
+    cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     cuda.default_generators = tuple(device.generator(number) for number in range(len(visible)))
     properties = [_properties(machine, number) for number in visible]
     cuda._get_device_properties = properties.__getitem__
