@@ -8,7 +8,6 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from tests.gpu import sync_batchnorm
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
@@ -72,7 +71,7 @@ def test_sync_batchnorm_takes_its_statistics_from_both_gpus(tmp_path: Path) -> N
     """Two halves of a batch come to what the whole batch comes to on one."""
     run = RUN | {"model": "tests.greedy:net", "sets": ("model.args.norm=true", "model.args.limit=1000"), "amp": "off"}
     flags = {"batch_size": 8, "sync_bn": True, "drop_last": True}
-    two = trained(2, prepare=lambda sim: sync_batchnorm.register(), save_dir=str(tmp_path / "two"), **run | flags)
+    two = trained(2, save_dir=str(tmp_path / "two"), **run | flags)
     assert not two.error, two.error
     one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run | {"batch_size": 16, "drop_last": True})
     assert not one.error, one.error
