@@ -209,13 +209,18 @@ def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | N
     )
     try:
         yield
-    except BaseException:
-        if backend == "nccl":  # to destroy it would wait for peers that may be dead
+    except BaseException as error:
+        if backend == "nccl" and not _agreed(error):  # to destroy it would wait for peers that may be dead
             _abort_process_group()
         else:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _agreed(error: BaseException) -> bool:
+    """Whether all ranks raise it, over this group: an abort would cut off the message that tells the others of it."""
+    return isinstance(error, TrainingError) and error.shared and not error.consequence
 
 
 def check_own_gpus(world: World) -> None:

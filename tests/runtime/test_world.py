@@ -186,16 +186,38 @@ def _free_port() -> int:
     return port
 
 
-@pytest.mark.parametrize(("backend", "end"), [("nccl", "aborted"), ("gloo", "destroyed")])
-def test_a_run_that_fails_does_not_wait_for_dead_peers(monkeypatch: pytest.MonkeyPatch, backend: str, end: str) -> None:
-    """Destroying a group of NCCL's waits for what the others have not finished; aborting it does not."""
+def _shared(*, consequence: bool) -> RequestError:
+    error = RequestError("of the run")
+    error.shared, error.consequence = True, consequence
+    return error
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "end"),
+    [
+        ("nccl", ValueError("of the run"), "aborted"),
+        ("gloo", ValueError("of the run"), "destroyed"),
+        ("nccl", _shared(consequence=True), "aborted"),
+        ("nccl", _shared(consequence=False), "destroyed"),
+    ],
+)
+def test_a_run_that_fails_waits_for_peers_only_where_they_all_leave(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: Exception, end: str
+) -> None:
+    """Destroying a group of NCCL's waits for what the others have not finished; aborting it does not.
+
+    The rank that tells the others why they all leave goes on before they have heard it: NCCL sends beside the host.
+    """
     done: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
     monkeypatch.setattr(runtime_world, "_abort_process_group", lambda: done.append("aborted"))
     world = World(torch.device("cpu"), generation="of a test")
-    with pytest.raises(ValueError, match="of the run"), grouped(world, dist.HashStore(), timeout=1, backend=backend):
-        raise ValueError("of the run")
+    with (
+        pytest.raises(type(error), match="of the run"),
+        grouped(world, dist.HashStore(), timeout=1, backend=backend),
+    ):
+        raise error
     with grouped(world, dist.HashStore(), timeout=1, backend=backend):
         pass
     assert done == [end, "destroyed"]
