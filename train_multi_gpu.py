@@ -132,7 +132,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
 
 def _overlooked(choice: Choice, environ: Mapping[str, str]) -> str:
     """Why a torch that could use GPUs trains on the CPU of a machine that has some, where nobody has hidden them."""
-    hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is SLURM's
     if choice.devices[0].type != "cpu" or hidden or not torch.version.cuda:
         return ""
     from multigpu_cli.monitor.gpu import overlooked  # late: most machines have what torch was built for

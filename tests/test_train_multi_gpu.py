@@ -98,9 +98,10 @@ def test_usage_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
             "NVML sees 2 GPUs here (NVIDIA A100-SXM4-40GB), torch none: driver 470.82 runs CUDA up",
         ),
         ([a100()], "", ""),
+        ([a100()], "NoDevFiles", ""),
         ([], None, ""),
     ],
-    ids=["there", "hidden on purpose", "none"],
+    ids=["there", "hidden on purpose", "not asked of SLURM", "none"],
 )
 def test_gpus_that_torch_does_not_see_are_not_passed_over(
     monkeypatch: pytest.MonkeyPatch,

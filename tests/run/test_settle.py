@@ -248,7 +248,7 @@ def test_flags_without_effect_here_are_named() -> None:
 def test_dataparallel_counts_its_devices_as_workers() -> None:
     devices = (torch.device("cuda", 0), torch.device("cuda", 1))
     choice = Choice("dp", devices, 0, "a test")
-    plan = settle(resolve(OWN | {"batch_size": 5}, [], None), choice, ALONE).plan
+    plan = settle(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE).plan
     assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
 
 
