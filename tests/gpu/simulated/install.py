@@ -34,7 +34,11 @@ def install(machine: Machine) -> Simulated:
         NoCompiler: see `build`.
     """
     device = _loaded()
-    from tests.gpu.simulated import management, parallel, torch_cuda  # torch is there by now
+    import torch
+
+    from tests.gpu.simulated import management, parallel, torch_cuda
+
+    torch.set_num_threads(torch.get_num_threads())  # makes a forked process's pool anew: autograd's threads race for it
 
     visible = machine.visible(os.environ)
     record = Record(machine.record)
