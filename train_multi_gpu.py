@@ -125,19 +125,19 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         apart = meeting is not None and meeting.rank > 0 and not elastic.redirected(os.environ)
         aside = stack.enter_context(Aside(meeting.rank)) if meeting and apart else None
         console = Console(level, stream, json=screen == "json", aside=aside)  # type: ignore[arg-type]
-        if told := _overlooked(choice, os.environ):
+        if told := _explain_unseen_gpus(choice, os.environ):
             console.warn(told)
         return engine.run(config, choice, meeting, console, last_words=partial(_last_words, aside), dry_run=dry_run)
 
 
-def _overlooked(choice: Choice, environ: Mapping[str, str]) -> str:
+def _explain_unseen_gpus(choice: Choice, environ: Mapping[str, str]) -> str:
     """Why a torch that could use GPUs trains on the CPU of a machine that has some, where nobody has hidden them."""
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is SLURM's
     if choice.devices[0].type != "cpu" or hidden or not torch.version.cuda:
         return ""
-    from multigpu_cli.monitor.gpu import overlooked  # late: most machines have what torch was built for
+    from multigpu_cli.monitor.gpu import explain_unseen_gpus  # late: most machines have what torch was built for
 
-    return overlooked(torch.version.cuda)
+    return explain_unseen_gpus(torch.version.cuda)
 
 
 def _last_words(aside: Aside | None, error: TrainingError) -> None:

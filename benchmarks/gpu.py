@@ -38,7 +38,7 @@ class Turn(NamedTuple):
     number: int
 
 
-def planned(wanted: Mapping[str, Job], turns: int) -> list[Turn]:
+def plan_turns(wanted: Mapping[str, Job], turns: int) -> list[Turn]:
     """Turn by turn, so that whoever stops early has something of everything, and a noisy time disturbs all alike."""
     return [Turn(name, side, n) for n in range(turns) for name, job in wanted.items() for side in job.sides]
 
@@ -97,7 +97,7 @@ def _of_a_side(name: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 
 def run(asked: argparse.Namespace, wanted: Mapping[str, Job], about: Mapping[str, Any]) -> int:
     """Measure what is not measured yet, as far as the time reaches; the exit code."""
-    before, turns = measured_before(asked.into, about), planned(wanted, asked.turns)
+    before, turns = measured_before(asked.into, about), plan_turns(wanted, asked.turns)
     enough = {"value"} if asked.again else {"value", "error"}
     rows = {turn: before[turn] for turn in turns if enough & before.get(turn, {}).keys()}
     until, left_over = time.monotonic() + asked.seconds, False

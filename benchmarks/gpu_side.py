@@ -34,7 +34,7 @@ from multigpu_cli.runtime.devices import Choice
 _NEVER = 1_000_000
 
 
-def measured(name: str, side: str, data: dict[str, str], *, tiny: bool) -> dict[str, Any]:
+def measure_side(name: str, side: str, data: dict[str, str], *, tiny: bool) -> dict[str, Any]:
     """What this side of this job gives: value and unit, steps, bytes of peak memory, share of time without a kernel."""
     job = jobs(tiny=tiny)[name]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     data = {"data_dir": asked.data_dir} if asked.data_dir else {}
-    print(json.dumps(measured(asked.job, asked.side, data, tiny=asked.tiny)))
+    print(json.dumps(measure_side(asked.job, asked.side, data, tiny=asked.tiny)))
     sys.stdout.flush()
     os._exit(0)  # past torch's exit, where gloo now and then aborts a process that is done
 

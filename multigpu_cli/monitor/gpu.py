@@ -98,7 +98,7 @@ def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     return version and _text(version), newest and (newest // 1000, newest % 1000 // 10)
 
 
-def overlooked(built_for: str) -> str:
+def explain_unseen_gpus(built_for: str) -> str:
     """Which GPUs NVML sees, and why a torch that was built for this CUDA may see none; "" where there are none."""
     try:
         nvml = opened()

@@ -89,7 +89,7 @@ def of_all(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int)
     return fields
 
 
-def unseen(run: Run, fields: Mapping[str, Any]) -> str:
+def describe_new_unknowns(run: Run, fields: Mapping[str, Any]) -> str:
     """What NVML does not say of which GPUs, in words; "" where nothing has gone blank since this was last asked.
 
     Args:

@@ -25,7 +25,7 @@ from multigpu_cli.run.parts import Outcome, Run
 from multigpu_cli.run.rehearsal import shrink, shrink_evaluation
 from multigpu_cli.run.returning import bring_best
 from multigpu_cli.runtime.collectives import decided, gathered, leave_to_watch
-from multigpu_cli.runtime.devices import gpu_models, unlike
+from multigpu_cli.runtime.devices import describe_unlike_gpus, gpu_models
 from multigpu_cli.runtime.elastic import note_run
 from multigpu_cli.runtime.memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
@@ -50,7 +50,7 @@ def open_run(run: Run, faults: list[str]) -> None:
         resumed_from=start.checkpoint,
         **figures.of_the_compiler(run),
     )
-    if warning := unlike(models, "rank" if run.world.size > 1 else "GPU"):
+    if warning := describe_unlike_gpus(models, "rank" if run.world.size > 1 else "GPU"):
         run.console.warn(warning)
     for note in start.notes:
         note_fault(run, "out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
@@ -109,7 +109,7 @@ def log_step(run: Run, outcome: Outcome) -> None:
         **run.task.told(steps * rates["step_ms"] / 1e3),
     }
     run.console.train(run.journal.write("train", **fields))
-    if blank := figures.unseen(run, fields):
+    if blank := figures.describe_new_unknowns(run, fields):
         run.console.note(blank)
     if run.writer.done:
         _hear_of_the_last(run)

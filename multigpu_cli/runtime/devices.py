@@ -145,7 +145,7 @@ def gpu_models(choice: Choice, world: World) -> dict[int, str]:
     return {device.index or 0: torch.cuda.get_device_name(device) for device in gpus}
 
 
-def unlike(models: Mapping[int, str], whose: str) -> str:
+def describe_unlike_gpus(models: Mapping[int, str], whose: str) -> str:
     """A warning that names GPUs of several models; "" where they are alike.
 
     Args:

@@ -64,13 +64,13 @@ def test_a_driver_that_says_nothing_of_itself_ends_nothing(monkeypatch: pytest.M
 
     assert driver(Silent([t4()])) == (None, None)
     monkeypatch.setattr(gpu, "opened", lambda: Silent([t4()]))
-    assert "torch.zeros(1).cuda()" in gpu.overlooked("13.0")
+    assert "torch.zeros(1).cuda()" in gpu.explain_unseen_gpus("13.0")
 
 
 def test_gpus_that_torch_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(cards: list[Any], built_for: str) -> str:
         monkeypatch.setattr(gpu, "opened", lambda: Nvml(cards, driver="535.104", cuda=12020))
-        return gpu.overlooked(built_for)
+        return gpu.explain_unseen_gpus(built_for)
 
     assert "runs CUDA up to 12.2, torch was built for 13.0: a newer driver, or a torch" in told([a100(), t4()], "13.0")
     assert told([a100(), t4()], "12.8").startswith(
@@ -80,7 +80,7 @@ def test_gpus_that_torch_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told([], "12.8") == ""
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu.overlooked("12.8") == ""
+    assert gpu.explain_unseen_gpus("12.8") == ""
 
 
 def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,14 +69,21 @@ def test_a_gpu_adds_its_own() -> None:
 def test_what_nvml_does_not_say_is_told_once() -> None:
     run: Any = SimpleNamespace(unseen=frozenset(), world=SimpleNamespace(rank=0), sampler=SimpleNamespace(missing="x"))
     usual = {"gpu_utilisation": [1.0, 1.0], "gpu_power": [1.0, 1.0], "loss": None}
-    assert figures.unseen(run, {"loss": None}) == "", "no GPU, no gap"
-    assert figures.unseen(run, usual) == ""
+    assert figures.describe_new_unknowns(run, {"loss": None}) == "", "no GPU, no gap"
+    assert figures.describe_new_unknowns(run, usual) == ""
     gap = usual | {"gpu_power": [1.0, None], "gpu_utilisation": [1.0, None]}
-    assert figures.unseen(run, gap) == (
+    assert figures.describe_new_unknowns(run, gap) == (
         "gpu_utilisation, gpu_power of the GPU of rank 1: not known, null in the journal"
     )
-    assert figures.unseen(run, gap) == figures.unseen(run, usual) == figures.unseen(run, gap) == ""
-    assert "gpu_power of the GPU of rank 0: not known (x)" in figures.unseen(run, gap | {"gpu_power": [None, None]})
+    assert (
+        figures.describe_new_unknowns(run, gap)
+        == figures.describe_new_unknowns(run, usual)
+        == figures.describe_new_unknowns(run, gap)
+        == ""
+    )
+    assert "gpu_power of the GPU of rank 0: not known (x)" in figures.describe_new_unknowns(
+        run, gap | {"gpu_power": [None, None]}
+    )
 
 
 def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_peak(

@@ -3,7 +3,7 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.devices import Choice, choose, cores, gpu_models, unlike, visible_gpus
+from multigpu_cli.runtime.devices import Choice, choose, cores, describe_unlike_gpus, gpu_models, visible_gpus
 from multigpu_cli.runtime.handshake import OwnGpu
 from multigpu_cli.runtime.world import Rendezvous, World
 
@@ -149,7 +149,7 @@ def test_gpus_are_counted_by_rank_and_in_one_process_by_number(monkeypatch: pyte
     ],
 )
 def test_gpus_of_unlike_models_are_named(models: tuple[str, ...], said: str) -> None:
-    found = unlike(dict(enumerate(models)), "rank")
+    found = describe_unlike_gpus(dict(enumerate(models)), "rank")
     assert said in found
     assert bool(found) == bool(said)
     assert not said or "slowest" in found
