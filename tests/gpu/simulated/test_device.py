@@ -1,6 +1,7 @@
 """The simulated GPUs themselves: they must show what a real one shows, or the tests on them prove nothing."""
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -205,6 +206,18 @@ def test_a_copy_beside_the_step_may_be_as_late_as_its_stream() -> None:
         torch.cuda.synchronize()
         assert first.tolist() == [2, 2, 2]
         assert second.tolist() == [1, 1, 1]
+
+    alone(work)
+
+
+def test_torch_save_brings_tensors_to_the_host() -> None:
+    def work(sim: Simulated) -> None:
+        file, tensor = io.BytesIO(), torch.randn(4, 3, device="cuda").t()
+        torch.save({"weights": tensor, "row": tensor[1]}, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True, map_location="cpu")
+        assert torch.equal(found["weights"], tensor.cpu())
+        assert torch.equal(found["row"], tensor[1].cpu())
 
     alone(work)
 
