@@ -150,6 +150,8 @@ def no_dp(config: Config) -> str:
     """Why nn.DataParallel is not measured too; "" where it is."""
     if (gpus := len(usable_gpus(config.device))) < 2:
         return f"it needs two GPUs, and there is {gpus or 'none'} to use"
+    if config.model.compile != "off":
+        return "it can't be compiled"
     return "it can't be --exact" if config.reproducibility.exact else ""
 
 

@@ -43,6 +43,12 @@ def beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[
     on_cpu = world.device.type == "cpu"
     if choice.strategy == "dp" and acts(config):
         yield RequestError("--multi-gpu dp can't act in environments", remedy="--multi-gpu ddp")
+    if choice.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
+        yield RequestError(
+            f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a network for one GPU, and "
+            "replicas on the others can't run it",
+            remedy="--multi-gpu ddp, or --compile off",
+        )
     try:
         choose_format(config.precision.amp, world.device)
     except RequestError as error:
