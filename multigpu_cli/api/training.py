@@ -22,7 +22,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapted
 from multigpu_cli.run.brought import Brought, make_alike
 from multigpu_cli.run.learner import task_of
-from multigpu_cli.runtime.precision import Precision, choose_format
+from multigpu_cli.runtime.precision import Precision, agreed_format
 from multigpu_cli.runtime.world import joined
 from multigpu_cli.tasks.base import Loss
 
@@ -167,7 +167,7 @@ def evaluate_with_multi_gpu(
         task = task_of(frozen, brought.source, brought)
         network = adapted(brought.model).to(world.device)
         make_alike(network, world)
-        precision = Precision(choose_format(frozen.precision.amp, world.device).name, world.device)
+        precision = Precision(agreed_format(frozen.precision.amp, world, [world.device]).name, world.device)
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))
         size = world.size
     accuracy = found.metrics.get("accuracy")
