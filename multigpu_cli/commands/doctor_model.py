@@ -12,7 +12,7 @@ from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.learner import Learner, build_learner
-from multigpu_cli.run.rehearsal import rehearse
+from multigpu_cli.run.rehearsal import peak_memory, rehearse
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import World
@@ -69,5 +69,5 @@ def _asked(learner: Learner, size: int) -> Finding:
         return Finding("model", "warn", f"{said}: --batch-size {size} does not fit, {fits} does", fix)
     if device.type != "cuda":
         return Finding("model", "ok", f"{said}: --batch-size {size} runs on the CPU; no GPU to try it on")
-    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    peak, total = peak_memory(learner), torch.cuda.get_device_properties(device).total_memory
     return Finding("model", "ok", f"{said}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")

@@ -16,12 +16,14 @@ from multigpu_cli.commands.doctor_findings import Finding
 from multigpu_cli.launch import run_workers
 from multigpu_cli.runtime.collectives import greatest
 from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.world import World
 
 RESULT = "wire.json"
 _ROUNDS = 5
 _SMALL = 8  # bytes
 _SIZES = {"cpu": (2**18, 2**20, 2**24), "cuda": (2**20, 2**24, 2**28)}  # bytes
+_COPIED = 2**28  # bytes
 _MOST_IN_PAIRS = 8  # workers: 28 pairs
 
 
@@ -96,8 +98,23 @@ def findings(found: Mapping[str, Any]) -> Iterator[Finding]:
 
 def to_device(device: torch.device) -> Finding:
     """Host memory to GPU memory, pinned and pageable."""
-    size = 2**28
-    rates = {}
+    name = f"host to GPU {device.index or 0}"
+    try:
+        rates = _rates(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        said = f"its memory is full: {_COPIED / 2**20:.0f} MiB of it could not be had"
+        return Finding(name, "warn", said, "nvidia-smi shows who has it")
+    said = ", ".join(f"{_rate(rate)} {kind}" for kind, rate in rates.items())
+    slow = rates["pinned"] < 5e9
+    fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
+    return Finding(name, "warn" if slow else "ok", said, fix, rates)
+
+
+def _rates(device: torch.device) -> dict[str, float]:
+    """Bytes a second, pinned and pageable."""
+    size, rates = _COPIED, {}
     there = torch.empty(size, dtype=torch.uint8, device=device)
     for kind in ("pinned", "pageable"):
         here = torch.ones(size, dtype=torch.uint8, pin_memory=kind == "pinned")
@@ -109,10 +126,7 @@ def to_device(device: torch.device) -> Finding:
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
         rates[kind] = size / statistics.median(seconds)
-    said = ", ".join(f"{_rate(rate)} {kind}" for kind, rate in rates.items())
-    slow = rates["pinned"] < 5e9
-    fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
-    return Finding(f"host to GPU {device.index or 0}", "warn" if slow else "ok", said, fix, rates)
+    return rates
 
 
 def _adds_up(world: World) -> bool:

@@ -55,6 +55,20 @@ def warm_up(learner: Learner) -> None:
         learner.strategy.warm_up(lambda: together(learner.world, loss))
 
 
+def peak_memory(learner: Learner) -> int:
+    """Bytes of the GPU that a micro-batch takes, which fits, with what the optimizer will need."""
+    model, seen = learner.kept.model, []
+
+    def work() -> None:
+        _run(learner, learner.plan.batches.micro_batch)
+        seen.append(torch.cuda.max_memory_allocated(learner.world.device))
+
+    with preserve_buffers(model):
+        _fits_everywhere(learner, work)
+    model.zero_grad(set_to_none=True)
+    return seen[0]
+
+
 def _settle_micro_batch(learner: Learner) -> list[str]:
     if learner.settled.words.batch.size == "auto" and not learner.settled.start.manifest:
         _take_the_largest(learner)
