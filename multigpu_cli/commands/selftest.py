@@ -30,7 +30,7 @@ from multigpu_cli.launch import WorkersFailed, run_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.precision import choose_format
+from multigpu_cli.runtime.precision import agreed_format
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.tasks.registry import TASKS
 from multigpu_cli.tasks.sources import of_samples
@@ -87,6 +87,8 @@ def examined(config: Config, steps: str, environ: Mapping[str, str], start: Star
         raise RequestError("selftest under torchrun", remedy="without it: selftest starts its own workers")
     length, choice = _steps(steps), _place(config)
     workers, device = choice.launch, choice.devices[0]
+    precision = agreed_format(config.precision.amp, World(device), choice.devices).name
+    config = replace(with_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepared(config, workers, length)
     no_exact = _no_exact(fixed)
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
@@ -95,7 +97,6 @@ def examined(config: Config, steps: str, environ: Mapping[str, str], start: Star
         side = replace(side, exact=not no_exact, batch=(batch := first_batch(side)))
         alone = measured(side, lambda found: None)
         several = _several(fixed, choice, length, folder, batch, alone, start)
-    precision = choose_format(config.precision.amp, device).name
     evidence = Evidence(
         alone,
         several,

@@ -222,7 +222,8 @@ def _resume(found: Evidence) -> Verdict:
 
 def _exact(found: Evidence) -> Verdict:
     alone, parts = found.alone["exact"], found.of_workers("exact")
-    if reason := found.no_exact or alone.get("refused"):
+    refused = (side["refused"] for side in (alone, *parts) if "refused" in side)
+    if reason := found.no_exact or next(refused, ""):
         return Verdict("", None, f"not possible here: {reason}")
     wrong = [part for part in parts if part != alone]
     if not wrong:

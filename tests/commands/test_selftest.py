@@ -299,6 +299,13 @@ def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
     ]
 
 
+def test_what_the_workers_refuse_is_no_fault_either() -> None:
+    """One worker has nothing against --exact, where several on unlike GPUs have."""
+    several = [worker | {"exact": {"refused": "--exact: other bits"}} for worker in evidence().workers]
+    *_, exact = verdicts(evidence()._replace(workers=several))
+    assert (exact.holds, exact.figures) == (None, "not possible here: --exact: other bits")
+
+
 def test_distances_are_relative_to_the_largest_entry() -> None:
     one = {"a": torch.tensor([1.0]), "b": torch.tensor([100.0])}
     assert distance({"a": torch.tensor([2.0]), "b": torch.tensor([100.0])}, one) == pytest.approx(0.01)
