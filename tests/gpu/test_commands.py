@@ -58,29 +58,34 @@ def test_doctor_says_that_a_gpu_is_full() -> None:
 
 def test_doctor_says_what_a_micro_batch_takes() -> None:
     """A sample keeps 1 MiB for backward; beside the weights are their gradients, and twice their size for AdamW."""
-    flags = {"data": "tests.own:tensors", "model": "tests.gpu.networks:wide", "batch_size": "64", "amp": "off"}
-    sets = ["data.args.train=64", "model.args.width=32768", "model.args.depth=8"]
-    config = resolve(flags, sets, None)
+    flags = {"data": "tests.own:tensors", "model": "tests.gpu.networks:wide", "amp": "off"}
+    sets = ["data.args.train=1024", "model.args.width=32768", "model.args.depth=8"]
 
-    def work(sim: Simulated) -> dict[str, str]:
-        return {each.name: each.evidence for each in fitting(config)}
+    def work(sim: Simulated) -> list[dict[str, str]]:
+        sizes = ("64", "1024")
+        return [
+            {each.name: each.evidence for each in fitting(resolve(flags | {"batch_size": size}, sets, None))}
+            for size in sizes
+        ]
 
-    found = alone(work, Machine.of(1, memory=GIB))
+    found, too_large = alone(work, Machine.of(1, memory=GIB))
     taken = found["model"].partition("--batch-size 64 takes ")[2].partition(" of 1 GiB")[0]
     weights = 4 * (6 + 1 + 3) * 32768
     assert 1 < float(taken) * GIB / (64 * MIB + 4 * weights) < 2
-    assert found["largest batch"] == "--batch-size 64 a device: the largest that is of use here"
+    assert found["largest batch"] == "--batch-size 512 a device: measured: 1024 does not fit"
+    assert too_large["model"].endswith("--batch-size 1024 does not fit, 512 does")
 
 
 def test_plan_rests_on_the_gpu_and_knows_what_its_memory_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    def work(sim: Simulated) -> tuple[int, str]:
+    def work(sim: Simulated) -> list[tuple[int, str]]:
         plan_measure._SECONDS = 0
-        code = main_multi_gpu.run(["plan", "--json", "--workers", "1,2", "--interconnect", "pcie4", "--model", "mlp"])
-        return code, capsys.readouterr().out
+        words = ["plan", "--workers", "1,2", "--interconnect", "pcie4", "--model", "mlp"]
+        return [(main_multi_gpu.run([*words, *more]), capsys.readouterr().out) for more in (["--json"], [])]
 
-    code, said = alone(work, UNLIKE)
+    (code, said), (again, lines) = alone(work, UNLIKE)
     found = json.loads(said)
-    assert (code, found["capacity"]) == (0, NEW.memory)
+    assert (code, again, found["capacity"]) == (0, 0, NEW.memory)
+    assert "of 80.00 GiB; 9 tenths of them would hold micro-batches of " in lines
     assert (found["about"]["device"], found["about"]["precision"]) == (NEW.name, "bf16")
     assert [row["workers"] for row in found["rows"]] == [1, 2]
     assert all(row["samples_per_second"] > 0 for row in found["rows"])
