@@ -442,3 +442,16 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert Path(places.pop().strip()).read_text() == "library\n"
     assert Path(f"{compiler}.calls").read_text() == "once\n"
     assert build.built().read_text() == "library\n"
+
+
+def test_a_wait_in_a_thread_of_torchs_own_is_recorded() -> None:
+    """No line of Python asks for it there."""
+
+    def work(sim: Simulated) -> list[str]:
+        weights = torch.ones(4, device="cuda", requires_grad=True)
+        loss = weights[torch.tensor([True, False, True, True], device="cuda")].sum()
+        with sim.record.watching() as events:
+            loss.backward()
+        return [event.place for event in events if event.kind == "sync"]
+
+    assert set(alone(work)) == {"a thread of torch's own"}
