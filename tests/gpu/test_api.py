@@ -7,6 +7,7 @@ import torch
 
 from multigpu_cli.api import gpus
 from multigpu_cli.api.place import choice_of
+from multigpu_cli.api.recovery import FaultToleranceManager
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
@@ -53,3 +54,23 @@ def test_a_rank_takes_the_device_that_the_caller_names_for_it() -> None:
     assert devices == [torch.device("cuda", 1), torch.device("cuda", 0)]
     assert re.search(r"device_ids \[0, 7\]: there is no GPU 7 \(2 are visible\)", refused[0])
     assert re.search(r"device_ids \[1\]: 2 processes here need as many GPUs", refused[1])
+
+
+def test_memory_that_ran_out_is_given_back_and_the_error_says_what_to_do() -> None:
+    def work(sim: Simulated) -> tuple[list[str], str, int]:
+        torch.zeros(1024, device="cuda")  # and given back: torch keeps its memory for later
+        sim.device.fail_allocation(0, 0, 1024)
+        manager = FaultToleranceManager()
+        try:
+            try:
+                torch.zeros(1024, device="cuda")
+            except torch.OutOfMemoryError as error:
+                assert torch.cuda.memory_reserved() == 4096
+                manager.handle_error(error)
+        except torch.OutOfMemoryError as error:
+            return error.__notes__, manager.errors[0]["remedy"], torch.cuda.memory_reserved()
+
+    notes, remedy, reserved = alone(work)
+    assert notes == [f"try: {remedy}"]
+    assert "--batch-size" in remedy
+    assert reserved == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.commands import plan_measure
+from multigpu_cli.commands import bench_data, plan_measure
 from multigpu_cli.commands.doctor_model import fitting
 from multigpu_cli.commands.doctor_wire import to_device
 from multigpu_cli.config.sources import resolve
@@ -90,6 +90,20 @@ def test_plan_rests_on_the_gpu_and_knows_what_its_memory_takes(capsys: pytest.Ca
     assert [row["workers"] for row in found["rows"]] == [1, 2]
     assert all(row["samples_per_second"] > 0 for row in found["rows"])
     assert found["memory"]["optimizer"] >= 2 * found["memory"]["weights"] > 0
+
+
+def test_bench_measures_the_loading_onto_a_gpu() -> None:
+    """The clock stops when the batch has arrived."""
+    config = resolve({"data": "tests.own:tensors", "batch_size": "20"}, [], None)
+
+    def work(sim: Simulated) -> tuple[list[float], set[str]]:
+        with sim.record.watching() as events:
+            rates = bench_data.loading(config, 1).rates[0]
+        return rates, {event.place.split(":")[0] for event in events if event.kind == "sync"}
+
+    (rate,), waits = alone(work, Machine.of(1))
+    assert rate > 0
+    assert "multigpu_cli/commands/bench_data.py" in waits
 
 
 @pytest.mark.slow
