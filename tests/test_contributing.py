@@ -36,7 +36,7 @@ def test_each_rule_of_the_house_is_described() -> None:
 
 
 def test_the_files_that_it_names_are_there() -> None:
-    named = set(re.findall(r"`((?:multigpu_cli|tests|\.ci)/[\w./-]*)`", TEXT))
+    named = {*re.findall(r"`((?:multigpu_cli|tests|\.ci)/[\w./-]*)`", TEXT), *re.findall(r"\]\(([\w.]+)\)", TEXT)}
     assert len(named) >= 6
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
     targets = re.findall(r"`make ([\w-]+)`", TEXT)
