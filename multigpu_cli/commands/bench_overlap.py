@@ -21,9 +21,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from multigpu_cli.commands.plan_measure import built, crowd, micro_batches, threads_for, with_threads
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.learner import Learner
 from multigpu_cli.runtime.collectives import gathered
-from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, cuda, usable_gpus, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, joined
 
@@ -75,7 +75,7 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
     device = torch.device("cuda", meeting.local_rank) if visible_gpus() else torch.device("cpu")
     with joined(meeting, device, timeout=_LONGEST_WAIT) as world:
         learner, _ = built(config, Choice("ddp", (device,), 0, "bench"), world, str(folder / "run"))
-        with closing(learner.train), with_threads(threads_for(world.size)):
+        with closing(learner.loaders.train), with_threads(threads_for(world.size)):
             mine = compared(learner, _STEPS)
         check_replicas(learner.kept.model, world, _STEPS)
         everyone = torch.stack(gathered(world, torch.tensor(mine, dtype=torch.float64, device=device)))
@@ -99,17 +99,13 @@ def compared(learner: Learner, steps: int) -> tuple[float, float]:
         wait()
         began = time.perf_counter()
         learner.strategy.begin(learner.world.size)
-        seed_micro_batch(0, number, batch.index, device)
-        with learner.strategy.accumulating(last=not explicit):
-            with learner.precision.autocast():
-                loss = learner.task.loss_sum(learner.strategy.callable, batch)
-            learner.precision.backward(loss, learner.strategy.loss_factor / (len(batch.indices) * learner.world.size))
+        forward_backward(learner, batch, len(batch.indices) * learner.world.size, last=not explicit)
         wait()
         reduced = _reduced(learner, wait) if explicit else (0.0, 0.0)
         ended = time.perf_counter()
         learner.strategy.micro_batch_done(learner.world.rank)
         learner.strategy.finish(idle=False)
-        _, skipped = learner.precision.commit(learner.kept.optimizer, learner.trained, 1.0)
+        _, skipped = learner.kept.precision.commit(learner.kept.optimizer, learner.trained, 1.0)
         learner.strategy.undo(skipped)
         if number >= _WARM_UP:
             (apart if explicit else overlapped).append(ended - began - reduced[0])

@@ -38,8 +38,8 @@ def fitting(config: Config) -> Iterator[Finding]:
 
         def tried(size: object) -> Learner:
             each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
-            learner = build_learner(settle(each, choice, world), choice, world)
-            with closing(learner.train):
+            learner = build_learner(settle(each, choice, world), world)
+            with closing(learner.loaders.train):
                 rehearse(learner)
                 return learner
 

@@ -88,7 +88,7 @@ def planned(config: Config, wished: Wishes) -> Forecast:
         "model": learner.settled.model,
         "data": config.data.name,
         "device": learner.plan.device,
-        "precision": learner.precision.name,
+        "precision": learner.kept.precision.name,
         "parameters": sum(p.numel() for p in learner.kept.model.parameters()),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,

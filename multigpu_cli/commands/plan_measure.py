@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from multigpu_cli.launch import run_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
 from multigpu_cli.planning.speedup import Wire, Work, buckets
+from multigpu_cli.run.compute import Traced, forward_backward, traced
 from multigpu_cli.run.learner import Learner, build_learner
 from multigpu_cli.run.rehearsal import rehearse
 from multigpu_cli.run.settle import settle
-from multigpu_cli.run.tracing import Traced, traced
 from multigpu_cli.runtime.collectives import gathered, greatest
-from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.strategies.buckets import measured_cap
@@ -80,7 +79,7 @@ def measured(config: Config, counts: list[int]) -> Alone:
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         learner, note = built(own, choice, world, folder)
-        with closing(learner.train):
+        with closing(learner.loaders.train):
             size = learner.plan.batches.micro_batch
             whole, half = traced(learner, size), traced(learner, max(1, size // 2))
             if world.device.type == "cpu":
@@ -170,7 +169,7 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
         learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), alone, place)
-        with closing(learner.train), with_threads(threads_for(world.size)):
+        with closing(learner.loaders.train), with_threads(threads_for(world.size)):
             messages, after = _sent(learner, world)
             words = [torch.zeros(ceil(size / 4)) for size in _words(messages, after)]
             everyone = torch.stack(gathered(world, _taken(learner, world, words)))
@@ -182,7 +181,7 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
 def built(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
     settled = settle(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
-    learner = build_learner(settled, choice, world)
+    learner = build_learner(settled, world)
     return learner, "; ".join(rehearse(learner))
 
 
@@ -229,6 +228,32 @@ def _taken(learner: Learner, world: World | None = None, messages: Sequence[Tens
     return torch.tensor(found[_WARM_UP:], dtype=torch.float64)
 
 
+class _PhaseTimer:
+    """Notes when the phases of a step end, and waits for the device to do so."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """A phase ends."""
+        self._wait()
+        self._marks.append(time.perf_counter())
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """Forward ends where backward begins."""
+        if name.endswith("backward"):
+            self.mark()
+
+    def backward_done(self, parameters: list[Tensor]) -> None:
+        self.mark()
+
+    def read(self) -> list[float]:
+        """Seconds between the marks since the last call."""
+        marks, self._marks = self._marks, []
+        return [later - earlier for earlier, later in pairwise(marks)]
+
+
 def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
     """Take steps of one micro-batch each, with what the loop does around them, at rate zero.
 
@@ -239,37 +264,24 @@ def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterat
     Yields:
         seconds of a step: data, forward, backward, commit, then each message.
     """
-    device, kept, strategy = learner.world.device, learner.kept, learner.strategy
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    kept, strategy, timer = learner.kept, learner.strategy, _PhaseTimer(learner.world.device)
     stream = micro_batches(learner)
     set_rate(kept.optimizer, 0.0)
-    marks: list[float] = []
-
-    def mark() -> None:
-        wait()
-        marks.append(time.perf_counter())
-
-    for number in count():
-        marks.clear()
-        mark()
+    while True:
+        timer.mark()
         batch = next(stream)
-        mark()
+        timer.mark()
         strategy.begin(workers)
-        seed_micro_batch(0, number, batch.index, device)
-        with learner.precision.autocast():
-            loss = learner.task.loss_sum(strategy.callable, batch)
-        mark()
-        learner.precision.backward(loss, 1.0 / len(batch.indices))
-        mark()
+        forward_backward(learner, batch, len(batch.indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)
-            mark()
+            timer.mark()
         strategy.micro_batch_done(batch.index)
         strategy.finish(idle=False)
-        _, skipped = learner.precision.commit(kept.optimizer, learner.trained, 1.0)
+        _, skipped = kept.precision.commit(kept.optimizer, learner.trained, 1.0)
         strategy.undo(skipped)
-        mark()
-        data, forward, backward, *sent, commit = (later - earlier for earlier, later in pairwise(marks))
+        timer.mark()
+        data, forward, backward, *sent, commit = timer.read()
         yield [data, forward, backward, commit, *sent]
 
 
@@ -277,7 +289,7 @@ def micro_batches(learner: Learner) -> Iterator[Batch]:
     """Those of this rank, epoch after epoch."""
     epoch = 0
     while True:
-        for work in learner.train.epoch(learner.plan.batches, epoch, 0, learner.world.rank, 1):
+        for _, work in learner.loaders.train.epoch(learner.plan.batches, epoch, 0, learner.world.rank, 1):
             yield from work
         epoch += 1
 

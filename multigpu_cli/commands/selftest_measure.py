@@ -65,7 +65,7 @@ def model_alone(side: Side, stack: ExitStack) -> Found:
     for _ in range(2):
         kept.restore(start, "selftest")
         seed_micro_batch(side.config.reproducibility.seed, 0, batch.index, device)
-        with Watched(kept.model) as heard, learner.precision.autocast(), torch.no_grad():
+        with Watched(kept.model) as heard, learner.kept.precision.autocast(), torch.no_grad():
             loss = learner.task.loss_sum(kept.model, batch)
         twice.append([*heard, ["loss", type(learner.task).__name__, marks(loss)]])
     return {"weights": fingerprint(start["model"]), "outputs": twice[0], "again": twice[1]}
@@ -92,7 +92,7 @@ def evaluation(side: Side, stack: ExitStack) -> Found:
         side.source.val, side.source, side.config.data, device=side.world.device, seed=seed, workers_here=here
     )
     model = learner.kept.for_use()
-    result = learner.task.evaluate(model, counted, side.world, learner.precision, learner.eval_batch)
+    result = learner.task.evaluate(model, counted, side.world, learner.kept.precision, learner.eval_batch)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 
 

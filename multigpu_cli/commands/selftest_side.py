@@ -12,8 +12,9 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.learner import Learner, build_learner
-from multigpu_cli.run.parts import Run, assemble
 from multigpu_cli.run.rehearsal import warm_up
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import assemble
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
@@ -56,7 +57,7 @@ class Side:
         config = with_settings(self.config, overrides)
         settled = settle(config, self.choice, self.world, source=self.source)
         share_threads(self.workers, cores(), exact=config.reproducibility.exact)
-        learner = build_learner(settled, self.choice, self.world)
+        learner = build_learner(settled, self.world)
         warm_up(learner)
         return learner
 
@@ -70,5 +71,6 @@ class Side:
 def first_batch(side: Side) -> Batch:
     """The first micro-batch of the first step."""
     learner = side.alone.learner()
-    with closing(learner.train):
-        return next(next(learner.train.epoch(learner.plan.batches, 0, 0, 0, 1)))
+    with closing(learner.loaders.train):
+        _, work = next(learner.loaders.train.epoch(learner.plan.batches, 0, 0, 0, 1))
+        return next(work)

@@ -12,10 +12,11 @@ from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest_marks import apart, bits
 from multigpu_cli.commands.selftest_side import Found, Side
-from multigpu_cli.engine import step
+from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
+from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.learner import Learner
-from multigpu_cli.run.parts import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.collectives import from_main, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 
@@ -23,28 +24,26 @@ _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to
 
 
 def reference(side: Side, stack: ExitStack) -> Found:
-    """Gradients by definition, without strategy and engine: the sum over micro-batches, divided by the samples seen."""
+    """Gradients by definition, one micro-batch at a time on one device: their sum, divided by the samples seen."""
     if side.world.size > 1:
         return {}
-    learner = side.alone.learner()
-    stack.callback(learner.train.close)
+    learner = side.alone.learner(compile="off")
+    stack.callback(learner.loaders.train.close)
     last = learner.plan.batches.steps_per_epoch - 1
     return {"first": _by_definition(learner, 0), "last": _by_definition(learner, last)}
 
 
 def _by_definition(learner: Learner, number: int) -> Found:
-    model, precision, seed = learner.kept.model, learner.precision, learner.config.reproducibility.seed
-    scale = _modest_scale(learner)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    scale, seed = _modest_scale(learner), learner.config.reproducibility.seed
+    named = {name: p for name, p in learner.kept.model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p) for name, p in named.items()}
     missing: set[str] = set()
     samples = seen = 0
-    whole = learner.plan.batches.samples_in(number) * learner.task.units_per_sample
-    for batch in next(learner.train.epoch(learner.plan.batches, 0, number, 0, 1)):
+    layout, work = next(learner.loaders.train.epoch(learner.plan.batches, 0, number, 0, 1))
+    whole = layout.samples * learner.task.units_per_sample
+    for batch in work:
         seed_micro_batch(seed, number, batch.index, learner.world.device)
-        with precision.autocast():
-            loss = learner.task.loss_sum(model, batch)
-        precision.backward(loss / whole)
+        forward_backward(learner, batch, whole, last=True)
         samples += len(batch)
         seen += int(learner.task.units(batch))
         for name, parameter in named.items():
@@ -94,19 +93,18 @@ def _given_to_optimizer(run: Run, number: int) -> tuple[dict[str, Tensor], float
         seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
 
     hook = optimizer.register_step_pre_hook(note)
-    batches = run.plan.batches
-    epoch = run.train.epoch(batches, 0, number, run.world.rank, run.strategy.lanes)
-    outcome = step(run, number, next(epoch))
+    epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.lanes)
+    outcome = train_step(run, *next(epoch))
     hook.remove()
     return seen, float(outcome.norm)
 
 
 def _modest_scale(learner: Learner) -> float:
     """For fp16, start from a loss scale that does not overflow in the first step; returns it, 1 for other formats."""
-    state = learner.precision.state_dict()
+    state = learner.kept.precision.state_dict()
     if not state:
         return 1.0
-    learner.precision.load_state_dict(state | {"scale": _LOSS_SCALE})
+    learner.kept.precision.load_state_dict(state | {"scale": _LOSS_SCALE})
     return _LOSS_SCALE
 
 
@@ -143,8 +141,8 @@ def exact(side: Side, stack: ExitStack) -> Found:
         if "deterministic" not in str(error) or side.world.size > 1:
             raise
         return {"refused": str(error).splitlines()[0]}
-    assert run.val is not None
-    result = run.task.evaluate(run.kept.for_use(), run.val, side.world, run.precision, run.eval_batch)
+    assert run.loaders.val is not None
+    result = run.task.evaluate(run.kept.for_use(), run.loaders.val, side.world, run.kept.precision, run.eval_batch)
     return {"end": bits(run.kept.capture()), "losses": losses, "metrics": dict(result.metrics)}
 
 
@@ -153,8 +151,8 @@ def advance(run: Run, until: int) -> list[float]:
     batches, progress, losses = run.plan.batches, run.progress, []
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
-            sums = step(run, progress.step, work).slots(run.world.device)
+        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+            sums = train_step(run, layout, work).slots(run.world.device)
             losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
             progress.step += 1
             if progress.step == until:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.best import BEST, bring_back
@@ -13,15 +14,32 @@ from multigpu_cli.config.pinned import settings
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.causes import unused_names
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.run.parts import Run
-from multigpu_cli.run.record import evaluate, note_fault, peak_memory, save, settle_writes
+from multigpu_cli.run.checkpointing import save, settle_writes
+from multigpu_cli.run.evaluation import evaluate
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.aside import log_of, who_spoke
-from multigpu_cli.runtime.collectives import decided, together
+from multigpu_cli.runtime.collectives import decided, gathered, together
+
+
+def finish_run(run: Run, status: str) -> dict[str, Any]:
+    """The end of a run that did not fail, completed or stopped; returns its summary.
+
+    Raises:
+        TrainingError: what it should leave behind could not be written.
+    """
+    end = conclude(run) if status == "completed" else leave(run)
+    run.log.bar.close()
+    peak = torch.tensor([peak_memory(run.world.device)], device=run.world.device)
+    end["peak_memory_bytes"] = [int(each) for each in gathered(run.world, peak)]
+    found = summary(run, status, end)
+    close_run(run, found)
+    return found
 
 
 def conclude(run: Run) -> dict[str, Any]:
     """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
-    if run.saved != run.progress.step:  # a loop of somebody's own ends where it likes
+    if run.checkpointer.saved_step != run.progress.step:  # a loop of somebody's own ends where it likes
         save(run)
     together(run.world, lambda: settle_writes(run))
     state = run.kept.for_use().state_dict()
@@ -31,7 +49,7 @@ def conclude(run: Run) -> dict[str, Any]:
         run.kept.for_use().load_state_dict(best)
     if run.settled.brought and run.kept.average:
         run.kept.model.load_state_dict(run.kept.for_use().state_dict())
-    details = evaluate(run, "test", run.test).details if run.test is not None else {}
+    details = evaluate(run, "test", run.loaders.test).details if run.loaders.test is not None else {}
     return {"fingerprint": mark, **details}
 
 
@@ -40,19 +58,19 @@ def _publish(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     best, words, metrics = run.folder / "best.pt", run.settled.label(), dict(run.progress.last)
     with needed(run.folder):
         check_ours(run.folder)
-        save_weights(run.folder / "last.pt", state, words, metrics, run.watch.moved)
+        save_weights(run.folder / "last.pt", state, words, metrics, run.observer.watch.moved)
         if run.progress.best:
-            if bring_back([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.best_sum):
+            if bring_back([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.checkpointer.best_sum):
                 return read_weights(best)
-            note_fault(run, "checkpoint", "best.pt has gone: the last weights take its place")
-        save_weights(best, state, words, metrics, run.watch.moved)
+            run.note_fault("checkpoint", "best.pt has gone: the last weights take its place")
+        save_weights(best, state, words, metrics, run.observer.watch.moved)
     return {}
 
 
 def leave(run: Run) -> dict[str, Any]:
     """The end of a run that was asked to stop: nothing but the checkpoint."""
     together(run.world, lambda: settle_writes(run))
-    run.watch.stopped()
+    run.observer.watch.stopped()
     return {}
 
 
@@ -78,7 +96,7 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
     """
     progress, batches = run.progress, run.plan.batches
     names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
-    seconds = progress.train_seconds + run.meters.seconds
+    seconds = progress.train_seconds + run.observer.meters.seconds
     return {
         "status": status,
         "strategy": run.plan.strategy,
@@ -87,13 +105,13 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
         "device": run.plan.device,
         "precision": run.plan.precision,
         "epochs": progress.step // batches.steps_per_epoch,
-        "steps": run.train.steps_after(progress.step, batches),
-        "samples": run.train.samples_after(progress.step, batches),
+        "steps": run.loaders.train.steps_after(progress.step, batches),
+        "samples": run.loaders.train.samples_after(progress.step, batches),
         "global_batch_size": batches.global_batch,
         "train_seconds": seconds,
         "startup_seconds": progress.startup_seconds,
-        "samples_per_second": run.meters.samples_per_second if run.meters.steps else None,
-        "step_ms": run.meters.step_ms() if run.meters.steps else {"p50": None, "p95": None},
+        "samples_per_second": run.observer.meters.samples_per_second if run.observer.meters.steps else None,
+        "step_ms": run.observer.meters.step_ms() if run.observer.meters.steps else {"p50": None, "p95": None},
         "final": {name: progress.last.get(name) for name in names} | progress.last,
         "best": progress.best,
         "peak_memory_bytes": ending.pop("peak_memory_bytes", [peak_memory(run.world.device)]),
@@ -107,14 +125,16 @@ def summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
 def close_run(run: Run, found: dict[str, Any]) -> None:
     """Write summary.json, whichever way the run ended, and the journal's last line."""
     if run.world.main:
-        if spoke := who_spoke(run.folder / "logs", run.world.size):
-            run.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_of(run.folder / 'logs', spoke[0])}")
+        logs = run.folder / "logs"
+        if spoke := who_spoke(logs, run.world.size):
+            run.log.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_of(logs, spoke[0])}")
         _leave_summary(run, found)
         if found["status"] == "completed":
             _leave_pictures(run, found)
-        if run.tensorboard and found["status"] == "completed":
-            run.tensorboard.hyperparameters(settings(run.settled.words), found["final"])
-    run.journal.write("end", status=found["status"], step=run.progress.step, fingerprint=found["fingerprint"])
+        if run.log.tensorboard and found["status"] == "completed":
+            run.log.tensorboard.hyperparameters(settings(run.settled.words), found["final"])
+    run.log.journal.write("end", status=found["status"], step=run.progress.step, fingerprint=found["fingerprint"])
+    run.control.ended = True
 
 
 def _leave_pictures(run: Run, found: dict[str, Any]) -> None:
@@ -131,4 +151,4 @@ def _leave_summary(run: Run, found: dict[str, Any]) -> None:
     except TrainingError as error:
         if found["status"] != "failed":
             raise
-        run.console.warn(error.problem)  # what it failed of is the news
+        run.log.console.warn(error.problem)  # what it failed of is the news

@@ -31,7 +31,6 @@ from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
 from multigpu_cli.runtime.compiled import Compiled
 from multigpu_cli.runtime.determinism import seed_weights
-from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
@@ -40,9 +39,30 @@ from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.registry import TASKS
+from multigpu_cli.tasks.units import Units
 
 if TYPE_CHECKING:
     from multigpu_cli.run.brought import Brought
+
+
+@dataclass
+class Loaders:
+    """The data of each split.
+
+    Attributes:
+        eval_limit: samples in one batch of an evaluation at most, where memory has set a limit.
+    """
+
+    train: Feed
+    val: Loader | None
+    test: Loader | None
+    eval_limit: int | None = None
+
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        for loader in (self.train, self.val, self.test):
+            if loader is not None:
+                loader.close()
 
 
 @dataclass
@@ -50,18 +70,13 @@ class Learner:
     """The parts that a step and an evaluation need."""
 
     settled: Settled
-    choice: Choice
     world: World
     task: Task
     kept: Kept
-    precision: Precision
     strategy: Strategy
-    train: Feed
-    val: Loader | None
-    test: Loader | None
-    resumed_without: str  # what a checkpoint could not bring back, in words
+    loaders: Loaders
+    units: Units
     compiled: Compiled | None = field(default=None, kw_only=True)
-    eval_limit: int | None = field(default=None, kw_only=True)  # of an evaluation's batch, where memory has set one
 
     @cached_property
     def trained(self) -> list[Tensor]:
@@ -92,35 +107,34 @@ class Learner:
     def eval_batch(self) -> int:
         """Samples in one batch of an evaluation: the same on any number of workers; it keeps no activations."""
         usual = 2 * self.plan.batches.micro_batch
-        return min(usual, self.eval_limit or usual)
+        return min(usual, self.loaders.eval_limit or usual)
 
 
-def build_learner(settled: Settled, choice: Choice, world: World) -> Learner:
+def build_learner(settled: Settled, world: World) -> Learner:
     """Build everything that learns, on this rank's device, and bring it to where its checkpoint says.
 
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     task = together(world, lambda: task_of(settled.config, settled.source, settled.brought))
-    train, val, test = together(world, lambda: _loaders(settled, world, task))
-    kept, precision = together(world, lambda: _on_this_rank(settled, world, task, train))
+    loaders = together(world, lambda: _loaders(settled, world, task))
+    kept = together(world, lambda: _on_this_rank(settled, world, task, loaders.train))
     if settled.brought:
         from multigpu_cli.run.brought import make_alike
 
         make_alike(kept.model, world)
         if kept.average:
             kept.average.module.load_state_dict(kept.model.state_dict())
-    resumed_without = _restore(kept, task, settled, world)
+    _restore(kept, task, settled, world)
     model = together(world, lambda: _compiled(kept.model, settled.config, world.device))
     settled = _with_buckets(settled, kept.model, world)
-    strategy = _strategy(model, choice, world, settled)
-    learner = Learner(settled, choice, world, task, kept, precision, strategy, train, val, test, resumed_without)
+    learner = Learner(settled, world, task, kept, _strategy(model, world, settled), loaders, Units(task, world))
     if isinstance(model, Compiled):
         learner.compiled, model.size = model, lambda: learner.plan.batches.micro_batch
     return learner
 
 
-def _on_this_rank(settled: Settled, world: World, task: Task, train: Feed) -> tuple[Kept, Precision]:
+def _on_this_rank(settled: Settled, world: World, task: Task, train: Feed) -> Kept:
     """What can be built without communication, so that errors can be compared."""
     config, source = settled.config, settled.source
     live = settled.brought
@@ -136,7 +150,7 @@ def _on_this_rank(settled: Settled, world: World, task: Task, train: Feed) -> tu
     average = None if ema == "off" else averaged(model, float(ema))
     optimizer = (live and live.ready_optimizer(model)) or build_optimizer(model, config.optimizer)
     scheduler = live.scheduler if live else None
-    return Kept(model, optimizer, precision, average, Progress(), scheduler), precision
+    return Kept(model, optimizer, precision, average, Progress(), scheduler)
 
 
 def fresh_model(config: Config, source: Source) -> nn.Module:
@@ -203,11 +217,11 @@ def _no_fit(settled: Settled, task: Task, batch: Batch, outputs: list[str], erro
     return RequestError("\n".join(told), remedy=remedy + whole)
 
 
-def _loaders(settled: Settled, world: World, task: Task) -> tuple[Feed, Any, Any]:
+def _loaders(settled: Settled, world: World, task: Task) -> Loaders:
     source, data, seed = settled.source, settled.config.data, settled.config.reproducibility.seed
     held_out = {"val": source.val, "test": source.test}
     val, test = (None if part is None else task.loader(name, data, world, seed) for name, part in held_out.items())
-    return task.feed(data, world, seed), val, test
+    return Loaders(task.feed(data, world, seed), val, test)
 
 
 def first_batch(loader: Feed, size: int) -> Batch:
@@ -234,20 +248,19 @@ def build_task(config: Config, source: Source) -> Task:
     return task
 
 
-def _restore(kept: Kept, task: Task, settled: Settled, world: World) -> str:
+def _restore(kept: Kept, task: Task, settled: Settled, world: World) -> None:
     """One rank reads the checkpoint; the others get it from there, so only one machine needs the file."""
-    told = ""
-    if settled.start.checkpoint:
-        path = Path(settled.start.checkpoint)
-        state: dict[str, Any] = decided(
-            world, lambda: Checkpoint(path, read_manifest(path)).state(), by=settled.start.holder
-        )
-        kept.restore(state, settled.start.checkpoint)
-        if not settled.same_length:  # more epochs are a new chance for a run that had stopped early
-            kept.progress.stopped_early, kept.progress.stale_epochs = False, 0
-        if state.get("task"):
-            told = task.load_state(state["task"], world)
-    return told
+    if not settled.start.checkpoint:
+        return
+    path = Path(settled.start.checkpoint)
+    state: dict[str, Any] = decided(
+        world, lambda: Checkpoint(path, read_manifest(path)).state(), by=settled.start.holder
+    )
+    kept.restore(state, settled.start.checkpoint)
+    if not settled.same_length:  # more epochs are a new chance for a run that had stopped early
+        kept.progress.stopped_early, kept.progress.stale_epochs = False, 0
+    if state.get("task"):
+        kept.restore_warning = task.load_state(state["task"], world)
 
 
 def _with_buckets(settled: Settled, model: nn.Module, world: World) -> Settled:
@@ -260,8 +273,8 @@ def _with_buckets(settled: Settled, model: nn.Module, world: World) -> Settled:
     return replace(settled, config=with_settings(config, {"bucket_cap_mb": measured_cap(model, world)}))
 
 
-def _strategy(model: nn.Module, choice: Choice, world: World, settled: Settled) -> Strategy:
-    config, live = settled.config, settled.brought
+def _strategy(model: nn.Module, world: World, settled: Settled) -> Strategy:
+    config, choice, live = settled.config, settled.choice, settled.brought
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import Exact  # late, each of them: a run has one
 

@@ -1,24 +1,32 @@
-"""Before the first step: does a micro-batch fit into memory on every rank? If not, a smaller one that does.
+"""Out of memory: found before the first step, on all ranks, and survived later, in smaller micro-batches.
 
 A micro-batch runs forward and backward without communication, and its gradients are thrown away; then the ranks vote.
 Out of memory on one rank in the middle of a reduction could not be survived: the others would wait for it for ever.
 A batch of an evaluation is tried in the same way.
 """
 
+import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from multigpu_cli.checkpoint.lock import needed
+from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
+from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.learner import Learner, first_batch
 from multigpu_cli.run.settle import with_batch, with_measured_batch
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.memory import free_memory
 from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
 from multigpu_cli.tasks.base import Task
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.run import Run
 
 _MOST_WITHOUT_GPU = 256  # where memory has no edge that can be felt, a larger micro-batch gains nothing
 _REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, or --amp bf16"
@@ -45,11 +53,11 @@ def warm_up(learner: Learner) -> None:
     Raises:
         OutOfMemory: they do not, and it had to be done first.
     """
-    size = min(2, learner.plan.batches.micro_batch, learner.train.size)
+    size = min(2, learner.plan.batches.micro_batch, learner.loaders.train.size)
 
     def loss() -> Tensor:
-        with learner.precision.autocast():
-            return learner.task.loss_sum(learner.strategy.callable, first_batch(learner.train, size))
+        with learner.kept.precision.autocast():
+            return learner.task.loss_sum(learner.strategy.callable, first_batch(learner.loaders.train, size))
 
     with preserve_buffers(learner.kept.model):
         learner.strategy.warm_up(lambda: together(learner.world, loss))
@@ -70,14 +78,14 @@ def _settle_micro_batch(learner: Learner) -> list[str]:
 
 def _settle_evaluation(learner: Learner) -> list[str]:
     """A task that evaluates in a way of its own has no batches to try."""
-    loader = learner.val if learner.val is not None else learner.test
+    loader = learner.loaders.val if learner.loaders.val is not None else learner.loaders.test
     notes: list[str] = []
     if loader is None or type(learner.task).evaluate is not Task.evaluate:
         return notes
 
     def evaluate_a_batch() -> None:
         model, batch = learner.kept.for_use(), first_batch(loader, min(learner.eval_batch, loader.size))
-        with preserve_buffers(model), evaluating(model), learner.precision.autocast():
+        with preserve_buffers(model), evaluating(model), learner.kept.precision.autocast():
             learner.task.measure(model, batch)
 
     while not _fits_everywhere(learner, evaluate_a_batch):
@@ -121,7 +129,7 @@ def shrink_evaluation(learner: Learner) -> str:
     """
     size, own = learner.eval_batch, type(learner.task).evaluate is not Task.evaluate
     _check_may_halve(learner, size, f"in an evaluation with batches of {size}", {"the task's own evaluation": own})
-    learner.eval_limit = size // 2
+    learner.loaders.eval_limit = size // 2
     return f"out of memory in an evaluation: batches of {size // 2} instead of {size}"
 
 
@@ -140,7 +148,7 @@ def _check_may_halve(learner: Learner, size: int, what: str, reasons: dict[str, 
 def _take_the_largest(learner: Learner) -> None:
     """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share."""
     batches = learner.plan.batches
-    share = learner.config.batch.global_size or learner.train.size
+    share = learner.config.batch.global_size or learner.loaders.train.size
     limit = max(1, -(-share // batches.workers))
     limit = min(limit, learner.settled.start.smaller or limit)
     if learner.world.device.type != "cuda":
@@ -151,7 +159,7 @@ def _take_the_largest(learner: Learner) -> None:
     if not best:
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
     because = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
-    learner.settled = with_measured_batch(learner.settled, best, learner.choice, learner.world, because)
+    learner.settled = with_measured_batch(learner.settled, best, learner.world, because)
     _try_the_shortest(learner)
 
 
@@ -198,10 +206,9 @@ def _fits_everywhere(learner: Learner, work: Callable[[], None]) -> bool:
 
 def _run(learner: Learner, size: int) -> None:
     """Twice on a GPU: in the second pass the first one's gradients take their room, as in accumulation."""
-    batch = first_batch(learner.train, min(size * learner.strategy.lanes, learner.train.size))
+    batch = first_batch(learner.loaders.train, min(size * learner.strategy.lanes, learner.loaders.train.size))
     for _ in range(2 if learner.world.device.type == "cuda" else 1):
-        with learner.strategy.accumulating(last=False), learner.precision.autocast():
-            learner.task.loss_sum(learner.strategy.callable, batch).backward()
+        forward_backward(learner, batch, 1.0, last=False)
 
 
 def _room_for_state(learner: Learner) -> list[Tensor]:
@@ -209,3 +216,36 @@ def _room_for_state(learner: Learner) -> list[Tensor]:
     if learner.world.device.type != "cuda":
         return []
     return [torch.empty_like(p) for p in learner.trained for _ in range(2)]
+
+
+def survive_out_of_memory(run: "Run", error: RuntimeError) -> None:
+    """A step ran out of memory: forget it, and go on with micro-batches of half the size.
+
+    With several processes the others are in the middle of a reduction by now, and from the optimizer on the weights may
+    have moved already, in part. So the run has to start again: the next attempt finds the note that is left in the
+    folder.
+
+    Args:
+        error: its traceback holds what the step had in memory, and gives it up here.
+
+    Raises:
+        TrainingError: one of these, or nothing left to halve.
+    """
+    moved = run.observer.watch.phase == "optimizer"
+    run.strategy.abandon()
+    run.kept.optimizer.zero_grad(set_to_none=True)
+    traceback.clear_frames(error.__traceback__)
+    free_memory(run.world.device)
+    text = shrink(run)
+    if run.world.size == 1 and not moved:
+        run.note_fault("out of memory", text)
+        return
+    with needed(run.folder):
+        run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
+        batches = run.plan.batches
+        leave_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
+    who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
+    raise TrainingError(
+        f"{who}{' in the optimizer' if moved else ''} at step {run.progress.step}",
+        remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
+    )

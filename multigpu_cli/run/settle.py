@@ -19,7 +19,7 @@ from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.beginning import agreed_start
+from multigpu_cli.run.resume import agreed_start
 from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
@@ -42,6 +42,7 @@ class Settled:
     Attributes:
         words: the user's settings, with those of the run that is continued; written to config.yaml.
         config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
+        choice: strategy and devices.
         start: run folder and checkpoint.
         source: the dataset.
         plan: the arithmetic.
@@ -52,6 +53,7 @@ class Settled:
 
     words: Config
     config: Config
+    choice: Choice
     start: Start
     source: Source
     plan: Plan
@@ -149,7 +151,7 @@ def settle(
         check_same_machine(world, exact_pins(plan))
     raise_all(beyond_the_data(config, plan, source, start, mark))
     model, task = config.model.name or source.model, config.task.name or source.task
-    return Settled(words, config, start, source, plan, model, task, mark, brought)
+    return Settled(words, config, choice, start, source, plan, model, task, mark, brought)
 
 
 def _opened(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
@@ -170,10 +172,10 @@ def with_batch(settled: Settled, size: int) -> Settled:
     return replace(settled, plan=replace(settled.plan, batches=batches))
 
 
-def with_measured_batch(settled: Settled, size: int, choice: Choice, world: World, because: str) -> Settled:
+def with_measured_batch(settled: Settled, size: int, world: World, because: str) -> Settled:
     """What --batch-size auto has found before the first step: it settles the global batch too, if nobody fixed one."""
     config = with_settings(settled.config, {"batch_size": size})
-    plan = _plan(settled.words, config, choice, world, settled.start, settled.source, settled.brought)
+    plan = _plan(settled.words, config, settled.choice, world, settled.start, settled.source, settled.brought)
     return replace(settled, config=config, plan=replace(plan, size_because=because))
 
 

@@ -22,7 +22,7 @@ from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 
-OWN = {"data": "tests.own:tensors", "model": "tests.run.test_tracing:plain"}
+OWN = {"data": "tests.own:tensors", "model": "tests.run.test_compute:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:
@@ -155,7 +155,7 @@ def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytes
     def taken(world: World) -> list[float]:
         torch.set_num_threads(1)
         learner, _ = plan_measure.built(config, Choice("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path))
-        with closing(learner.train):
+        with closing(learner.loaders.train):
             messages = [torch.zeros(1), torch.zeros(2)]
             rows = islice(plan_measure._steps(learner, world.size, messages), 8)
             return torch.tensor(list(rows)).median(0).values.tolist()  # type: ignore[no-any-return]

@@ -42,7 +42,9 @@ def armed(place: str, rank: int = 0) -> Callable[[Simulated], None]:
             owner, name = (rehearsal, "_run") if place == "rehearsal" else (Task, "evaluate")
             _before(owner, name, lambda *given: fail(given[0] if place == "rehearsal" else _Place(given[3])))
         else:
-            _before(engine, "step", lambda run, number, work: _in_step(run, place, fail) if number == 4 else None)
+            _before(
+                engine, "train_step", lambda run, layout, _: _in_step(run, place, fail) if layout.step == 4 else None
+            )
 
     return prepare
 
@@ -66,9 +68,9 @@ def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
     if place == "forward":
         run.kept.model.register_forward_pre_hook(lambda *_: fail(run))
     elif place == "after the optimizer":
-        _before(run.nonfinite, "note", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
+        _before(run.observer.nonfinite, "note", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
     else:
-        _before(run.precision, {"backward": "backward", "optimizer": "commit"}[place], lambda *_: fail(run))
+        _before(run.kept.precision, {"backward": "backward", "optimizer": "commit"}[place], lambda *_: fail(run))
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -65,7 +65,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def learner(folder: Path, *sets: str, **flags: Any) -> Learner:
     config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
     choice, world = Choice("single", (CPU,), 0, "a test"), World(CPU)
-    return build_learner(settle(config, choice, world), choice, world)
+    return build_learner(settle(config, choice, world), world)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_layers_that_get_their_weights_from_the_first_batch_get_the_same_ones_wh
     for processes in (0, 1):
         made = learner(tmp_path, **NAMED, num_workers=processes)
         fingerprints.append(fingerprint(made.kept.model.state_dict()))
-        made.train.close()
+        made.loaders.train.close()
     assert fingerprints[0] == fingerprints[1]
 
 

@@ -36,10 +36,9 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run import record
 from multigpu_cli.run.ending import conclude
 from multigpu_cli.run.learner import build_learner
-from multigpu_cli.run.parts import assemble
+from multigpu_cli.run.session import assemble, start_run
 from multigpu_cli.run.settle import settle
 from multigpu_cli.runtime.determinism import be_deterministic
 from multigpu_cli.runtime.devices import Choice
@@ -114,11 +113,11 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
         be_deterministic()
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        learner = build_learner(settled, choice, world)
+        learner = build_learner(settled, world)
         Path(settled.start.folder).mkdir(parents=True, exist_ok=True)
         watch = Watch(world, config.fault.hang_timeout, lambda error: None)
         run = assemble(learner, Console("silent"), StopRequest(), watch, stack)
-        record.open_run(run, [])
+        start_run(run, [])
         assert fit(run) == "completed"
         end = bits({name: part for name, part in run.kept.capture().items() if name != "progress"})
         ending = conclude(run)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from multigpu_cli import engine
 from multigpu_cli.checkpoint.packing import packed
 from multigpu_cli.checkpoint.snapshot import Kept, Progress
 from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
-from multigpu_cli.run import record
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, trained
 from tests.gpu.simulated.install import Simulated
@@ -70,7 +70,7 @@ def test_every_copy_is_on_the_stream_that_is_waited_for(number: int) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
     def look(sim: Simulated) -> None:
-        save = record.save
+        save = engine.save
 
         def noted(run: Any) -> None:
             live[f"step_{run.progress.step}"] = fingerprint(run.kept.model.state_dict())
@@ -78,7 +78,7 @@ def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
             save(run)
 
         live: dict[str, str] = {}
-        record.save = noted
+        engine.save = noted
 
     flags = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9", "ema": "0.9"}
     ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, **flags)

@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, signed
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.returning import bring_best, note_recovery
+from multigpu_cli.run.resume import bring_best, note_recovery
 from multigpu_cli.runtime.elastic import Last
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
@@ -53,10 +53,12 @@ def test_after_a_stop_nothing_is_done_again_and_the_gap_is_journalled(tmp_path: 
 def test_steps_that_are_done_again_are_counted_once() -> None:
     written: list[dict[str, Any]] = []
     run: Any = SimpleNamespace(
-        before=Last("rank 2 ended without a word", 12, time.time() - 8),
+        control=SimpleNamespace(previous_attempt=Last("rank 2 ended without a word", 12, time.time() - 8)),
         progress=SimpleNamespace(step=11),
-        journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
-        console=SimpleNamespace(note=lambda text: None),
+        log=SimpleNamespace(
+            journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
+            console=SimpleNamespace(note=lambda text: None),
+        ),
     )
     note_recovery(run)
     note_recovery(run)
@@ -121,7 +123,7 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
             settled=SimpleNamespace(start=start),
             progress=SimpleNamespace(best={"step": 12}, step=24),
             folder=folder,
-            best_sum="",
+            checkpointer=SimpleNamespace(best_sum=""),
         )
         return bring_best(run)
 

@@ -16,7 +16,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.beginning import agreed_start
+from multigpu_cli.run.resume import agreed_start
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
