@@ -60,8 +60,8 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
         on = assembled({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
         off = assembled({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
         off.observer.meters, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
-        on.log.bar = Bar(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
-        stack.callback(on.log.bar.close)
+        on.log.progress_bar = Bar(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
+        stack.callback(on.log.progress_bar.close)
         seconds, sides = Seconds(time.process_time), {"on": _steps(on), "off": _steps(off)}
         for turn in range(turns + 1):
             for side, steps in sides.items():

@@ -12,14 +12,14 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.checkpointing import save
-from multigpu_cli.run.compute import Outcome, forward_backward
-from multigpu_cli.run.ending import finish_run
-from multigpu_cli.run.evaluation import judge
-from multigpu_cli.run.rehearsal import survive_out_of_memory
-from multigpu_cli.run.resume import note_recovery
+from multigpu_cli.run.checkpointing import save_checkpoint
+from multigpu_cli.run.compute import StepResult, forward_backward
+from multigpu_cli.run.evaluation import evaluate_epoch
+from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.memory_probe import recover_from_out_of_memory
+from multigpu_cli.run.resume import log_recovery
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.session import open_request, open_run
+from multigpu_cli.run.session import open_run, resolve_request
 from multigpu_cli.run.train_log import log_step
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice
@@ -27,7 +27,7 @@ from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.world import Rendezvous
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.brought import Brought
+    from multigpu_cli.run.user_objects import UserObjects
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     *,
     last_words: Callable[[TrainingError], None],
     dry_run: bool = False,
-    brought: "Brought | None" = None,
+    user_objects: "UserObjects | None" = None,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
@@ -47,29 +47,29 @@ def run(
         meeting: the launcher's facts, None in a world of one.
         console: speaks on rank 0; the other ranks' is silent.
         last_words: tells the user why a run that hangs is ended (see Watch).
-        brought: live objects in place of what the config names; the model is left with the weights for use.
+        user_objects: live objects in place of what the config names; the model is left with the weights for use.
 
     Raises:
         RequestError: the request is wrong; nothing was written.
         TrainingError: the training failed; summary.json says so.
     """
-    with open_request(config, choice, meeting, console, last_words, brought) as request:
-        settled = request.settled
+    with resolve_request(config, choice, meeting, console, last_words, user_objects) as request:
+        spec = request.spec
         if dry_run:
-            console.plan(settled.plan.rows(), "Plan")
-            console.data(settled.plan.as_dict())
-            return settled.plan.as_dict()
-        if settled.nothing_to_do:
-            console.note(f"{settled.start.folder} is complete: nothing to do")
-            console.report(settled.start.summary or {})
-            if brought:
-                brought.recall(settled.start.folder, request.world)
-            return settled.start.summary or {}
+            console.plan(spec.plan.rows(), "Plan")
+            console.data(spec.plan.as_dict())
+            return spec.plan.as_dict()
+        if spec.nothing_to_do:
+            console.note(f"{spec.start.folder} is complete: nothing to do")
+            console.report(spec.start.summary or {})
+            if user_objects:
+                user_objects.load_weights(spec.start.folder, request.world)
+            return spec.start.summary or {}
         with open_run(request) as run:
             with _few_collections():
                 status = fit(run)
             summary = finish_run(run, status)
-            console.report(summary, summary.get("per_class"), summary.get("confusion"), settled.source.class_names)
+            console.report(summary, summary.get("per_class"), summary.get("confusion"), spec.source.class_names)
             return summary
 
 
@@ -81,7 +81,7 @@ def prepare(
     console: Console,
     *,
     last_words: Callable[[TrainingError], None],
-    brought: "Brought | None",
+    user_objects: "UserObjects | None",
 ) -> Iterator[Run]:
     """Like `run`, but yield the prepared Run before its first step, to a caller who drives the loop.
 
@@ -91,9 +91,9 @@ def prepare(
     Raises:
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
-    with open_request(config, choice, meeting, console, last_words, brought) as request:
-        if request.settled.nothing_to_do:
-            folder = request.settled.start.folder
+    with resolve_request(config, choice, meeting, console, last_words, user_objects) as request:
+        if request.spec.nothing_to_do:
+            folder = request.spec.start.folder
             raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
         with open_run(request) as run:
             yield run
@@ -121,14 +121,14 @@ def fit(run: Run, *, until: int | None = None) -> str:
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        run.observer.watch.at(progress.step, "fetching data")
+        run.observer.watchdog.at(progress.step, "fetching data")
         for layout, work in train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
             try:
                 outcome = train_step(run, layout, work)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                survive_out_of_memory(run, error)
+                recover_from_out_of_memory(run, error)
                 break  # the same step again, in smaller micro-batches
             if verdict := finish_step(run, outcome):
                 if verdict == "stopped":
@@ -137,53 +137,53 @@ def fit(run: Run, *, until: int | None = None) -> str:
     return "completed"
 
 
-def finish_step(run: Run, outcome: Outcome) -> str:
+def finish_step(run: Run, outcome: StepResult) -> str:
     """Count the step, log, evaluate and save; "", or why training ends here: "finished" or "stopped"."""
     end = run.advance()
-    note_recovery(run)
+    log_recovery(run)
     if end.log:
         log_step(run, outcome)
     if end.epoch:
-        judge(run)
+        evaluate_epoch(run)
     finished = run.finished
     stopping, overdue = run.agree(end)
     if (stopping or finished) and not end.log:
         log_step(run, outcome)
     due = run.checkpointer.schedule.due(end.before, end.step, epoch_ended=end.epoch)
     if end.savable and (stopping or finished or overdue or due):
-        save(run)
+        save_checkpoint(run)
     if stopping and not finished:
         run.log.console.note(f"stopped by {run.control.stop.signal or 'a signal to another rank'} at step {end.step}")
     return "finished" if finished else "stopped" if stopping else ""
 
 
-def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> Outcome:
+def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
     """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
 
     Args:
         layout, work: as the training loader yields them; this worker may have no micro-batch.
     """
-    observer, kept, seed = run.observer, run.kept, run.config.reproducibility.seed
+    observer, state, seed = run.observer, run.state, run.config.reproducibility.seed
     divisor = run.units.expected(layout.samples)
     losses: dict[int, Tensor] = {}
     units: list[Tensor | int] = []
-    run.set_rates(layout.step)
+    run.set_learning_rates(layout.step)
     run.strategy.begin(layout.micro_batches)
     for batch, last in observer.fetch(layout, work):
-        seed_micro_batch(seed, layout.step, batch.index, *run.settled.choice.devices)
+        seed_micro_batch(seed, layout.step, batch.index, *run.spec.placement.devices)
         losses[batch.index] = forward_backward(run, batch, divisor, last=last, observer=observer)
         run.strategy.micro_batch_done(batch.index)
         units.append(run.task.units(batch))
     observer.phase("reduction")
     run.strategy.finish(idle=not losses)
-    run.units.settle(units, layout.samples, run.trained)
+    run.units.settle(units, layout.samples, run.trainable_parameters)
     run.checkpointer.writer.let_copy()  # what the optimizer is about to move, for a checkpoint in flight
     observer.phase("optimizer")
-    norm, skipped = kept.precision.commit(kept.optimizer, run.trained, _max_norm(run.config))
+    norm, skipped = state.precision.commit(state.optimizer, run.trainable_parameters, _max_norm(run.config))
     run.strategy.undo(skipped)
-    if kept.average:
-        kept.average.update_parameters(kept.model)
-    outcome = Outcome(layout.micro_batches, losses, norm, skipped)
+    if state.average:
+        state.average.update_parameters(state.model)
+    outcome = StepResult(layout.micro_batches, losses, norm, skipped)
     observer.step_done(outcome, run.units.last)
     return outcome
 

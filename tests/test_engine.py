@@ -465,14 +465,14 @@ def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
     console = Console("quiet", io.StringIO())
     choice = Choice("single", (torch.device("cpu"),), 0, "test")
     with ExitStack() as stack:
-        opening = engine.prepare(resolve(words, [], None), choice, None, console, last_words=print, brought=None)
+        opening = engine.prepare(resolve(words, [], None), choice, None, console, last_words=print, user_objects=None)
         run = stack.enter_context(opening)
         works = run.loaders.train.epoch(run.plan.batches, 0, 0, 0, 1)
         engine.train_step(run, *next(works))
-        run.kept.precision.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        run.state.precision.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
         with Waits() as waits:
             engine.train_step(run, *next(works))
             assert waits.found == []
-            float(run.trained[0].detach().sum())
+            float(run.trainable_parameters[0].detach().sum())
             assert waits.found == ["_local_scalar_dense"], "it can see"
-        run.kept.precision.device = torch.device("cpu")
+        run.state.precision.device = torch.device("cpu")

@@ -21,8 +21,8 @@ from multigpu_cli.api.training import prepared
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.ending import finish_run
 from multigpu_cli.run.evaluation import evaluate
+from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import record_failure
 from multigpu_cli.runtime.collectives import total
@@ -108,7 +108,7 @@ class MultiGPUTrainer(Functions):
                 none: torchrun does), or the folder holds a completed run; nothing was written.
         """
         inputs = Inputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
-        frozen, brought = prepared(self.config, inputs)
+        frozen, user_objects = prepared(self.config, inputs)
         meeting = meeting_of(self.config)
         choice = choice_of(self.config, frozen, meeting)
         if choice.launch:
@@ -117,14 +117,14 @@ class MultiGPUTrainer(Functions):
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
         speaker = console(self.config.screen, meeting)
-        opening = engine.prepare(frozen, choice, meeting, speaker, last_words=last_words, brought=brought)
+        opening = engine.prepare(frozen, choice, meeting, speaker, last_words=last_words, user_objects=user_objects)
         try:
             self.run = self._stack.enter_context(opening)
         except RequestError as error:
             raise in_python(error) from error
-        self.run.observer.watch.resting = True
+        self.run.observer.watchdog.resting = True
         atexit.register(self.close)
-        return brought.model, TrainLoader(self.run), self.run.loaders.val
+        return user_objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
         """Train to the end of an epoch; at once done where a resumed run is past it.
@@ -157,7 +157,7 @@ class MultiGPUTrainer(Functions):
                 sys.exit(STOPPED)
         last = run.progress.last
         validated = {name: value for name, value in last.items() if name.startswith("val_")}
-        rate = float(run.kept.optimizer.param_groups[0]["lr"])
+        rate = float(run.state.optimizer.param_groups[0]["lr"])
         facts = {"epoch": wanted, "step": run.progress.step, "learning_rate": rate}
         return {"loss": last.get("train_loss", float("nan")), **facts, **validated}
 
@@ -244,12 +244,12 @@ class MultiGPUTrainer(Functions):
 @contextmanager
 def _working(run: Run) -> Iterator[None]:
     """Somebody else's loop has called: until we return, a standstill is a hang, and an error ends the run."""
-    run.observer.watch.resting = False
+    run.observer.watchdog.resting = False
     try:
         with record_failure(run):
             yield
     finally:
-        run.observer.watch.resting = True
+        run.observer.watchdog.resting = True
 
 
 class DataParallelTrainer(MultiGPUTrainer):

@@ -48,7 +48,7 @@ class Progress:
 
 
 @dataclass
-class Kept:
+class TrainState:
     """The live objects that a checkpoint covers.
 
     Attributes:

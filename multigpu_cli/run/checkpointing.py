@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
 
 
-class Rhythm:
+class CheckpointSchedule:
     """When checkpoints are due: at the end of each epoch, or every so many steps or minutes."""
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -58,46 +58,46 @@ class Checkpointer:
 
     store: Store
     writer: Writer
-    schedule: Rhythm
+    schedule: CheckpointSchedule
     saved_step: int
     best: dict[str, Tensor] | None = None
-    best_sent: dict[str, Tensor] | None = None
-    best_sum: str = ""
+    best_in_flight: dict[str, Tensor] | None = None
+    best_sha256: str = ""
     snapshot: dict[str, Any] | None = None
 
 
-def save(run: "Run") -> None:
+def save_checkpoint(run: "Run") -> None:
     """Copy what must survive, and have it written while training goes on; rank 0 does, the others have nothing more.
 
     best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
     """
-    run.observer.watch.at(run.progress.step, "saving")
+    run.observer.watchdog.at(run.progress.step, "saving")
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
     with run.observer.meters.paused():
-        run.observer.tally.read()
-        check_replicas(run.kept.model, run.world, run.progress.step, run.kept.optimizer)
+        run.observer.loss.read()
+        check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
         more = run.task.state(run.world)
         if run.world.main:
-            _save_here(run, more)
+            _save_on_main_rank(run, more)
     checkpointer.schedule.saved()
 
 
-def _save_here(run: "Run", more: dict[str, Any]) -> None:
+def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
     began = time.perf_counter()
-    hear_of_the_last(run)
-    checkpointer, watch = run.checkpointer, run.observer.watch
-    step, best, snapshot = run.progress.step, checkpointer.best, _captured(run, more)
-    best_metrics, checkpointer.best_sent = dict(run.progress.best), best
+    finish_pending_checkpoint(run)
+    checkpointer, watchdog = run.checkpointer, run.observer.watchdog
+    step, best, snapshot = run.progress.step, checkpointer.best, _capture_state(run, more)
+    best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
     stalled = time.perf_counter() - began
 
     def write() -> None:
         check_ours(run.folder)
         weights = run.folder / "best.pt"
         if best is not None:
-            checkpointer.best_sum = save_weights(weights, best, run.settled.label(), best_metrics, watch.moved)
-        facts = run.settled.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
-        so_far = Best(weights, checkpointer.best_sum) if best_metrics else None
+            checkpointer.best_sha256 = save_weights(weights, best, run.spec.label(), best_metrics, watchdog.moved)
+        facts = run.spec.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
+        so_far = Best(weights, checkpointer.best_sha256) if best_metrics else None
         size = checkpointer.store.save(step, snapshot.state, facts, so_far)
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited
@@ -110,26 +110,26 @@ def _save_here(run: "Run", more: dict[str, Any]) -> None:
     stalled = time.perf_counter() - began
 
 
-def hear_of_the_last(run: "Run") -> None:
+def finish_pending_checkpoint(run: "Run") -> None:
     """Wait for the checkpoint before; what could not be written is written with the next one."""
     checkpointer = run.checkpointer
     if error := checkpointer.writer.settle():
-        run.note_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
-    elif checkpointer.best is checkpointer.best_sent:
+        run.log_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
+    elif checkpointer.best is checkpointer.best_in_flight:
         checkpointer.best = None
-    checkpointer.best_sent = None
+    checkpointer.best_in_flight = None
 
 
-def _captured(run: "Run", task: dict[str, Any]) -> Snapshot:
+def _capture_state(run: "Run", task: dict[str, Any]) -> Snapshot:
     """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
     live = run.progress
     before, live.train_seconds = live.train_seconds, live.train_seconds + run.observer.meters.seconds
-    snapshot = run.kept.begin_capture(run.checkpointer.snapshot, task)
+    snapshot = run.state.begin_capture(run.checkpointer.snapshot, task)
     run.checkpointer.snapshot, live.train_seconds = snapshot.state, before
     return snapshot
 
 
-def settle_writes(run: "Run") -> None:
+def wait_for_last_checkpoint(run: "Run") -> None:
     """Wait for the last checkpoint.
 
     Raises:

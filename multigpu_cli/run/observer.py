@@ -12,22 +12,22 @@ from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.compute import Outcome
-from multigpu_cli.run.tally import Tally
+from multigpu_cli.run.compute import StepResult
+from multigpu_cli.run.loss_meter import LossMeter
 
 
 @dataclass
 class StepObserver:
     """Hang watchdog, clocks, gradient noise scale, skipped steps, loss and sample trace.
 
-    It is told of a step by four verbs: `fetch`, `phase`, `backward_done` and `step_done`.
+    A step calls four verbs: `fetch`, `phase`, `backward_done` and `step_done`.
     """
 
-    watch: Watch
+    watchdog: Watch
     meters: Meters
     noise: NoiseMeter
     nonfinite: Nonfinite
-    tally: Tally
+    loss: LossMeter
     trace: SampleTrace | None
     _layout: StepLayout = field(init=False)
     _indices: list[Tensor] = field(init=False)  # of the batches that were fetched in this step
@@ -44,17 +44,17 @@ class StepObserver:
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Tell the watchdog where this rank stands."""
-        self.watch.at(self._layout.step, name, None if batch is None else batch.indices)
+        self.watchdog.at(self._layout.step, name, None if batch is None else batch.indices)
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` holds the sum of this worker's micro-batches so far."""
         if self.noise.wants(self._layout.step + 1, len(self._layout.passes), len(self._indices)):
             self.noise.look(parameters)
 
-    def step_done(self, outcome: Outcome, units: Tensor | int) -> None:
+    def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
         """The optimizer has stepped, or skipped the step, which had so many units of loss over all workers."""
         step = self._layout.step
         self.nonfinite.note(step, outcome.skipped)
-        self.tally.add(step, outcome.micro_batches, outcome.losses, units)
+        self.loss.add(step, outcome.micro_batches, outcome.losses, units)
         if self.trace:
             self.trace.write(step + 1, self._indices)

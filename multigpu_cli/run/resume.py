@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
 
 
-def agreed_start(config: Config, world: World) -> Start:
+def agree_on_start(config: Config, world: World) -> Start:
     """Run folder and checkpoint, the same on every rank.
 
     On a shared file system all nodes see the same, and rank 0's word counts. On local ones a node may have what rank 0
@@ -37,14 +37,14 @@ def agreed_start(config: Config, world: World) -> Start:
         RequestError: rank 0 can't begin and no other node has a checkpoint, or all that there are are damaged.
         TrainingError: an earlier attempt is still at work in the folder.
     """
-    begun = _begun(world)
-    start = _with_notes(_agreed(config, world, begun), world)
+    begun = _find_earlier_folders(world)
+    start = _apply_notes(_agree(config, world, begun), world)
     if start.folder in begun and world.local_rank == 0:
         note_run(world.agent, world.attempt, start.folder)
     return start
 
 
-def _begun(world: World) -> list[str]:
+def _find_earlier_folders(world: World) -> list[str]:
     """Run folders of this launch's earlier attempts that this one has not come to: as some node remembers them."""
     if not world.attempt:
         return []
@@ -53,21 +53,21 @@ def _begun(world: World) -> list[str]:
     return next(filter(None, collected(world, earlier)), [])
 
 
-def _agreed(config: Config, world: World, begun: list[str]) -> Start:
+def _agree(config: Config, world: World, begun: list[str]) -> Start:
     if world.size == world.local_size:
         return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt, begun=begun).as_dict()))
     first = world.local_rank == 0
     elsewhere = any(collected(world, first and leads_somewhere(config.checkpoint.resume)))
-    found, error = _look(config, world, begun, elsewhere=elsewhere) if first else (None, None)
+    found, error = _look_for_start(config, world, begun, elsewhere=elsewhere) if first else (None, None)
     reached = int(found.manifest["step"]) + 1 if found and found.manifest else 0
     steps = [int(step) for step in gathered(world, torch.tensor([reached], device=world.device))]
     holder = steps.index(max(steps))
-    together(world, lambda: _complain(error, world, somewhere=max(steps) > 0))
+    together(world, lambda: _raise_start_error(error, world, somewhere=max(steps) > 0))
     start = Start(**from_main(world, found.as_dict() if found and world.rank == holder else None, source=holder))
     return replace(start, holder=holder)
 
 
-def _look(
+def _look_for_start(
     config: Config, world: World, begun: list[str], *, elsewhere: bool
 ) -> tuple[Start | None, TrainingError | None]:
     try:
@@ -76,7 +76,7 @@ def _look(
         return None, error
 
 
-def _complain(error: TrainingError | None, world: World, *, somewhere: bool) -> None:
+def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: bool) -> None:
     """Rank 0's complaint counts, for it writes the folder; of damaged checkpoints, anybody's.
 
     Args:
@@ -88,72 +88,72 @@ def _complain(error: TrainingError | None, world: World, *, somewhere: bool) -> 
         raise error
 
 
-def _with_notes(start: Start, world: World) -> Start:
+def _apply_notes(start: Start, world: World) -> Start:
     """A rank that ran out of memory left word of smaller micro-batches on its own node."""
     note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
-    mine = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)
-    sizes = [(size, whole) for size, whole in torch.stack(gathered(world, mine)).tolist() if size]
+    local = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)
+    sizes = [(size, whole) for size, whole in torch.stack(gathered(world, local)).tolist() if size]
     if not sizes:
         return start
     smaller, whole = min(sizes)
-    told = f"out of memory in an earlier attempt: micro-batches of {smaller}"
-    start = replace(start, notes=[*start.notes, told])
+    note_text = f"out of memory in an earlier attempt: micro-batches of {smaller}"
+    start = replace(start, notes=[*start.notes, note_text])
     if not start.manifest:
         return replace(start, smaller=smaller, global_batch=whole or None)
-    pins = start.manifest["pins"] | {"batch_size": smaller}
-    return replace(start, manifest=start.manifest | {"pins": pins})
+    pinned = start.manifest["pins"] | {"batch_size": smaller}
+    return replace(start, manifest=start.manifest | {"pins": pinned})
 
 
-def bring_best(run: "Run") -> str:
+def restore_best_weights(run: "Run") -> str:
     """Make best.pt what the checkpoint counts on: the one in the folder may be of another future, or of none.
 
     Returns:
         What is lost, in words: the next evaluation is the best then. "" where nothing is.
     """
-    start, best, here = run.settled.start, run.progress.best, run.folder / "best.pt"
+    start, best, here = run.spec.start, run.progress.best, run.folder / "best.pt"
     if not start.checkpoint:
         return ""
-    sent = decided(run.world, lambda: _as_tensor(_best_there(run)), by=start.holder) if start.holder else None
+    sent = decided(run.world, lambda: _to_tensor(_read_best(run)), by=start.holder) if start.holder else None
 
-    def brought() -> bool:
+    def put_in_place() -> bool:
         if start.holder:
             content = None if sent is None else sent.numpy().tobytes()
         else:
-            content = _best_there(run)
+            content = _read_best(run)
         with needed(run.folder):
             if content is not None:
-                run.checkpointer.best_sum = sha256(content).hexdigest()
-                if first_with([here], run.checkpointer.best_sum) is None:
+                run.checkpointer.best_sha256 = sha256(content).hexdigest()
+                if first_with([here], run.checkpointer.best_sha256) is None:
                     publish(here, content)
             elif best and best["step"] == run.progress.step:  # an older version's: it is the checkpoint's own state
-                run.checkpointer.best_sum = save_weights(
-                    here, run.kept.for_use().state_dict(), run.settled.label(), best
+                run.checkpointer.best_sha256 = save_weights(
+                    here, run.state.for_use().state_dict(), run.spec.label(), best
                 )
             elif here.is_file():
                 here.replace(run.folder / "replaced_best.pt")
             return here.is_file()
 
-    if decided(run.world, brought) or not best:
+    if decided(run.world, put_in_place) or not best:
         return ""
     run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
     return f"the best weights so far, of step {best['step']}, have gone: the next evaluation's take their place"
 
 
-def _best_there(run: "Run") -> bytes | None:
+def _read_best(run: "Run") -> bytes | None:
     """The best weights that the checkpoint counts on, on the disk of its holder."""
-    start, best = run.settled.start, run.progress.best
+    start, best = run.spec.start, run.progress.best
     if not best or not start.checkpoint or not start.manifest:
         return None
     with needed(Path(start.checkpoint)):
         return best_of(Path(start.checkpoint), start.manifest, int(best["step"]))
 
 
-def _as_tensor(content: bytes | None) -> Tensor | None:
+def _to_tensor(content: bytes | None) -> Tensor | None:
     """(n,) uint8, to be sent."""
     return None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def note_recovery(run: "Run") -> None:
+def log_recovery(run: "Run") -> None:
     """The first step is done since the attempt before this one ended: what that has cost."""
     last, run.control.previous_attempt = run.control.previous_attempt, None
     if last is not None:

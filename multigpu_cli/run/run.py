@@ -1,4 +1,4 @@
-"""A run: what learns, and everything that observes it, keeps it and writes it down."""
+"""Run: the components of a training, with what observes, saves, logs and ends it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,8 @@ from multigpu_cli.faults.stop import Agreement, StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.progress import Progress as Bar
+from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.checkpointing import Checkpointer
-from multigpu_cli.run.learner import Learner
 from multigpu_cli.run.observer import StepObserver
 from multigpu_cli.runtime.elastic import Last
 
@@ -31,10 +31,10 @@ class RunLog:
     journal: Journal
     tensorboard: "TensorBoard | None"
     console: Console
-    bar: Bar
+    progress_bar: Bar
     sampler: "Sampler | None"
     flops_per_sample: float | None
-    unseen: frozenset[tuple[str, int]] = frozenset()
+    unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass
@@ -43,13 +43,13 @@ class RunControl:
 
     Attributes:
         stop: a signal to this rank.
-        agreement: of all ranks, on a stop and on overdue checkpoints.
+        consensus: of all ranks, on a stop and on overdue checkpoints.
         previous_attempt: how the attempt before this one ended, until a step of this one is done.
         ended: the summary is written.
     """
 
     stop: StopRequest
-    agreement: Agreement
+    consensus: Agreement
     previous_attempt: Last | None = None
     ended: bool = False
 
@@ -72,7 +72,7 @@ class StepEnd(NamedTuple):
 
 
 @dataclass
-class Run(Learner):
+class Run(TrainComponents):
     """Everything that a training loop touches."""
 
     observer: StepObserver
@@ -82,7 +82,7 @@ class Run(Learner):
 
     @property
     def folder(self) -> Path:
-        return Path(self.settled.start.folder)
+        return Path(self.spec.start.folder)
 
     @property
     def finished(self) -> bool:
@@ -94,7 +94,7 @@ class Run(Learner):
         """The epoch of the last step that is done, counted from 1; 0 before the first."""
         return -(-self.progress.step // self.plan.batches.steps_per_epoch)
 
-    def note_fault(self, kind: str, action: str, **more: Any) -> None:
+    def log_fault(self, kind: str, action: str, **more: Any) -> None:
         """Journal something that went wrong, and tell the user."""
         fault = {"kind": kind, "action": action, "step": self.progress.step}
         self.log.journal.write("fault", **fault, **more)
@@ -107,7 +107,7 @@ class Run(Learner):
         before = progress.step
         progress.step = step = min(total, self.loaders.train.follows(before, batches))
         self.observer.meters.step(batches.samples_in(before % batches.steps_per_epoch))
-        self.log.bar.update(step)
+        self.log.progress_bar.update(step)
         interval = self.config.log.interval
         epoch = step % batches.steps_per_epoch == 0 or step == total
         log = step // interval > before // interval or step == total
@@ -115,7 +115,7 @@ class Run(Learner):
 
     def agree(self, end: StepEnd) -> tuple[bool, bool]:
         """Whether some rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
-        self.observer.watch.at(end.step, "agreeing")
+        self.observer.watchdog.at(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
-        stopping, overdue = self.control.agreement.on(end.step, wishes) if end.savable else (False, False)
+        stopping, overdue = self.control.consensus.on(end.step, wishes) if end.savable else (False, False)
         return stopping, overdue

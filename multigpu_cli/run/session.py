@@ -27,15 +27,15 @@ from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.trace import SampleTrace
 from multigpu_cli.planning.peaks import peak_flops
-from multigpu_cli.run.checkpointing import Checkpointer, Rhythm
-from multigpu_cli.run.ending import close_run, fail, name_unused, summary
-from multigpu_cli.run.learner import Learner, build_learner
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
+from multigpu_cli.run.finalize import build_summary, close_run, finish_failed, name_unused_parameters
+from multigpu_cli.run.loss_meter import LossMeter
+from multigpu_cli.run.memory_probe import probe_memory
 from multigpu_cli.run.observer import StepObserver
-from multigpu_cli.run.rehearsal import rehearse
-from multigpu_cli.run.resume import bring_best
+from multigpu_cli.run.resume import restore_best_weights
 from multigpu_cli.run.run import Run, RunControl, RunLog
-from multigpu_cli.run.settle import Settled, settle
-from multigpu_cli.run.tally import Tally
+from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.train_log import compiler_fields
 from multigpu_cli.runtime.aside import log_of
 from multigpu_cli.runtime.collectives import decided, leave_to_watch, together
@@ -47,34 +47,34 @@ from multigpu_cli.runtime.world import Rendezvous, World, joined
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
-    from multigpu_cli.run.brought import Brought
+    from multigpu_cli.run.user_objects import UserObjects
 
 
-class Request(NamedTuple):
-    """What was asked for, as all ranks have settled it, and who listens and watches meanwhile.
+class ResolvedRequest(NamedTuple):
+    """A request that all ranks have resolved, with the signal handler and the watchdog that run meanwhile.
 
     Attributes:
         began: when, by time.perf_counter.
     """
 
-    settled: Settled
+    spec: RunSpec
     world: World
     stop: StopRequest
-    watch: Watch
+    watchdog: Watch
     console: Console
     began: float
 
 
 @contextmanager
-def open_request(
+def resolve_request(
     config: Config,
     choice: Choice,
     meeting: Rendezvous | None,
     console: Console,
     last_words: Callable[[TrainingError], None],
-    brought: "Brought | None",
-) -> Iterator[Request]:
-    """Meet the other ranks, for as long as the context lasts, and settle the request with them.
+    user_objects: "UserObjects | None",
+) -> Iterator[ResolvedRequest]:
+    """Form the process group, for as long as the context lasts, and resolve the request on all ranks.
 
     Raises:
         RequestError: it can't be carried out; nothing was written.
@@ -84,19 +84,19 @@ def open_request(
     with (
         joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend) as world,
         StopRequest() as stop,
-        Watch(world, config.fault.hang_timeout, last_words) as watch,
+        Watch(world, config.fault.hang_timeout, last_words) as watchdog,
     ):
-        settled = settle(config, choice, world, brought=brought)
-        if settled.config.reproducibility.exact:
+        spec = resolve_spec(config, choice, world, user_objects=user_objects)
+        if spec.config.reproducibility.exact:
             be_deterministic()
         else:
             be_fast(world.device)
-        yield Request(settled, world, stop, watch, console, began)
+        yield ResolvedRequest(spec, world, stop, watchdog, console, began)
 
 
 @contextmanager
-def open_run(request: Request) -> Iterator[Run]:
-    """Build and rehearse what learns, and have the run folder for as long as the context lasts.
+def open_run(request: ResolvedRequest) -> Iterator[Run]:
+    """Build the components, probe the memory, and own the run folder for as long as the context lasts.
 
     The run leaves a summary whichever way it ends: as `finish_run` says, as `record_failure` does, or else as stopped.
 
@@ -104,20 +104,20 @@ def open_run(request: Request) -> Iterator[Run]:
         RequestError: model, data and device do not fit; nothing was written.
         TrainingError: the run failed.
     """
-    settled, world, stop, watch, console, began = request
+    spec, world, stop, watchdog, console, began = request
     with ExitStack() as stack:
-        learner = build_learner(settled, world)
-        notes = rehearse(learner)
-        console.plan(learner.plan.rows(), "Plan")
-        decided(world, lambda: stack.enter_context(owned(Path(settled.start.folder))))
-        run = assemble(learner, console, stop, watch, stack)
+        components = build_components(spec, world)
+        notes = probe_memory(components)
+        console.plan(components.plan.rows(), "Plan")
+        decided(world, lambda: stack.enter_context(owned(Path(spec.start.folder))))
+        run = assemble_run(components, console, stop, watchdog, stack)
         run.progress.startup_seconds += time.perf_counter() - began
         with record_failure(run):
             start_run(run, notes)
             yield run
         if not run.control.ended:
             run.checkpointer.writer.settle()
-            close_run(run, summary(run, "stopped", {}))
+            close_run(run, build_summary(run, "stopped", {}))
 
 
 @contextmanager
@@ -125,24 +125,26 @@ def record_failure(run: Run) -> Iterator[None]:
     """An error inside, or a hang, ends the run: its summary says why, and what caused it is raised."""
 
     def failed(error: BaseException) -> None:
-        found = fail(run, error)
+        summary = finish_failed(run, error)
         if run.world.restarts_left <= 0:  # nobody starts it again: this summary is the one that --json prints
-            run.log.console.data(found)
+            run.log.console.data(summary)
 
-    run.observer.watch.on_end = failed
+    run.observer.watchdog.on_end = failed
     try:
         yield
     except BaseException as error:
-        name_unused(run, error)
-        reason = run.observer.watch.explained(error)
+        name_unused_parameters(run, error)
+        reason = run.observer.watchdog.explained(error)
         failed(reason)
         raise reason from (None if reason is error else error)
 
 
-def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch, stack: ExitStack) -> Run:
+def assemble_run(
+    components: TrainComponents, console: Console, stop: StopRequest, watchdog: Watch, stack: ExitStack
+) -> Run:
     """Open journal, TensorBoard and the rest in the run folder, which is already ours; the stack closes them."""
-    world, config, plan = learner.world, learner.config, learner.plan
-    folder = Path(learner.settled.start.folder)
+    world, config, plan = components.world, components.config, components.plan
+    folder = Path(components.spec.start.folder)
     board = _open_board(folder, console, stack) if world.main else None
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
@@ -153,28 +155,28 @@ def assemble(learner: Learner, console: Console, stop: StopRequest, watch: Watch
             return journal, SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
 
     journal, trace = together(world, open_files)
-    learner.task.moved = watch.moved
+    components.task.moved = watchdog.moved
     if trace:
         stack.enter_context(trace)
-    stack.callback(learner.loaders.close)
+    stack.callback(components.loaders.close)
     stack.enter_context(journal)
-    bar = console.progress(plan.schedule.total_steps, learner.progress.step)
+    bar = console.progress(plan.schedule.total_steps, components.progress.step)
     stack.callback(bar.close)
-    fp16 = learner.kept.precision.name == "fp16"
-    store = Store(folder / "checkpoints", config.checkpoint.keep, watch.moved)
+    fp16 = components.state.precision.name == "fp16"
+    store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.moved)
     writer = stack.enter_context(Writer())
     return Run(
-        **{each.name: getattr(learner, each.name) for each in fields(Learner)},
+        **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
-            watch,
+            watchdog,
             Meters(device_runs_ahead=world.device.type == "cuda"),
-            NoiseMeter(0 if fp16 else config.log.interval, learner.strategy.loss_factor),
+            NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
             Nonfinite(config.fault.nonfinite, world.device, fp16=fp16),
-            Tally(world, learner.progress, plan.batches.steps_per_epoch),
+            LossMeter(world, components.progress, plan.batches.steps_per_epoch),
             trace,
         ),
-        checkpointer=Checkpointer(store, writer, Rhythm(config.checkpoint), learner.progress.step),
-        log=RunLog(journal, board, console, bar, _watch_gpu(world.device, stack), _count_flops(learner)),
+        checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), components.progress.step),
+        log=RunLog(journal, board, console, bar, _watch_gpu(world.device, stack), _count_flops(components)),
         control=RunControl(stop, Agreement(world), world.last if world.attempt else None),
     )
 
@@ -196,13 +198,13 @@ def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
     return sampler
 
 
-def _count_flops(learner: Learner) -> float | None:
+def _count_flops(components: TrainComponents) -> float | None:
     """Counted where something can be made of them; it costs a forward and backward pass."""
-    if peak_flops(learner.plan.device, learner.kept.precision.name) is None:
+    if peak_flops(components.plan.device, components.state.precision.name) is None:
         return None
-    from multigpu_cli.run.compute import traced
+    from multigpu_cli.run.profile import profile_micro_batch  # late: torch's counter is needed on a known GPU only
 
-    return traced(learner, learner.plan.batches.micro_batch).flops_per_sample
+    return profile_micro_batch(components, components.plan.batches.micro_batch).flops_per_sample
 
 
 def start_run(run: Run, faults: list[str]) -> None:
@@ -210,14 +212,14 @@ def start_run(run: Run, faults: list[str]) -> None:
     if run.world.local_rank == 0:
         note_run(run.world.agent, run.world.attempt, str(run.folder))
     decided(run.world, lambda: _prepare_folder(run))
-    start, models = run.settled.start, gpu_models(run.settled.choice, run.world)
+    start, models = run.spec.start, gpu_models(run.spec.placement, run.world)
     run.log.journal.write(
         "start",
         plan=run.plan.as_dict(),
         world_size=run.world.size,
         host=platform.node(),
         hosts=list(dict.fromkeys(run.world.hosts)),
-        devices=[str(device) for device in run.settled.choice.devices],
+        devices=[str(device) for device in run.spec.placement.devices],
         gpus=list(models.values()),
         data=run.loaders.train.where,
         versions={"torch": torch.__version__, "python": platform.python_version()},
@@ -227,14 +229,14 @@ def start_run(run: Run, faults: list[str]) -> None:
     if warning := describe_unlike_gpus(models, "rank" if run.world.size > 1 else "GPU"):
         run.log.console.warn(warning)
     for note in start.notes:
-        run.note_fault("out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
+        run.log_fault("out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
     for fault in faults:
-        run.note_fault("out of memory", fault)
+        run.log_fault("out of memory", fault)
     if cause := earlier_cause(run.world):
-        run.note_fault("restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
-    if lost := bring_best(run):
-        run.note_fault("checkpoint", lost)
-    run.observer.watch.begin(run.progress.step, run.folder / "logs")
+        run.log_fault("restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
+    if lost := restore_best_weights(run):
+        run.log_fault("checkpoint", lost)
+    run.observer.watchdog.begin(run.progress.step, run.folder / "logs")
     leave_to_watch(run.world)
     if run.log.console.aside:
         run.log.console.aside.begin(run.folder / "logs", run.world.attempt)
@@ -242,44 +244,44 @@ def start_run(run: Run, faults: list[str]) -> None:
     if start.manifest:
         before = start.manifest["world_size"]
         run.log.journal.write("resume", step=run.progress.step, from_world_size=before, world_size=run.world.size)
-        if run.kept.restore_warning:
-            run.note_fault("resume", run.kept.restore_warning)
-        if not run.settled.same_length:
+        if run.state.restore_warning:
+            run.log_fault("resume", run.state.restore_warning)
+        if not run.spec.same_length:
             run.log.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
 
 
 def _prepare_folder(run: Run) -> None:
     with needed(run.folder):
-        begin_again(run.settled.start, run.checkpointer.store)
+        begin_again(run.spec.start, run.checkpointer.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
         sweep(run.folder)
         run.checkpointer.store.sweep()
-        publish(run.folder / "config.yaml", run.settled.as_yaml().encode())
+        publish(run.folder / "config.yaml", run.spec.as_yaml().encode())
     if run.log.tensorboard:
         run.log.tensorboard.plan(run.plan.rows())
 
 
 def _detail_rows(run: Run) -> list[tuple[str, str]]:
-    """What was found out and chosen beside the plan: label and value of each line, for --verbose."""
-    settled, world, config = run.settled, run.world, run.config
-    parameters = list(run.kept.model.parameters())
-    trained = sum(each.numel() for each in run.trained)
+    """For --verbose, what was chosen beside the plan: label and value of each line."""
+    spec, world, config = run.spec, run.world, run.config
+    parameters = list(run.state.model.parameters())
+    trained = sum(each.numel() for each in run.trainable_parameters)
     count = sum(each.numel() for each in parameters)
     size = sum(each.numel() * each.element_size() for each in parameters) / 2**20
     loaders = run.loaders
     splits = {"training": loaders.train, "validation": loaders.val, "test": loaders.test}
     samples = ", ".join(f"{loader.size:,} {name}" for name, loader in splits.items() if loader is not None)
-    found = [
+    rows = [
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
-        ("model", f"{settled.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
+        ("model", f"{spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
         ("samples", f"{samples}; {run.loaders.train.where}; evaluated in batches of {run.eval_batch}"),
-        ("optimizer", f"{type(run.kept.optimizer).__name__}, {counted(len(run.trained), 'tensor')}"),
+        ("optimizer", f"{type(run.state.optimizer).__name__}, {counted(len(run.trainable_parameters), 'tensor')}"),
         ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
     ]
     if world.size > 1:
         cap = config.communication.bucket_cap_mb
         buckets = f", buckets of {cap:g} MiB" if isinstance(cap, (int, float)) else ""
-        found.append(("gradients", f"{torch.distributed.get_backend()}{buckets}"))
+        rows.append(("gradients", f"{torch.distributed.get_backend()}{buckets}"))
         first, last = log_of(run.folder / "logs", 1), log_of(run.folder / "logs", world.size - 1)
-        found.append(("other ranks", f"print to {first}" + (f" … {last.name}" if world.size > 2 else "")))
-    return found
+        rows.append(("other ranks", f"print to {first}" + (f" … {last.name}" if world.size > 2 else "")))
+    return rows

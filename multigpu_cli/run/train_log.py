@@ -1,4 +1,4 @@
-"""What a run says of itself: log lines, with one vector of each rank's figures, and faults."""
+"""The `train` lines of the journal: metrics of all ranks, with one small collective a line; and skipped steps."""
 
 import math
 import platform
@@ -12,8 +12,8 @@ from torch import Tensor
 from multigpu_cli.errors import TrainingError, counted
 from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peaks import peak_flops
-from multigpu_cli.run.checkpointing import hear_of_the_last
-from multigpu_cli.run.compute import Outcome
+from multigpu_cli.run.checkpointing import finish_pending_checkpoint
+from multigpu_cli.run.compute import StepResult
 from multigpu_cli.runtime.collectives import gathered
 
 if TYPE_CHECKING:
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
 
 
-def log_step(run: "Run", outcome: Outcome) -> None:
+def log_step(run: "Run", outcome: StepResult) -> None:
     """One `train` line: here the host waits for the numbers of the steps since the last one."""
-    run.observer.watch.at(run.progress.step, "logging")
-    run.observer.tally.read()
-    rows = torch.stack(gathered(run.world, mine(run, peak_memory(run.world.device)))).tolist()
+    run.observer.watchdog.at(run.progress.step, "logging")
+    run.observer.loss.read()
+    rows = torch.stack(gathered(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
     steps, rates = run.observer.meters.steps_so_far, run.observer.meters.read()
     progress, batches = run.progress, run.plan.batches
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": run.epoch,
         "samples": run.loaders.train.samples_after(progress.step, batches),
-        "loss": run.observer.tally.last,
-        "mean_loss": run.observer.tally.mean_since_line(),
-        "lr": float(run.kept.optimizer.param_groups[0]["lr"]),
-        **of_the_gradient(run, rows, float(outcome.norm)),
+        "loss": run.observer.loss.last,
+        "mean_loss": run.observer.loss.mean_since_line(),
+        "lr": float(run.state.optimizer.param_groups[0]["lr"]),
+        **gradient_fields(run, rows, float(outcome.norm)),
         "samples_per_second": rates["samples_per_second"],
         **run.units.rate(rates["samples_per_second"]),
         "step_ms": rates["step_ms"],
-        **of_all(rows, rates, steps),
-        **of_the_device(run, rates["samples_per_second"]),
+        **combine_ranks(rows, rates, steps),
+        **device_fields(run, rates["samples_per_second"]),
         **run.task.told(steps * rates["step_ms"] / 1e3),
     }
     run.log.console.train(run.log.journal.write("train", **fields))
     if blank := describe_new_unknowns(run, fields):
         run.log.console.note(blank)
     if run.checkpointer.writer.done:
-        hear_of_the_last(run)
-    look_for_nonfinite(run)
+        finish_pending_checkpoint(run)
+    check_nonfinite(run)
 
 
-def look_for_nonfinite(run: "Run") -> None:
+def check_nonfinite(run: "Run") -> None:
     """Journal the steps that were skipped since the last look.
 
     Raises:
@@ -61,18 +61,18 @@ def look_for_nonfinite(run: "Run") -> None:
     skipped = run.observer.nonfinite.read()
     if not skipped:
         return
-    samples = _samples_of(run, skipped[-1])
-    last = f"last in step {skipped[-1] + 1}, of samples {_first(samples)}"
+    samples = _list_samples(run, skipped[-1])
+    last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
     text = f"{counted(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
-    run.note_fault("nonfinite", text, samples=samples)
+    run.log_fault("nonfinite", text, samples=samples)
     try:
         run.observer.nonfinite.judge(skipped)
     except TrainingError as error:
-        error.problem += f", of samples {_first(samples)}"
+        error.problem += f", of samples {_first_samples(samples)}"
         raise
 
 
-def _samples_of(run: "Run", step: int) -> list[int]:
+def _list_samples(run: "Run", step: int) -> list[int]:
     """The global batch of a step, by sample number: the same on every rank, without asking the others."""
     batches = run.plan.batches
     epoch, in_epoch = divmod(step, batches.steps_per_epoch)
@@ -81,27 +81,27 @@ def _samples_of(run: "Run", step: int) -> list[int]:
     return [int(number) for number in order[first : first + batches.samples_in(in_epoch)]]
 
 
-def _first(samples: list[int]) -> str:
+def _first_samples(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
 
 
-def mine(run: "Run", peak: int) -> Tensor:
+def measure_rank(run: "Run", peak: int) -> Tensor:
     """(k,) float64 on the device of this rank: memory, waits, use of the CPU, and what its GPU says; NaN: unknown.
 
     Args:
         peak: bytes.
     """
     wait = run.strategy.waited()
-    told = [float(peak), run.observer.meters.waited("data_wait"), math.nan if wait is None else wait]
-    told.append(math.nan if (small := run.observer.noise.small_norm()) is None else small)
-    told.append(run.observer.meters.at_work() / run.plan.threads)
+    values = [float(peak), run.observer.meters.waited("data_wait"), math.nan if wait is None else wait]
+    values.append(math.nan if (small := run.observer.noise.small_norm()) is None else small)
+    values.append(run.observer.meters.at_work() / run.plan.threads)
     if run.world.device.type == "cuda":
-        told.append(float(torch.cuda.memory_reserved(run.world.device)))
-        told += run.log.sampler.read() if run.log.sampler else [math.nan] * len(_OF_A_GPU)
-    return torch.tensor(told, dtype=torch.float64, device=run.world.device)
+        values.append(float(torch.cuda.memory_reserved(run.world.device)))
+        values += run.log.sampler.read() if run.log.sampler else [math.nan] * len(_OF_A_GPU)
+    return torch.tensor(values, dtype=torch.float64, device=run.world.device)
 
 
-def of_the_gradient(run: "Run", rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
+def gradient_fields(run: "Run", rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
     """The gradient's norm, and its noise scale so far.
 
     Args:
@@ -109,13 +109,13 @@ def of_the_gradient(run: "Run", rows: Sequence[Sequence[float]], norm: float) ->
     """
     small = [row[3] for row in rows if not math.isnan(row[3])]
     if small:
-        run.observer.noise.add(_norms(run, small, norm))
-    found = run.observer.noise.value()
-    scale = {"noise_scale": found.value, "noise_scale_spread": found.spread} if found else {}
+        run.observer.noise.add(_pair_norms(run, small, norm))
+    noise = run.observer.noise.value()
+    scale = {"noise_scale": noise.value, "noise_scale_spread": noise.spread} if noise else {}
     return {"grad_norm": norm} | scale
 
 
-def _norms(run: "Run", small: Sequence[float], large: float) -> Norms:
+def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
     """What the plan says of the step just done makes of the norms: every rank does it, also one that did not look.
 
     A first micro-batch of several is never short. Its loss was divided by the units that were expected in the step, and
@@ -131,14 +131,14 @@ def _norms(run: "Run", small: Sequence[float], large: float) -> Norms:
     return Norms(sum((scale * norm) ** 2 for norm in small) / len(small), large**2, first, samples)
 
 
-def of_all(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:
+def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:
     """The fields of a `train` line.
 
     A step takes all workers equally long, so a worker's own time is what it did not spend waiting for the others. The
     least wait of all is the communication that nothing hides; what the others wait longer, they wait for stragglers.
 
     Args:
-        rows: what `mine` said, rank by rank.
+        rows: what `measure_rank` returned, rank by rank.
         rates: of the window, from rank 0's meters.
         steps: in the window.
     """
@@ -167,7 +167,7 @@ def describe_new_unknowns(run: "Run", fields: Mapping[str, Any]) -> str:
         fields: of a `train` line.
     """
     blank = {(name, rank) for name in _OF_A_GPU for rank, value in enumerate(fields.get(name, ())) if value is None}
-    new, run.log.unseen = blank - run.log.unseen, run.log.unseen | blank
+    new, run.log.unknown_gpu_fields = blank - run.log.unknown_gpu_fields, run.log.unknown_gpu_fields | blank
     if not new:
         return ""
     ranks = sorted({rank for _, rank in new})
@@ -177,11 +177,11 @@ def describe_new_unknowns(run: "Run", fields: Mapping[str, Any]) -> str:
     return f"{names} of the GPU of rank {', '.join(map(str, ranks))}: not known{why}, null in the journal"
 
 
-def of_the_device(run: "Run", samples_per_second: float) -> dict[str, Any]:
+def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
     """How a step's time is spread over the run so far, and the model's share of what its devices could compute."""
     times = run.observer.meters.step_ms()
     fields = {"step_p50_ms": times["p50"], "step_p95_ms": times["p95"]}
-    peak = peak_flops(run.plan.device, run.kept.precision.name)
+    peak = peak_flops(run.plan.device, run.state.precision.name)
     if peak and run.log.flops_per_sample:
         fields["mfu"] = run.log.flops_per_sample * samples_per_second / (peak * run.plan.batches.workers)
     return fields
@@ -192,12 +192,12 @@ def _share(part: float, whole: float) -> float:
 
 
 def compiler_fields(run: "Run") -> dict[str, Any]:
-    """What --compile took in the rehearsal, and what it had to leave out; the user hears of it too."""
-    found = run.compiled.report() if run.compiled else {}
-    if found:
-        breaks = "; ".join(found["graph_breaks"]) or "none"
-        run.log.console.note(f"compiled in {found['seconds']:.1f} s; graph breaks: {breaks}")
-    return {"compile": found} if found else {}
+    """What --compile took before the first step, and what it left out; the console shows it too."""
+    report = run.compiled.report() if run.compiled else {}
+    if report:
+        breaks = "; ".join(report["graph_breaks"]) or "none"
+        run.log.console.note(f"compiled in {report['seconds']:.1f} s; graph breaks: {breaks}")
+    return {"compile": report} if report else {}
 
 
 def peak_memory(device: torch.device) -> int:

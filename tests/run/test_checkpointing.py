@@ -10,7 +10,7 @@ import torch
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import checkpointing
-from multigpu_cli.run.checkpointing import Rhythm
+from multigpu_cli.run.checkpointing import CheckpointSchedule
 from tests.trained import trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 8}
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
-    every = Rhythm(CheckpointConfig(every="10m"))
+    every = CheckpointSchedule(CheckpointConfig(every="10m"))
     clock[0] = 599
     assert not every.overdue()
     clock[0] = 600
@@ -44,7 +44,7 @@ def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
 
 def test_what_is_due_stays_due_until_it_is_saved() -> None:
     """A rollout is not cut in its middle: what falls due there is saved at its end."""
-    every = Rhythm(CheckpointConfig(every="3"))
+    every = CheckpointSchedule(CheckpointConfig(every="3"))
     assert [every.due(step - 1, step, epoch_ended=False) for step in (1, 2, 3, 4, 5)] == [
         False,
         False,

@@ -9,15 +9,15 @@ import torch
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.planning.batch import MicroBatch, StepLayout
-from multigpu_cli.run.compute import Outcome, forward_backward
-from multigpu_cli.run.learner import first_batch
+from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.compute import StepResult, forward_backward
 from multigpu_cli.run.observer import StepObserver
-from tests.run.test_compute import learner
+from tests.run.test_profile import components
 
 
 def observer() -> Any:
     """One whose parts note how they are called."""
-    return StepObserver(watch=Mock(), meters=Meters(), noise=Mock(), nonfinite=Mock(), tally=Mock(), trace=Mock())
+    return StepObserver(watchdog=Mock(), meters=Meters(), noise=Mock(), nonfinite=Mock(), loss=Mock(), trace=Mock())
 
 
 def batches(count: int) -> list[Batch]:
@@ -29,19 +29,19 @@ def layout(passes: int) -> StepLayout:
 
 
 def test_each_part_is_told_what_it_asks_for() -> None:
-    seen, outcome = observer(), Outcome(3, {}, torch.ones(()), torch.zeros(()))
+    seen, outcome = observer(), StepResult(3, {}, torch.ones(()), torch.zeros(()))
     work = batches(3)
     assert [(batch.index, last) for batch, last in seen.fetch(layout(2), iter(work))] == [(0, False), (1, True)]
-    assert seen.watch.at.call_args_list == [((7, "fetching data", None),)] * 2
+    assert seen.watchdog.at.call_args_list == [((7, "fetching data", None),)] * 2
     seen.phase("forward", work[1])
-    assert seen.watch.at.call_args.args == (7, "forward", work[1].indices)
+    assert seen.watchdog.at.call_args.args == (7, "forward", work[1].indices)
     seen.noise.wants.return_value = False
     seen.backward_done([])
     assert seen.noise.wants.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"
     assert not seen.noise.look.called
     seen.step_done(outcome, 6)
     assert seen.nonfinite.note.call_args.args == (7, outcome.skipped)
-    assert seen.tally.add.call_args.args == (7, 3, {}, 6)
+    assert seen.loss.add.call_args.args == (7, 3, {}, 6)
     assert seen.trace.write.call_args.args == (8, [work[0].indices, work[1].indices])
 
 
@@ -49,14 +49,14 @@ def test_a_worker_without_work_is_observed_too() -> None:
     seen = observer()
     assert list(seen.fetch(layout(2), iter(batches(2))))
     assert list(seen.fetch(layout(0)._replace(step=8), iter([]))) == []
-    seen.step_done(Outcome(3, {}, torch.ones(()), torch.zeros(())), 6)
+    seen.step_done(StepResult(3, {}, torch.ones(()), torch.zeros(())), 6)
     assert seen.trace.write.call_args.args == (9, []), "and nothing is left of the step before"
 
 
 def test_a_gradient_is_the_same_whoever_looks(tmp_path: Path) -> None:
     gradients = []
     for looking in (observer(), None):
-        made = learner(tmp_path, "tests.run.test_compute:plain")
+        made = components(tmp_path, "tests.run.test_profile:plain")
         batch = first_batch(made.loaders.train, 10)
         for last in (True, False):
             if looking:
@@ -64,5 +64,5 @@ def test_a_gradient_is_the_same_whoever_looks(tmp_path: Path) -> None:
             loss = forward_backward(made, batch, 20, last=last, observer=looking)
         assert loss.shape == ()
         assert not loss.requires_grad
-        gradients.append([p.grad for p in made.trained])
+        gradients.append([p.grad for p in made.trainable_parameters])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

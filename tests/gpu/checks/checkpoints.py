@@ -29,21 +29,21 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         live: dict[int, list[Tensor]] = {}
-        real = engine.save
+        real = engine.save_checkpoint
 
         def save(run: Any, live: dict[int, list[Tensor]] = live, real: Any = real) -> None:
             torch.cuda.synchronize()
-            parts = [run.kept.model.state_dict(), run.kept.average.state_dict(), run.kept.optimizer.state_dict()]
+            parts = [run.state.model.state_dict(), run.state.average.state_dict(), run.state.optimizer.state_dict()]
             live[run.progress.step] = [tensor.detach().cpu().clone() for tensor in tensors_in(parts)]
             real(run)
 
-        engine.save = save
+        engine.save_checkpoint = save
         try:
             flags = {"model": "mlp", "max_steps": "70", "checkpoint_every": str(_EVERY), "keep": "100", "ema": "0.9"}
             sets = (f"model.args.width={width}", "model.args.depth=4")
             train(folder / str(number), Choice("single", (device,), 0, "one GPU"), sets, **flags)
         finally:
-            engine.save = real
+            engine.save_checkpoint = real
         for step, tensors in live.items():
             _same_bytes(folder / str(number) / "checkpoints" / f"step_{step:08d}", tensors)
         assert len(live) >= 70 // _EVERY, f"checkpoints of steps {list(live)}"

@@ -9,7 +9,7 @@ import pytest
 from multigpu_cli import engine
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.compute import Outcome
+from multigpu_cli.run.compute import StepResult
 from multigpu_cli.run.run import Run
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
@@ -31,7 +31,7 @@ def refuse_waits(sim: Simulated) -> None:
     """From here on in this process, a steady step in which the host waits is an error that names the lines."""
     real = engine.train_step
 
-    def step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> Outcome:
+    def step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
         with sim.record.watching() as events:
             outcome = real(run, layout, work)
         waits = {
