@@ -135,9 +135,9 @@ def benched(
         hidden = bench_overlap.typical(overlaps[count]) if strategy == "ddp" else None
         rungs.append(_rung(strategy, runs, forecasts[count], hidden, first))
     about = {
-        "model": alone.learner.settled.model,
+        "model": alone.components.spec.model,
         "data": config.data.name,
-        "device": alone.learner.plan.device,
+        "device": alone.components.plan.device,
         "steps": _interval(length) * _LINES,
         "repetitions": repetitions,
         "wire": wires[max(workers)].rests_on,

@@ -83,20 +83,20 @@ def planned(config: Config, wished: Wishes) -> Forecast:
     alone = measured(config, wished.workers)
     network, rests_on = _network(wished, alone)
     rows = forecast_of(alone, config, wished.workers, network, noise_scale=wished.noise_scale, price=wished.price)
-    learner, device = alone.learner, alone.learner.world.device
+    components, device = alone.components, alone.components.world.device
     about = {
-        "model": learner.settled.model,
+        "model": components.spec.model,
         "data": config.data.name,
-        "device": learner.plan.device,
-        "precision": learner.precision.name,
-        "parameters": sum(p.numel() for p in learner.kept.model.parameters()),
+        "device": components.plan.device,
+        "precision": components.state.precision.name,
+        "parameters": sum(p.numel() for p in components.state.model.parameters()),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
         "works": {count: asdict(work) for count, work in alone.works.items()},
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     notes = list(_notes(alone, config, wished, rows))
-    return Forecast(about, alone.memory, learner.plan.batches.micro_batch, capacity, rows, notes)
+    return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes)
 
 
 def forecast_of(
@@ -109,7 +109,7 @@ def forecast_of(
     price: float | None = None,
 ) -> list[Row]:
     """The table for these numbers of workers."""
-    batches, schedule = alone.learner.plan.batches, alone.learner.plan.schedule
+    batches, schedule = alone.components.plan.batches, alone.components.plan.schedule
     return forecast(
         counts,
         [alone.works[count] for count in counts],
@@ -153,7 +153,7 @@ def show(found: Forecast, *, as_json: bool) -> None:
 
 
 def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
-    chosen, device = wished.interconnect, alone.learner.settled.config.device
+    chosen, device = wished.interconnect, alone.components.spec.config.device
     if max(wished.workers) == 1:
         return Network(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
@@ -172,7 +172,7 @@ def _network(wished: Wishes, alone: Alone) -> tuple[Network, str]:
 def _notes(alone: Alone, config: Config, wished: Wishes, rows: list[Row]) -> Iterator[str]:
     if alone.note:
         yield alone.note
-    if alone.learner.world.device.type == "cpu" and max(wished.workers) > cores():
+    if alone.components.world.device.type == "cpu" and max(wished.workers) > cores():
         yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
     if config.batch.global_size is None and wished.noise_scale is None:
         yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from multigpu_cli.launch import run_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
 from multigpu_cli.planning.speedup import Wire, Work, buckets
-from multigpu_cli.run.learner import Learner, build_learner
-from multigpu_cli.run.rehearsal import rehearse
-from multigpu_cli.run.settle import settle
-from multigpu_cli.run.tracing import Traced, traced
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.compute import forward_backward
+from multigpu_cli.run.memory_probe import probe_memory
+from multigpu_cli.run.profile import MicroBatchProfile, profile_micro_batch
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import gathered, greatest
-from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.strategies.buckets import measured_cap
@@ -54,7 +54,7 @@ class Alone:
         note: what the rehearsal changed.
     """
 
-    learner: Learner
+    components: TrainComponents
     works: dict[int, Work]
     wire: Wire | None
     memory: Memory
@@ -79,18 +79,18 @@ def measured(config: Config, counts: list[int]) -> Alone:
     world = World(choice.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
-        learner, note = built(own, choice, world, folder)
-        with closing(learner.train):
-            size = learner.plan.batches.micro_batch
-            whole, half = traced(learner, size), traced(learner, max(1, size // 2))
+        components, note = built(own, choice, world, folder)
+        with closing(components.loaders.train):
+            size = components.plan.batches.micro_batch
+            whole, half = profile_micro_batch(components, size), profile_micro_batch(components, max(1, size // 2))
             if world.device.type == "cpu":
-                works, wire = _on_cores(learner, config, counts)
+                works, wire = _on_cores(components, config, counts)
             else:
-                works, wire = dict.fromkeys(counts, _by_itself(learner)), None
-            return Alone(learner, works, wire, _memory(learner, whole, half), whole.flops_per_sample, note)
+                works, wire = dict.fromkeys(counts, _by_itself(components)), None
+            return Alone(components, works, wire, _memory(components, whole, half), whole.flops_per_sample, note)
 
 
-def _on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict[int, Work], Wire | None]:
+def _on_cores(components: TrainComponents, config: Config, counts: list[int]) -> tuple[dict[int, Work], Wire | None]:
     """The times of one of so many CPU workers, and the wire between the most of them that have a core each.
 
     Beyond the cores: those of one that has a core to itself, and the wire between as many as there are.
@@ -101,15 +101,15 @@ def _on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict
             works[workers], wire = _crowded(config, workers)
         else:
             with with_threads(threads_for(workers)):
-                works[workers] = _by_itself(learner)
+                works[workers] = _by_itself(components)
     if wire is None and max(counts) > cores() > 1:
         _, wire = _crowded(config, cores())
     return works, wire
 
 
-def _by_itself(learner: Learner) -> Work:
-    data, forward, backward, commit = typical_step(_taken(learner)[None])
-    return Work(data, forward, backward, commit, *_sent(learner))
+def _by_itself(components: TrainComponents) -> Work:
+    data, forward, backward, commit = typical_step(_taken(components)[None])
+    return Work(data, forward, backward, commit, *_sent(components))
 
 
 def _crowded(config: Config, workers: int) -> tuple[Work, Wire]:
@@ -135,13 +135,13 @@ def _words(messages: Sequence[float], after: float) -> list[float]:
     return [*messages, after or 8.0]
 
 
-def _sent(learner: Learner, world: World | None = None) -> tuple[tuple[float, ...], float]:
+def _sent(components: TrainComponents, world: World | None = None) -> tuple[tuple[float, ...], float]:
     """Bytes of what a step sends: each message that is under way while backward goes on, and what follows it.
 
     --bucket-cap-mb auto is measured where there is a world to measure it in.
     """
-    config, model = learner.settled.config, learner.kept.model
-    gradient = sum(p.nbytes for p in learner.trained)
+    config, model = components.spec.config, components.state.model
+    gradient = sum(p.nbytes for p in components.trainable_parameters)
     if config.reproducibility.exact:
         return (), float(gradient + sum(buffer.nbytes for buffer in model.buffers()))
     cap: Any = config.communication.bucket_cap_mb
@@ -169,21 +169,21 @@ def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
     with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
-        learner, _ = built(own, Choice("single", (cpu,), 0, "plan"), alone, place)
-        with closing(learner.train), with_threads(threads_for(world.size)):
-            messages, after = _sent(learner, world)
+        components, _ = built(own, Choice("single", (cpu,), 0, "plan"), alone, place)
+        with closing(components.loaders.train), with_threads(threads_for(world.size)):
+            messages, after = _sent(components, world)
             words = [torch.zeros(ceil(size / 4)) for size in _words(messages, after)]
-            everyone = torch.stack(gathered(world, _taken(learner, world, words)))
+            everyone = torch.stack(gathered(world, _taken(components, world, words)))
         if world.main:
             found = {"messages": messages, "after": after, "seconds": typical_step(everyone)}
             (folder / _RESULT).write_text(json.dumps(found))
 
 
-def built(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:
+def built(config: Config, choice: Choice, world: World, folder: str) -> tuple[TrainComponents, str]:
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
-    settled = settle(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
-    learner = build_learner(settled, choice, world)
-    return learner, "; ".join(rehearse(learner))
+    spec = resolve_spec(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
+    components = build_components(spec, world)
+    return components, "; ".join(probe_memory(components))
 
 
 @contextmanager
@@ -212,12 +212,12 @@ def typical_step(everyone: Tensor) -> list[float]:
     return seconds
 
 
-def _taken(learner: Learner, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
+def _taken(components: TrainComponents, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
     """Some seconds of steps after a warm-up: [steps, 4 + messages]; all workers of the world take as many.
 
     An odd number of windows: one of them takes the median time.
     """
-    rows = _steps(learner, world.size if world else 1, messages)
+    rows = _steps(components, world.size if world else 1, messages)
     found = list(islice(rows, _WARM_UP))
     began = time.perf_counter()
     for window in range(1, _WINDOWS + 1):
@@ -229,7 +229,33 @@ def _taken(learner: Learner, world: World | None = None, messages: Sequence[Tens
     return torch.tensor(found[_WARM_UP:], dtype=torch.float64)
 
 
-def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
+class _PhaseTimer:
+    """Notes when the phases of a step end, and waits for the device to do so."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """A phase ends."""
+        self._wait()
+        self._marks.append(time.perf_counter())
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """Forward ends where backward begins."""
+        if name.endswith("backward"):
+            self.mark()
+
+    def backward_done(self, parameters: list[Tensor]) -> None:
+        self.mark()
+
+    def read(self) -> list[float]:
+        """Seconds between the marks since the last call."""
+        marks, self._marks = self._marks, []
+        return [later - earlier for earlier, later in pairwise(marks)]
+
+
+def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
     """Take steps of one micro-batch each, with what the loop does around them, at rate zero.
 
     Args:
@@ -239,58 +265,45 @@ def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterat
     Yields:
         seconds of a step: data, forward, backward, commit, then each message.
     """
-    device, kept, strategy = learner.world.device, learner.kept, learner.strategy
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    stream = micro_batches(learner)
-    set_rate(kept.optimizer, 0.0)
-    marks: list[float] = []
-
-    def mark() -> None:
-        wait()
-        marks.append(time.perf_counter())
-
-    for number in count():
-        marks.clear()
-        mark()
+    state, strategy, timer = components.state, components.strategy, _PhaseTimer(components.world.device)
+    stream = micro_batches(components)
+    set_rate(state.optimizer, 0.0)
+    while True:
+        timer.mark()
         batch = next(stream)
-        mark()
+        timer.mark()
         strategy.begin(workers)
-        seed_micro_batch(0, number, batch.index, device)
-        with learner.precision.autocast():
-            loss = learner.task.loss_sum(strategy.callable, batch)
-        mark()
-        learner.precision.backward(loss, 1.0 / len(batch.indices))
-        mark()
+        forward_backward(components, batch, len(batch.indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)
-            mark()
+            timer.mark()
         strategy.micro_batch_done(batch.index)
         strategy.finish(idle=False)
-        _, skipped = learner.precision.commit(kept.optimizer, learner.trained, 1.0)
+        _, skipped = state.precision.commit(state.optimizer, components.trainable_parameters, 1.0)
         strategy.undo(skipped)
-        mark()
-        data, forward, backward, *sent, commit = (later - earlier for earlier, later in pairwise(marks))
+        timer.mark()
+        data, forward, backward, *sent, commit = timer.read()
         yield [data, forward, backward, commit, *sent]
 
 
-def micro_batches(learner: Learner) -> Iterator[Batch]:
+def micro_batches(components: TrainComponents) -> Iterator[Batch]:
     """Those of this rank, epoch after epoch."""
     epoch = 0
     while True:
-        for work in learner.train.epoch(learner.plan.batches, epoch, 0, learner.world.rank, 1):
+        for _, work in components.loaders.train.epoch(components.plan.batches, epoch, 0, components.world.rank, 1):
             yield from work
         epoch += 1
 
 
-def _memory(learner: Learner, whole: Traced, half: Traced) -> Memory:
+def _memory(components: TrainComponents, whole: MicroBatchProfile, half: MicroBatchProfile) -> Memory:
     """Weights and buffers, gradients, the optimizer's state as it is after some steps, and what forward keeps."""
-    model = learner.kept.model
-    states = [value for state in learner.kept.optimizer.state.values() for value in state.values()]
+    model = components.state.model
+    states = [value for state in components.state.optimizer.state.values() for value in state.values()]
     points = [(each.samples, float(each.activations)) for each in (half, whole)]
     fixed, slope = line_through(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
     return Memory(
         weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
-        gradients=sum(p.nbytes for p in learner.trained),
+        gradients=sum(p.nbytes for p in components.trainable_parameters),
         optimizer=sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
         fixed=fixed,
         per_sample=slope,

@@ -17,7 +17,7 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.vocabulary import recalled
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.learner import fresh_model
+from multigpu_cli.run.build import init_model
 from multigpu_cli.tasks.sources import opened
 
 
@@ -79,7 +79,7 @@ def remembered(found: Trained, *, own_code: bool) -> Restored:
 
 
 def _with_weights(config: Config, source: Source, found: Trained) -> Restored:
-    model = fresh_model(config, source)
+    model = init_model(config, source)
     check_fit(model, found.state, str(found.origin))
     model.load_state_dict(found.state)
     return Restored(config, source, model.eval())

@@ -56,8 +56,8 @@ def samples(side: Side, stack: ExitStack) -> Found:
 
 def model_alone(side: Side, stack: ExitStack) -> Found:
     """What the model says to the same samples with the same seeds, twice, without any other worker."""
-    learner = side.alone.learner()
-    kept, batch = learner.kept, side.batch or first_batch(side)
+    components = side.alone.components()
+    kept, batch = components.state, side.batch or first_batch(side)
     device = side.world.device
     batch = replace(batch, inputs=on_device(batch.inputs, device), targets=on_device(batch.targets, device))
     start = kept.capture()
@@ -65,9 +65,9 @@ def model_alone(side: Side, stack: ExitStack) -> Found:
     for _ in range(2):
         kept.restore(start, "selftest")
         seed_micro_batch(side.config.reproducibility.seed, 0, batch.index, device)
-        with Watched(kept.model) as heard, learner.precision.autocast(), torch.no_grad():
-            loss = learner.task.loss_sum(kept.model, batch)
-        twice.append([*heard, ["loss", type(learner.task).__name__, marks(loss)]])
+        with Watched(kept.model) as heard, components.state.precision.autocast(), torch.no_grad():
+            loss = components.task.loss_sum(kept.model, batch)
+        twice.append([*heard, ["loss", type(components.task).__name__, marks(loss)]])
     return {"weights": fingerprint(start["model"]), "outputs": twice[0], "again": twice[1]}
 
 
@@ -85,14 +85,14 @@ class _Counted(Loader):
 
 def evaluation(side: Side, stack: ExitStack) -> Found:
     """Metrics of the first weights, and the samples that this worker met."""
-    learner = side.learner()
+    components = side.components()
     assert side.source.val is not None
     seed, here = side.config.reproducibility.seed, side.world.local_size
     counted = _Counted(
         side.source.val, side.source, side.config.data, device=side.world.device, seed=seed, workers_here=here
     )
-    model = learner.kept.for_use()
-    result = learner.task.evaluate(model, counted, side.world, learner.precision, learner.eval_batch)
+    model = components.state.for_use()
+    result = components.task.evaluate(model, counted, side.world, components.state.precision, components.eval_batch)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 
 

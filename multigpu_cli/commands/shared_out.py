@@ -15,7 +15,7 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.unanswered import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_workers
-from multigpu_cli.run.learner import build_task
+from multigpu_cli.run.build import build_task
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus

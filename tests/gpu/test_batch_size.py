@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import rehearsal
+from multigpu_cli.run import memory_probe
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
@@ -36,19 +36,19 @@ def noting(folder: Path) -> Callable[[Simulated], None]:
     """Each rank writes down its trials."""
 
     def prepare(sim: Simulated) -> None:
-        real = rehearsal._run
+        real = memory_probe._run_micro_batch
 
-        def run(learner: Any, size: int) -> None:
+        def run(components: Any, size: int) -> None:
             fits = False
             try:
-                real(learner, size)
+                real(components, size)
                 fits = True
             finally:
-                device = learner.world.device.index
+                device = components.world.device.index
                 with (folder / f"{device}.txt").open("a") as file:
                     print(size, int(fits), sim.device.memory(device)["peak"], file=file)
 
-        rehearsal._run = run
+        memory_probe._run_micro_batch = run
 
     return prepare
 

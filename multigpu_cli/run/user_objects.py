@@ -1,4 +1,4 @@
-"""Live objects of the user's own, in place of the parts that a configuration names: how the Python API comes in."""
+"""The user's own model, data, loss and optimizer, in place of what a configuration names: for the Python API."""
 
 import warnings
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from multigpu_cli.checkpoint.snapshot import Kept
+from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
 from multigpu_cli.data.base import Source
 from multigpu_cli.errors import RequestError
@@ -22,7 +22,7 @@ from multigpu_cli.tasks.base import Loss
 
 
 @dataclass(frozen=True)
-class Brought:
+class UserObjects:
     """What somebody brings to a run; it is trained in place.
 
     Attributes:
@@ -48,16 +48,16 @@ class Brought:
         return ", ".join(getattr(each, "__name__", type(each).__name__) for each in live if each is not None)
 
     @property
-    def made_by_name(self) -> tuple[str, ...]:
+    def parts_by_name(self) -> tuple[str, ...]:
         """The parts that are made from what the settings name."""
         return () if self.criterion else ("task",)
 
-    def rate_because(self) -> str:
+    def explain_rate(self) -> str:
         """Where the learning rate comes from, for the plan."""
         moved = f", moved by {type(self.scheduler).__name__} after each {self.each}" if self.scheduler else ""
         return f"that of your {type(self.optimizer).__name__}{moved}"
 
-    def ready_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+    def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The user's optimizer, its state on the device where the model is by now.
 
         Raises:
@@ -80,21 +80,21 @@ class Brought:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # which brings it to the parameters' device
         return self.optimizer
 
-    def follow(self, kept: Kept, step: int, steps_per_epoch: int) -> None:
+    def step_scheduler(self, state: TrainState, step: int, steps_per_epoch: int) -> None:
         """Bring the scheduler to where it has to be before optimizer step `step`, counted from 0."""
         if self.scheduler is None:
             return
         wanted = step if self.each == "step" else step // steps_per_epoch
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # it was, before a resume
-            while kept.progress.scheduled < wanted:
+            while state.progress.scheduled < wanted:
                 if isinstance(self.scheduler, ReduceLROnPlateau):
-                    self.scheduler.step(kept.progress.last["val_loss"])
+                    self.scheduler.step(state.progress.last["val_loss"])
                 else:
                     self.scheduler.step()
-                kept.progress.scheduled += 1
+                state.progress.scheduled += 1
 
-    def recall(self, folder: str, world: World) -> None:
+    def load_weights(self, folder: str, world: World) -> None:
         """Put the weights of a completed run into the model."""
         model = adapted(self.model).to(world.device)
         files = [Path(folder, name) for name in ("best.pt", "last.pt")]
@@ -103,7 +103,7 @@ class Brought:
         model.load_state_dict(state)
 
 
-def make_alike(model: nn.Module, world: World) -> None:
+def broadcast_weights(model: nn.Module, world: World) -> None:
     """Rank 0's weights for everybody, before anything is built on them: ranks may have drawn other random numbers."""
     if world.size > 1:
         state = model.state_dict()

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from multigpu_cli.data.base import Source
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.brought import Brought, make_alike
+from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.world import World
 from tests.awkward import Telling
 from tests.gloo import each_rank
@@ -22,7 +22,7 @@ def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None
     def work(world: World) -> Any:
         torch.manual_seed(world.rank)
         model = Telling(3, 2, ["of rank", world.rank])
-        make_alike(model, world)
+        broadcast_weights(model, world)
         return [model.kept, model.layer.weight.tolist()]
 
     first, second = each_rank(2, work)
@@ -33,16 +33,16 @@ def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None
 def test_the_plan_names_what_moves_the_rate() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert Brought(SOURCE, model, optimizer=optimizer).rate_because() == "that of your SGD"
-    by_epoch = Brought(SOURCE, model, optimizer=optimizer, scheduler=StepLR(optimizer, 1))
-    assert by_epoch.rate_because() == "that of your SGD, moved by StepLR after each epoch"
+    assert UserObjects(SOURCE, model, optimizer=optimizer).explain_rate() == "that of your SGD"
+    by_epoch = UserObjects(SOURCE, model, optimizer=optimizer, scheduler=StepLR(optimizer, 1))
+    assert by_epoch.explain_rate() == "that of your SGD, moved by StepLR after each epoch"
 
 
 def test_an_optimizer_moves_what_learns_and_nothing_else() -> None:
     def refused(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
         optimizer = torch.optim.SGD(parameters, 0.1)
         try:
-            assert Brought(SOURCE, model, optimizer=optimizer).ready_optimizer(model) is optimizer
+            assert UserObjects(SOURCE, model, optimizer=optimizer).prepare_optimizer(model) is optimizer
         except RequestError as error:
             return str(error)
         return ""

@@ -11,8 +11,8 @@ import torch
 
 from multigpu_cli.checkpoint.snapshot import Progress
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import tally
-from multigpu_cli.run.tally import Tally
+from multigpu_cli.run import loss_meter
+from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 from tests.own import sentences
@@ -44,8 +44,8 @@ def weighted(losses: dict[int, float], weights: dict[int, int], steps: range) ->
 
 
 def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tally, "_MOST_LOOSE", 2)
-    losses, values = Tally(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
+    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", 2)
+    losses, values = LossMeter(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
     first = weakref.ref(values[0])
     losses.add(0, 3, dict(enumerate(values)), 3)
     values.clear()
@@ -56,9 +56,9 @@ def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("loose", [1000, 2])
 def test_each_step_counts_by_its_units_and_each_epoch_for_itself(loose: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tally, "_MOST_LOOSE", loose)
+    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", loose)
     progress = Progress()
-    losses = Tally(ALONE, progress, 3)
+    losses = LossMeter(ALONE, progress, 3)
     losses.read()
     assert math.isnan(losses.mean_since_line())
     losses.add(0, 2, {0: torch.tensor(1.0), 1: torch.tensor([2.0])}, 4)
@@ -80,7 +80,7 @@ def test_workers_with_some_of_a_step_or_none_of_it_agree() -> None:
 
     def work(world: World) -> tuple[float, ...]:
         progress = Progress()
-        losses = Tally(world, progress, 10)
+        losses = LossMeter(world, progress, 10)
         for step, row in enumerate(values):
             count = 5 if step % 10 else 2
             share = range(count * world.rank // world.size, count * (world.rank + 1) // world.size)

@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, signed
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.returning import bring_best, note_recovery
+from multigpu_cli.run.resume import log_recovery, restore_best_weights
 from multigpu_cli.runtime.elastic import Last
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
@@ -53,13 +53,15 @@ def test_after_a_stop_nothing_is_done_again_and_the_gap_is_journalled(tmp_path: 
 def test_steps_that_are_done_again_are_counted_once() -> None:
     written: list[dict[str, Any]] = []
     run: Any = SimpleNamespace(
-        before=Last("rank 2 ended without a word", 12, time.time() - 8),
+        control=SimpleNamespace(previous_attempt=Last("rank 2 ended without a word", 12, time.time() - 8)),
         progress=SimpleNamespace(step=11),
-        journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
-        console=SimpleNamespace(note=lambda text: None),
+        log=SimpleNamespace(
+            journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
+            console=SimpleNamespace(note=lambda text: None),
+        ),
     )
-    note_recovery(run)
-    note_recovery(run)
+    log_recovery(run)
+    log_recovery(run)
     [found] = written
     assert (found["step"], found["lost_steps"]) == (11, 2), "steps 11 and 12"
     assert 8 <= found["seconds"] < 9
@@ -118,12 +120,12 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
         folder.mkdir()
         run: Any = SimpleNamespace(
             world=world,
-            settled=SimpleNamespace(start=start),
+            spec=SimpleNamespace(start=start),
             progress=SimpleNamespace(best={"step": 12}, step=24),
             folder=folder,
-            best_sum="",
+            checkpointer=SimpleNamespace(best_sha256=""),
         )
-        return bring_best(run)
+        return restore_best_weights(run)
 
     assert each_rank(2, work) == ["", ""]
     assert (best_step("node_0"), best_step("node_1")) == (12, None), "the first one writes it"

@@ -13,7 +13,7 @@ from multigpu_cli.runtime.world import World
 _MOST_LOOSE = 1000  # losses are noted at no cost, and packed now and then where nobody reads for long
 
 
-class Tally:
+class LossMeter:
     """Keeps the losses of steps on the device until somebody reads, so that no step waits.
 
     A step's micro-batches are added without rounding, and the steps in their order, so that the figures depend neither
@@ -29,9 +29,9 @@ class Tally:
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
         self._world, self._progress, self._steps_per_epoch = world, progress, steps_per_epoch
         self.last = math.nan
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._steps: list[tuple[int, int]] = []  # number, and micro-batches over all workers
         self._units: list[Tensor | int] = []
         self._places: list[int] = []  # of this worker's losses among the micro-batches of all steps
@@ -70,7 +70,7 @@ class Tally:
         units = torch.stack([torch.as_tensor(count) for count in self._units]).tolist()
         for (step, micro_batches), count in zip(self._steps, units, strict=True):
             self._count_step(step, _sum([next(values) for _ in range(micro_batches)]), count)
-        self._forget()
+        self._reset()
 
     def _count_step(self, step: int, loss: float, units: int) -> None:
         line, epoch, progress = self._progress.line_losses, step // self._steps_per_epoch, self._progress

@@ -1,4 +1,4 @@
-"""Rules that need the device or the data: what was asked for and cannot be done with what is there."""
+"""Validation rules that need the device or the data."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,18 +28,18 @@ def raise_all(wrong: Iterable[RequestError]) -> None:
     Raises:
         RequestError: something is.
     """
-    if told := list(wrong):
-        raise all_wrong(told)
+    if errors := list(wrong):
+        raise all_wrong(errors)
 
 
-def exact_pins(plan: Plan) -> dict[str, Any]:
+def describe_machine(plan: Plan) -> dict[str, Any]:
     """What changes bits although it changes nothing else; no run with --exact goes on where one of them differs."""
     capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
     return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
 
 
-def beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[RequestError]:
-    """What was asked for and this device, or this strategy, has not."""
+def check_device(config: Config, choice: Choice, world: World) -> Iterator[RequestError]:
+    """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
     if choice.strategy == "dp" and acts(config):
         yield RequestError("--multi-gpu dp can't act in environments", remedy="--multi-gpu ddp")
@@ -59,8 +59,8 @@ def beyond_the_device(config: Config, choice: Choice, world: World) -> Iterator[
         yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
 
 
-def beyond_the_data(config: Config, plan: Plan, source: Source, start: Start, mark: Mark) -> Iterator[RequestError]:
-    """What was asked for and does not go with the data, or with what the run folder holds.
+def check_data(config: Config, plan: Plan, source: Source, start: Start, mark: Mark) -> Iterator[RequestError]:
+    """Requested options that do not fit the data, or what the run folder holds.
 
     Args:
         mark: of the data's contents.
@@ -76,7 +76,7 @@ def beyond_the_data(config: Config, plan: Plan, source: Source, start: Start, ma
             remedy="leave --early-stopping-patience out, or set samples aside (val)",
         )
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
-    for name, now in exact_pins(plan).items() if pinned else ():
+    for name, now in describe_machine(plan).items() if pinned else ():
         if pinned[name] != now:
             yield RequestError(
                 f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: other bits",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import record, rehearsal
-from tests.run.test_tracing import learner
+from multigpu_cli.run import evaluation, memory_probe
+from tests.run.test_profile import components
 from tests.trained import trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
@@ -242,28 +242,28 @@ def test_what_did_not_fit_is_gone_when_the_peak_is_counted_anew(monkeypatch: pyt
         seen.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory (played)")
 
-    monkeypatch.setattr(record, "free_memory", lambda device: seen.append(seen[0]()))
-    monkeypatch.setattr(record, "shrink", lambda run: "")
+    monkeypatch.setattr(memory_probe, "free_memory", lambda device: seen.append(seen[0]()))
+    monkeypatch.setattr(memory_probe, "halve_micro_batch", lambda run: "")
     try:
         step()
     except torch.OutOfMemoryError as error:
-        record.survive_out_of_memory(Mock(world=Mock(size=1)), error)
+        memory_probe.recover_from_out_of_memory(Mock(world=Mock(size=1)), error)
     assert seen[1:] == [None]
 
 
 def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "free_memory", lambda device: Path("freed").write_text(str(device)))
+    monkeypatch.setattr(evaluation, "free_memory", lambda device: Path("freed").write_text(str(device)))
     assert trained(**RUN | EVALUATED, sets=["model.args.evaluation=7", "model.args.after=2"]).error == ""
     assert Path("freed").read_text() == "cpu"
 
 
 def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--batch-size auto fills the GPU to find out what fits. The world is told that it has one."""
-    made = learner(tmp_path, "tests.run.test_tracing:plain")
+    made = components(tmp_path, "tests.run.test_profile:plain")
     made.world = replace(made.world, device=torch.device("cuda"))
     done: list[str] = []
-    monkeypatch.setattr(rehearsal, "_run", lambda *_: done.append("tried"))
+    monkeypatch.setattr(memory_probe, "_run_micro_batch", lambda *_: done.append("tried"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
-    assert rehearsal._fits(made, 10)
+    assert memory_probe._fits_in_memory(made, 10)
     assert done == ["tried", "emptied", "cuda counted anew"]

@@ -1,5 +1,6 @@
 """--checkpoint-every in minutes: by the clock of whichever rank is the first, agreed by all; and what is kept."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import torch
 
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import rhythm
-from multigpu_cli.run.rhythm import Rhythm
+from multigpu_cli.run import checkpointing
+from multigpu_cli.run.checkpointing import CheckpointSchedule
 from tests.trained import trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 8}
@@ -22,13 +23,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     class Time:
         monotonic = staticmethod(lambda: now[0])
+        perf_counter = staticmethod(time.perf_counter)
 
-    monkeypatch.setattr(rhythm, "time", Time)
+    monkeypatch.setattr(checkpointing, "time", Time)
     return now
 
 
 def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
-    every = Rhythm(CheckpointConfig(every="10m"))
+    every = CheckpointSchedule(CheckpointConfig(every="10m"))
     clock[0] = 599
     assert not every.overdue()
     clock[0] = 600
@@ -42,7 +44,7 @@ def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
 
 def test_what_is_due_stays_due_until_it_is_saved() -> None:
     """A rollout is not cut in its middle: what falls due there is saved at its end."""
-    every = Rhythm(CheckpointConfig(every="3"))
+    every = CheckpointSchedule(CheckpointConfig(every="3"))
     assert [every.due(step - 1, step, epoch_ended=False) for step in (1, 2, 3, 4, 5)] == [
         False,
         False,
@@ -65,7 +67,7 @@ def test_a_run_saves_by_the_minute(
         clock[0] += 30.0
         return clock[0]
 
-    monkeypatch.setattr(rhythm.time, "monotonic", staticmethod(ticking))
+    monkeypatch.setattr(checkpointing.time, "monotonic", staticmethod(ticking))
     steps = 48 // workers
     slow = {"OWN_PAUSE": "0.08"} if workers > 1 else {}
     assert trained(workers, **RUN, checkpoint_every="1m", keep="99", environ=slow).error == ""

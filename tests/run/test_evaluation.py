@@ -1,4 +1,4 @@
-"""What a run leaves behind when something went wrong on the way."""
+"""Evaluations and their best weights, and what a run leaves behind when something went wrong on the way."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import torch
 
 from multigpu_cli.checkpoint import weights
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import record
+from multigpu_cli.run import checkpointing
 from tests.trained import Ended, trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
@@ -137,7 +137,7 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
             raise error
         return weights.save_weights(*parts)
 
-    monkeypatch.setattr(record, "save_weights", save_weights)
+    monkeypatch.setattr(checkpointing, "save_weights", save_weights)
     ended = judged([0.3, 0.2, 0.1], log_interval=1)
     assert ended.error == ""
     assert [fault["kind"] for fault in faults()] == ["checkpoint"]

@@ -11,13 +11,13 @@ from torch.utils.data import Dataset
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import OutOfMemory, RequestError
-from multigpu_cli.run.learner import Learner, _compiled, build_learner
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.build import TrainComponents, _compile_model, build_components
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 
 CPU = torch.device("cpu")
-NAMED: dict[str, Any] = {"model": "tests.run.test_learner:Late", "data": "tests.run.test_learner:Pictures"}
+NAMED: dict[str, Any] = {"model": "tests.run.test_build:Late", "data": "tests.run.test_build:Pictures"}
 
 
 class Viewing(nn.Module):
@@ -62,18 +62,18 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         return torch.randn(1, 8, 8), index % 3
 
 
-def learner(folder: Path, *sets: str, **flags: Any) -> Learner:
+def components(folder: Path, *sets: str, **flags: Any) -> TrainComponents:
     config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
     choice, world = Choice("single", (CPU,), 0, "a test"), World(CPU)
-    return build_learner(settle(config, choice, world), choice, world)
+    return build_components(resolve_spec(config, choice, world), world)
 
 
 @pytest.mark.parametrize(
     ("model", "last"),
-    [("convnet", True), ("tests.run.test_learner:Viewing", False), ("tests.run.test_learner:Late", True)],
+    [("convnet", True), ("tests.run.test_build:Viewing", False), ("tests.run.test_build:Late", True)],
 )
 def test_kernels_lie_with_channels_last_where_the_model_can_take_it(model: str, last: bool, tmp_path: Path) -> None:
-    kernels = [p for p in learner(tmp_path, model=model).kept.model.parameters() if p.ndim == 4]
+    kernels = [p for p in components(tmp_path, model=model).state.model.parameters() if p.ndim == 4]
     assert [p.is_contiguous(memory_format=torch.channels_last) for p in kernels if p.shape[1] > 1] == [True] * (
         len(kernels) - 1 if last else 0
     )
@@ -85,15 +85,15 @@ def test_layers_that_get_their_weights_from_the_first_batch_get_the_same_ones_wh
 ) -> None:
     fingerprints = []
     for processes in (0, 1):
-        made = learner(tmp_path, **NAMED, num_workers=processes)
-        fingerprints.append(fingerprint(made.kept.model.state_dict()))
-        made.train.close()
+        made = components(tmp_path, **NAMED, num_workers=processes)
+        fingerprints.append(fingerprint(made.state.model.state_dict()))
+        made.loaders.train.close()
     assert fingerprints[0] == fingerprints[1]
 
 
 def test_a_network_that_does_not_take_two_samples_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="rank 0 ran out of memory"):
-        learner(tmp_path, "model.args.evaluation=1", model="tests.awkward:greedy", data="tests.own:tensors")
+        components(tmp_path, "model.args.evaluation=1", model="tests.awkward:greedy", data="tests.own:tensors")
 
 
 @pytest.mark.parametrize(("kind", "language"), [("cpu", "C++"), ("cuda", "C")])
@@ -101,5 +101,5 @@ def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, k
     """Triton, on a GPU, would say so only in the first pass, and a container's runtime image has none."""
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RequestError) as raised:
-        _compiled(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
+        _compile_model(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
     assert f"--compile default on {kind.upper()} needs a {language} compiler" in raised.value.problem

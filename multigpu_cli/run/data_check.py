@@ -1,4 +1,4 @@
-"""Whether all nodes are alike where that matters: each has a copy of the data and, with --exact, kernels of its own."""
+"""Checks that all ranks have the same data and, with --exact, the same kind of machine."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,31 +25,32 @@ def check_same_data(world: World, source: Source, mark: Mark, name: str) -> None
     rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
     marks = [list(map(int, each.tolist())) for each in gathered(world, whole)]
     numbers = [each.tolist() for each in gathered(world, rough)]
-    groups = grouped(marks, numbers)
+    groups = group_ranks(marks, numbers)
     if len(set(groups)) > 1:
-        raise _differing(world, groups, marks, name)
+        raise _describe_difference(world, groups, marks, name)
 
 
-def check_same_machine(world: World, pins: Mapping[str, Any]) -> None:
+def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
     """Compare over all ranks what changes bits although it changes nothing else, for --exact.
 
     Raises:
         RequestError: some differ; names them. The same on every rank.
     """
-    first, *others = every = collected(world, {name: str(value) for name, value in pins.items()})
+    first, *others = every = collected(world, {name: str(value) for name, value in pinned.items()})
     name = next((name for name in first if any(each[name] != first[name] for each in others)), None)
     if name is None:
         return
     odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
     error = RequestError(
-        f"--exact: {_ranks(odd)} would train with {name} {every[odd[0]][name]}, rank 0 with {first[name]}: other bits",
+        f"--exact: {_list_ranks(odd)} would train with {name} {every[odd[0]][name]}, "
+        f"rank 0 with {first[name]}: other bits",
         remedy="machines and GPUs of one kind, or leave --exact out",
     )
     error.shared = True
     raise error
 
 
-def grouped(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
+def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
     """For each rank, the first rank whose data are the same."""
     return [
         next(
@@ -62,14 +63,16 @@ def grouped(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> 
     ]
 
 
-def _differing(world: World, groups: Sequence[int], marks: Sequence[Sequence[int]], name: str) -> RequestError:
+def _describe_difference(
+    world: World, groups: Sequence[int], marks: Sequence[Sequence[int]], name: str
+) -> RequestError:
     """Who has other data than most; where neither is most, other than rank 0."""
     times = Counter(groups)
     usual = max(times, key=lambda group: (times[group], -group))
     odd = [rank for rank, group in enumerate(groups) if group != usual]
     hosts = list(dict.fromkeys(world.hosts[rank] for rank in odd)) if len(set(world.hosts)) > 1 else []
     whole = [rank for rank in range(world.size) if world.hosts and world.hosts[rank] in hosts] == odd
-    who = f"{', '.join(hosts)} ({_ranks(odd)})" if hosts and whole else _ranks(odd)
+    who = f"{', '.join(hosts)} ({_list_ranks(odd)})" if hosts and whole else _list_ranks(odd)
     here, there = marks[usual][4:], marks[odd[0]][4:]
     what = f"{counted(there[0], 'training sample')} instead of {here[0]:,}" if here[0] != there[0] else "other contents"
     if here[0] == there[0] and here != there:
@@ -83,5 +86,5 @@ def _differing(world: World, groups: Sequence[int], marks: Sequence[Sequence[int
     return error
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def _list_ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{' …' if numbers[8:] else ''}"

@@ -1,4 +1,4 @@
-"""From what was asked for to what will happen: folder, data and plan, all checked before anything is written."""
+"""Resolves a request into a RunSpec: folder, data and plan, all checked before anything is written."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.beginning import agreed_start
-from multigpu_cli.run.unfit import beyond_the_data, beyond_the_device, exact_pins, raise_all
+from multigpu_cli.run.checks import check_data, check_device, describe_machine, raise_all
+from multigpu_cli.run.resume import agree_on_start
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
@@ -29,42 +29,44 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.sources import maker_of, opened
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.brought import Brought
+    from multigpu_cli.run.user_objects import UserObjects
 
 _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
 _LENGTH = ("epochs", "max_steps", "env_steps", "episodes")
 
 
 @dataclass(frozen=True)
-class Settled:
+class RunSpec:
     """A request that can be carried out.
 
     Attributes:
         words: the user's settings, with those of the run that is continued; written to config.yaml.
         config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
+        placement: strategy and devices.
         start: run folder and checkpoint.
         source: the dataset.
         plan: the arithmetic.
         model, task: names, the dataset's own where the user named none.
         mark: of the dataset's contents.
-        brought: live objects, in place of what the settings name.
+        user_objects: live objects, in place of what the settings name.
     """
 
-    words: Config
+    user_config: Config
     config: Config
+    placement: Choice
     start: Start
     source: Source
     plan: Plan
     model: str
     task: str
     mark: Mark
-    brought: "Brought | None" = None
+    user_objects: "UserObjects | None" = None
 
     @property
-    def pins(self) -> dict[str, Any]:
+    def pinned(self) -> dict[str, Any]:
         """What a later command may not change, as resolved."""
         batches = self.plan.batches
-        pins = {
+        pinned = {
             "batch_size": batches.micro_batch,
             "global_batch_size": batches.global_batch,
             "lr": self.plan.schedule.peak,
@@ -73,13 +75,13 @@ class Settled:
             "task": self.task,
         }
         if self.config.communication.bucket_cap_mb != "auto":
-            pins["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
-        return pins | ({"machine": exact_pins(self.plan)} if self.config.reproducibility.exact else {})
+            pinned["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
+        return pinned | ({"machine": describe_machine(self.plan)} if self.config.reproducibility.exact else {})
 
     def as_yaml(self) -> str:
         """config.yaml: the user's settings."""
-        live = f"# with live objects from Python, which --config does not bring back: {self.brought}\n"
-        return (live if self.brought else "") + dump(self.words)
+        live = f"# with live objects from Python, which --config does not bring back: {self.user_objects}\n"
+        return (live if self.user_objects else "") + dump(self.user_config)
 
     def label(self) -> dict[str, Any]:
         """What weights are labelled with: the settings, and what of the data they mean nothing without."""
@@ -87,12 +89,12 @@ class Settled:
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
         sizes = {"num_classes": source.num_classes, "outputs": source.outputs}
         tokens = {"vocabulary": source.vocabulary.mark()} if source.vocabulary else {}
-        return settings(self.words) | {"learned": source.learned(), "built_for": network | sizes | tokens}
+        return settings(self.user_config) | {"learned": source.learned(), "built_for": network | sizes | tokens}
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
-        written = sorted(self.words.explicit - OF_THE_COMMAND)
-        facts = {"settings": self.label(), "written": written, "pins": self.pins}
+        written = sorted(self.user_config.explicit - OF_THE_COMMAND)
+        facts = {"settings": self.label(), "written": written, "pins": self.pinned}
         return facts | {"samples": self.plan.batches.samples, "data": self.mark}
 
     @property
@@ -106,55 +108,57 @@ class Settled:
     def same_length(self) -> bool:
         """Whether the run is as long as when its checkpoint was written."""
         stored = self.start.manifest["settings"] if self.start.manifest else None
-        return stored is not None and all(self.words.get(key) == stored[key] for key in _LENGTH)
+        return stored is not None and all(self.user_config.get(key) == stored[key] for key in _LENGTH)
 
 
-def settle(
+def resolve_spec(
     config: Config,
     choice: Choice,
     world: World,
     *,
     source: Source | None = None,
-    brought: "Brought | None" = None,
-) -> Settled:
+    user_objects: "UserObjects | None" = None,
+) -> RunSpec:
     """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
 
     Args:
         source: the dataset, where it has been loaded already.
-        brought: live objects, in place of what the settings name.
+        user_objects: live objects, in place of what the settings name.
 
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
     """
-    start = agreed_start(config, world)
-    pins: dict[str, Any] = {}
-    words = config
+    start = agree_on_start(config, world)
+    pinned: dict[str, Any] = {}
+    user_config = config
     if start.manifest:
-        pins = start.manifest["pins"]
+        pinned = start.manifest["pins"]
         origin = str(Path(str(start.checkpoint)).parents[1])
-        words = merged(config, start.manifest["settings"], start.manifest["written"], pins, origin)
+        user_config = merged(config, start.manifest["settings"], start.manifest["written"], pinned, origin)
     elif start.global_batch and not config.batch.global_size:
-        pins = {"global_batch_size": start.global_batch}
-    command, config = config, with_settings(words, _resolved(pins)) if pins else words
-    made = brought.made_by_name if brought else NAMING
+        pinned = {"global_batch_size": start.global_batch}
+    command, config = config, with_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
+    made = user_objects.parts_by_name if user_objects else NAMING
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=made)
-    source = together(world, lambda: _opened(config, choice, world, brought.source if brought else source))
+    source = together(
+        world, lambda: _open_source(config, choice, world, user_objects.source if user_objects else source)
+    )
     mark = together(world, lambda: mark_of(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.alike import check_same_data, check_same_machine  # late: alone, nothing is compared
+        from multigpu_cli.run.data_check import check_same_data, check_same_machine  # late: alone, nothing is compared
 
         check_same_data(world, source, mark, config.data.name)
-    plan = _plan(words, config, choice, world, start, source, brought)
+    plan = _make_plan(user_config, config, choice, world, start, source, user_objects)
     if world.size > 1 and config.reproducibility.exact:
-        check_same_machine(world, exact_pins(plan))
-    raise_all(beyond_the_data(config, plan, source, start, mark))
+        check_same_machine(world, describe_machine(plan))
+    raise_all(check_data(config, plan, source, start, mark))
     model, task = config.model.name or source.model, config.task.name or source.task
-    return Settled(words, config, start, source, plan, model, task, mark, brought)
+    return RunSpec(user_config, config, choice, start, source, plan, model, task, mark, user_objects)
 
 
-def _opened(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
+def _open_source(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
     """The dataset; what is wrong with it is told together with what is wrong with the device."""
-    wrong = list(beyond_the_device(config, choice, world))
+    wrong = list(check_device(config, choice, world))
     try:
         source = source or opened(config)
     except RequestError as error:
@@ -164,33 +168,33 @@ def _opened(config: Config, choice: Choice, world: World, source: Source | None)
     return source
 
 
-def with_batch(settled: Settled, size: int) -> Settled:
+def with_micro_batch(spec: RunSpec, size: int) -> RunSpec:
     """The same request with another micro-batch; the global batch, and so the schedule, stay as they are."""
-    batches = replace(settled.plan.batches, micro_batch=size)
-    return replace(settled, plan=replace(settled.plan, batches=batches))
+    batches = replace(spec.plan.batches, micro_batch=size)
+    return replace(spec, plan=replace(spec.plan, batches=batches))
 
 
-def with_measured_batch(settled: Settled, size: int, choice: Choice, world: World, because: str) -> Settled:
-    """What --batch-size auto has found before the first step: it settles the global batch too, if nobody fixed one."""
-    config = with_settings(settled.config, {"batch_size": size})
-    plan = _plan(settled.words, config, choice, world, settled.start, settled.source, settled.brought)
-    return replace(settled, config=config, plan=replace(plan, size_because=because))
+def with_measured_batch(spec: RunSpec, size: int, world: World, because: str) -> RunSpec:
+    """What --batch-size auto has found before the first step: it decides the global batch too, if nobody fixed one."""
+    config = with_settings(spec.config, {"batch_size": size})
+    plan = _make_plan(spec.user_config, config, spec.placement, world, spec.start, spec.source, spec.user_objects)
+    return replace(spec, config=config, plan=replace(plan, size_because=because))
 
 
-def _resolved(pins: dict[str, Any]) -> dict[str, Any]:
+def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:
     """Settings that stand for the pins: accumulation is derived anew from the number of workers."""
-    found = {key: value for key, value in pins.items() if key in SETTINGS} | {"grad_accum_steps": None}
-    return found | ({"base_lr": None} if "lr" in pins else {})
+    values = {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
+    return values | ({"base_lr": None} if "lr" in pinned else {})
 
 
-def _plan(
-    words: Config,
+def _make_plan(
+    user_config: Config,
     config: Config,
     choice: Choice,
     world: World,
     start: Start,
     source: Source,
-    brought: "Brought | None",
+    user_objects: "UserObjects | None",
 ) -> Plan:
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
     size, whole = source.pieces or (config.batch.size, config.batch.global_size)
@@ -203,11 +207,11 @@ def _plan(
         global_batch=whole,
         drop_last=config.batch.drop_last,
     )
-    rate = _rate(config, batches, brought, pinned=start.manifest is not None)
+    rate = _resolve_rate(config, batches, user_objects, pinned=start.manifest is not None)
     number = agreed_format(config.precision.amp, world, choice.devices)
     here = len(choice.devices) if choice.launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
-    given = words.rate.lr is not None
+    given = user_config.rate.lr is not None
     return Plan(
         where=f"{choice.strategy}{' with --exact' if config.reproducibility.exact else ''}: {choice.because}",
         strategy=choice.strategy,
@@ -223,39 +227,39 @@ def _plan(
             warmup_epochs=config.rate.warmup_epochs,
             args=config.rate.args,
         ),
-        base_lr=None if given else words.rate.base_lr or BASE_LR[config.optimizer.name],
+        base_lr=None if given else user_config.rate.base_lr or BASE_LR[config.optimizer.name],
         base_batch_size=config.rate.base_batch_size,
         precision=number.name,
         precision_because="as the run was started with" if start.manifest else number.because,
         contents=f"{name} on {config.data.name} ({source.remark}{source.samples:,} training samples), {task}",
         start=start.because,
-        idle=_without_effect(config, choice, brought),
+        idle=_list_unused_flags(config, choice, user_objects),
         save_dir=start.folder,
         epochs=epochs,
         size_because="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=share_threads(here, cores(), exact=config.reproducibility.exact),
-        compiled=_compiled(config, choice),
+        compiled=_describe_compile(config, choice),
     )
 
 
-def _compiled(config: Config, choice: Choice) -> str:
+def _describe_compile(config: Config, choice: Choice) -> str:
     mode, overlaps = config.model.compile, choice.strategy == "ddp" and not config.reproducibility.exact
     pieces = ", inside DDP: in pieces that end with its buckets, so that these travel during backward"
     return "" if mode == "off" else mode + (pieces if overlaps else "")
 
 
-def _without_effect(config: Config, choice: Choice, brought: "Brought | None") -> list[str]:
+def _list_unused_flags(config: Config, choice: Choice, user_objects: "UserObjects | None") -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
-    if not brought:
+    if not user_objects:
         about_data -= inspect.signature(maker_of(config)).parameters.keys()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
     said = [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & config.explicit)]
-    return said + sorted(brought.ddp if brought and about_ddp else ())
+    return said + sorted(user_objects.ddp if user_objects and about_ddp else ())
 
 
-def _rate(config: Config, batches: BatchPlan, brought: "Brought | None", *, pinned: bool) -> Rate:
+def _resolve_rate(config: Config, batches: BatchPlan, user_objects: "UserObjects | None", *, pinned: bool) -> Rate:
     rate = settle_rate(
         given=config.rate.lr,
         base=config.rate.base_lr,
@@ -264,8 +268,8 @@ def _rate(config: Config, batches: BatchPlan, brought: "Brought | None", *, pinn
         rule=config.rate.scaling,
         optimizer=config.optimizer.name,
     )
-    if brought and brought.optimizer:
-        return rate._replace(because=f"{rate.value:.4g}, {brought.rate_because()}")
+    if user_objects and user_objects.optimizer:
+        return rate._replace(because=f"{rate.value:.4g}, {user_objects.explain_rate()}")
     return rate._replace(because=f"{rate.value:.4g}, as the run was started with") if pinned else rate
 
 

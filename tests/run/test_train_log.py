@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from multigpu_cli.run import figures, parts
-from multigpu_cli.run.figures import of_all
-from multigpu_cli.run.record import peak_memory
+from multigpu_cli.run import session, train_log
+from multigpu_cli.run.train_log import combine_ranks, peak_memory
 from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import stored
 from tests.own import sentences, tensors
-from tests.run.test_tracing import plain
+from tests.run.test_profile import plain
 from tests.trained import trained
 
 NAN = math.nan
@@ -31,7 +30,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 def test_waits_are_told_apart() -> None:
     """Ten steps of 100 ms; rank 0 waits 30 ms of each for the others, rank 1 10 ms."""
     rows = [(100.0, 0.1, 0.03, NAN, 0.7), (200.0, 0.3, 0.01, NAN, 0.9)]
-    fields = of_all(rows, {"step_ms": 100.0}, 10)
+    fields = combine_ranks(rows, {"step_ms": 100.0}, 10)
     assert fields == {
         "data_wait_share": pytest.approx(0.2),
         "comm_share": pytest.approx(0.1),
@@ -43,45 +42,48 @@ def test_waits_are_told_apart() -> None:
 
 
 def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
-    fields = of_all([(100.0, 0.0, NAN, NAN, 0.0)], {"step_ms": 5.0}, 2)
+    fields = combine_ranks([(100.0, 0.0, NAN, NAN, 0.0)], {"step_ms": 5.0}, 2)
     assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100], "cpu_utilisation": [0.0]}
 
 
 def test_a_worker_tells_what_it_measured_of_itself() -> None:
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(waited=lambda: None),
-        meters=SimpleNamespace(waited=lambda reason: {"data_wait": 0.5}[reason], at_work=lambda: 6.0),
-        noise=SimpleNamespace(small_norm=lambda: 2.5),
+        observer=SimpleNamespace(
+            meters=SimpleNamespace(waited=lambda reason: {"data_wait": 0.5}[reason], at_work=lambda: 6.0),
+            noise=SimpleNamespace(small_norm=lambda: 2.5),
+        ),
         plan=SimpleNamespace(threads=4),
         world=World(torch.device("cpu")),
     )
-    told = figures.mine(run, 1000)
+    told = train_log.measure_rank(run, 1000)
     assert told.dtype == torch.float64
     assert told.tolist() == pytest.approx([1000, 0.5, NAN, 2.5, 6 / 4], nan_ok=True)
 
 
 def test_a_gpu_adds_its_own() -> None:
-    fields = of_all([(1.0, 0.0, NAN, NAN, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
+    fields = combine_ranks([(1.0, 0.0, NAN, NAN, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
     assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
     assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
 
 
 def test_what_nvml_does_not_say_is_told_once() -> None:
-    run: Any = SimpleNamespace(unseen=frozenset(), world=SimpleNamespace(rank=0), sampler=SimpleNamespace(missing="x"))
+    log = SimpleNamespace(unknown_gpu_fields=frozenset(), sampler=SimpleNamespace(missing="x"))
+    run: Any = SimpleNamespace(log=log, world=SimpleNamespace(rank=0))
     usual = {"gpu_utilisation": [1.0, 1.0], "gpu_power": [1.0, 1.0], "loss": None}
-    assert figures.describe_new_unknowns(run, {"loss": None}) == "", "no GPU, no gap"
-    assert figures.describe_new_unknowns(run, usual) == ""
+    assert train_log.describe_new_unknowns(run, {"loss": None}) == "", "no GPU, no gap"
+    assert train_log.describe_new_unknowns(run, usual) == ""
     gap = usual | {"gpu_power": [1.0, None], "gpu_utilisation": [1.0, None]}
-    assert figures.describe_new_unknowns(run, gap) == (
+    assert train_log.describe_new_unknowns(run, gap) == (
         "gpu_utilisation, gpu_power of the GPU of rank 1: not known, null in the journal"
     )
     assert (
-        figures.describe_new_unknowns(run, gap)
-        == figures.describe_new_unknowns(run, usual)
-        == figures.describe_new_unknowns(run, gap)
+        train_log.describe_new_unknowns(run, gap)
+        == train_log.describe_new_unknowns(run, usual)
+        == train_log.describe_new_unknowns(run, gap)
         == ""
     )
-    assert "gpu_power of the GPU of rank 0: not known (x)" in figures.describe_new_unknowns(
+    assert "gpu_power of the GPU of rank 0: not known (x)" in train_log.describe_new_unknowns(
         run, gap | {"gpu_power": [None, None]}
     )
 
@@ -89,7 +91,7 @@ def test_what_nvml_does_not_say_is_told_once() -> None:
 def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for room in (figures, parts):
+    for room in (train_log, session):
         monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
     flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "epochs": 2}
     flags |= {"batch_size": 10, "log_interval": 3}  # an epoch
@@ -133,7 +135,7 @@ def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, worke
     Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two. With 25 in
     a step the last one of an epoch has 10.
     """
-    flags: dict[str, Any] = {"model": "tests.run.test_tracing:plain", "lr": 1e-2}
+    flags: dict[str, Any] = {"model": "tests.run.test_profile:plain", "lr": 1e-2}
     flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 12, "log_interval": 2}
     trained(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.own:OneSample"})
     line = last_line(tmp_path / "a")
@@ -154,7 +156,7 @@ def test_tokens_that_do_not_count_do_not_hide_the_noise(tmp_path: Path) -> None:
 def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> None:
     """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
     flags = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30", "weight_decay": "0"}
-    flags |= {"model": "tests.run.test_tracing:plain", "warmup_epochs": "0", "schedule": "constant"}
+    flags |= {"model": "tests.run.test_profile:plain", "warmup_epochs": "0", "schedule": "constant"}
     ended = trained(2, save_dir=str(tmp_path), **flags)
     assert not ended.error
     line = last_line(tmp_path)
