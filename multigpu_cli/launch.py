@@ -58,7 +58,7 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     config = with_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:
-        _run_to_the_end(config, choice, screen, run_folder)
+        _run_until_done(config, choice, screen, run_folder)
     except WorkersFailed as failed:
         reports = run_folder.glob("logs/crash_*.txt")
         if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
@@ -71,26 +71,26 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     return read_summary(run_folder) or {}
 
 
-def _run_to_the_end(config: Config, choice: Choice, screen: str, run_folder: Path) -> None:
+def _run_until_done(config: Config, choice: Choice, screen: str, run_folder: Path) -> None:
     """Start again after out-of-memory, beside --max-restarts: the workers have left word of smaller micro-batches."""
     while True:
         before = read_note(run_folder)
         try:
-            return _run_workers(config, choice, screen)
+            return _run_training(config, choice, screen)
         except WorkersFailed:
             if read_note(run_folder) == before:
                 raise
 
 
-def _run_workers(config: Config, choice: Choice, screen: str) -> None:
+def _run_training(config: Config, choice: Choice, screen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
         flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        _run_front_doors(choice, flags, max_restarts=config.fault.max_restarts)
+        _launch_cli(choice, flags, max_restarts=config.fault.max_restarts)
 
 
-def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run the front door with these words in one process, and wait for it; what it printed.
 
     Raises:
@@ -111,7 +111,7 @@ def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return printed
 
 
-def run_workers(choice: Choice, argv: Sequence[str]) -> None:
+def run_cli_in_workers(choice: Choice, argv: Sequence[str]) -> None:
     """Run the front door with these words in `choice.launch` processes on this machine, and wait for them.
 
     Raises:
@@ -119,17 +119,17 @@ def run_workers(choice: Choice, argv: Sequence[str]) -> None:
         KeyboardInterrupt: a signal ended them.
     """
     try:
-        _run_front_doors(choice, argv, max_restarts=0)
+        _launch_cli(choice, argv, max_restarts=0)
     except SignalException as stopped:
         raise KeyboardInterrupt from stopped
 
 
-def _run_front_doors(choice: Choice, argv: Sequence[str], *, max_restarts: int) -> None:
+def _launch_cli(choice: Choice, argv: Sequence[str], *, max_restarts: int) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        _launch(_agent(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
+        _launch(_build_launch_config(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
 
 
-def run_function(
+def run_in_workers(
     choice: Choice, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
     """Call a function of some module with these arguments in `choice.launch` processes; what each rank returned.
@@ -138,10 +138,10 @@ def run_function(
         WorkersFailed: some call raised, or its process ended.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        return _launch(_agent(choice, max_restarts, logs), choice, function, *arguments)
+        return _launch(_build_launch_config(choice, max_restarts, logs), choice, function, *arguments)
 
 
-def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
+def _build_launch_config(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -163,10 +163,10 @@ def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | st
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent leaves its own behind
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible_devices(choice, before)
         return elastic_launch(launch, entry)(*arguments) or {}
     except ChildFailedError as failure:
-        raise _told(failure, speaks=isinstance(entry, str)) from failure
+        raise _worker_error(failure, speaks=isinstance(entry, str)) from failure
     finally:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             for number, handler in handlers.items():
@@ -178,7 +178,7 @@ def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | st
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _told(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
+def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     """The exit code of the first worker that failed; one that a signal ended could not say so itself.
 
     The agent ends the others with SIGTERM: they come last, whatever their clocks say.
@@ -197,7 +197,7 @@ def _told(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 
 
-def _visible(choice: Choice, before: str | None) -> str:
+def _visible_devices(choice: Choice, before: str | None) -> str:
     """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees, nothing where that is the CPU."""
     if choice.devices[0].type == "cpu":
         return ""

@@ -241,7 +241,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (low_floors_know_no_torch, "main_multi_gpu.py", "def late():\n    import torch"),
     (low_floors_know_no_torch, HOME, "import torch"),
     (functions_are_short, HOME, LONG.removesuffix("    x = 1\n")),
-    (only_the_console_prints, "multigpu_cli/commands/doctor.py", "print('fine')"),
+    (only_the_console_prints, "multigpu_cli/commands/doctor/doctor.py", "print('fine')"),
     (the_environment_is_read_in_one_place, HOME, "os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),

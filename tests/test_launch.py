@@ -17,7 +17,7 @@ from multigpu_cli.config import environment
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.stop import interruptible
-from multigpu_cli.launch import WorkersFailed, run_alone, run_workers, self_launch
+from multigpu_cli.launch import WorkersFailed, run_cli, run_cli_in_workers, self_launch
 from multigpu_cli.runtime.devices import Choice
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
@@ -196,7 +196,7 @@ def test_a_signal_ends_a_command_whose_workers_it_ended_and_the_agent_keeps_no_h
     agent.ending, before = end, signal.getsignal(signal.SIGINT)
     (tmp_path / "request.yaml").touch()
     with pytest.raises(KeyboardInterrupt):
-        run_workers(ON_CPU, ["bench", "--config", str(tmp_path / "request.yaml")])
+        run_cli_in_workers(ON_CPU, ["bench", "--config", str(tmp_path / "request.yaml")])
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -212,7 +212,7 @@ time.sleep(60)"""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "_FRONT_DOOR", tmp_path / "door.py")
     with pytest.raises(KeyboardInterrupt), interruptible():
-        run_alone([], os.environ)
+        run_cli([], os.environ)
     assert (tmp_path / "ended").exists()
 
 

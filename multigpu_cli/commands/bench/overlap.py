@@ -1,0 +1,140 @@
+"""How much of the reduction backward hides: DDP's overlapped one against a single explicit one, in turns.
+
+A timer around communication that overlaps with backward measures both at once, and leaving the reduction out would let
+the replicas drift apart. So every other optimizer step reduces all gradients at once after backward, in a time that can
+be measured; what an overlapped step takes beyond an explicit one without that time is what nothing hides.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from multigpu_cli.commands.plan.measure import (
+    build_rehearsed,
+    crowd,
+    iterate_micro_batches,
+    limit_threads,
+    threads_per_worker,
+)
+from multigpu_cli.config.schema import Config
+from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.run.learner import Learner
+from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.devices import Choice, cuda, usable_gpus, visible_gpus
+from multigpu_cli.runtime.world import Rendezvous, joined
+
+_STEPS, _WARM_UP = 40, 6
+_LONGEST_WAIT = 300.0  # seconds
+_RESULT = "overlap.json"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The reduction of one step, in milliseconds; of the worker that waits least, the others wait for slower ones.
+
+    Attributes:
+        reduction: of one explicit all-reduce of all gradients after backward.
+        exposed: what overlap leaves of it; below zero within the noise.
+    """
+
+    reduction: float
+    exposed: float
+
+
+def measure_overlap(config: Config, workers: int) -> Overlap | None:
+    """Measure it in so many processes; None where gradients do not travel as DDP's plain all-reduce."""
+    wire = config.communication
+    if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
+        return None
+    devices = cuda(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
+    with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as folder:
+        crowd(config, Choice("ddp", devices, workers, "bench"), "bench", Path(folder))
+        return Overlap(**json.loads(Path(folder, _RESULT).read_text()))
+
+
+def median_overlap(seen: list[Overlap | None]) -> Overlap | None:
+    """The medians of several measurements of the same."""
+    found = [each for each in seen if each]
+    if not found:
+        return None
+    return Overlap(
+        statistics.median(each.reduction for each in found), statistics.median(each.exposed for each in found)
+    )
+
+
+def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
+    """Be one of the processes; rank 0 writes the result down.
+
+    Raises:
+        TrainingError: as a training would, or the replicas have drifted apart.
+    """
+    device = torch.device("cuda", meeting.local_rank) if visible_gpus() else torch.device("cpu")
+    with joined(meeting, device, timeout=_LONGEST_WAIT) as world:
+        learner, _ = build_rehearsed(config, Choice("ddp", (device,), 0, "bench"), world, str(folder / "run"))
+        with closing(learner.train), limit_threads(threads_per_worker(world.size)):
+            mine = compare_reductions(learner, _STEPS)
+        check_replicas(learner.kept.model, world, _STEPS)
+        everyone = torch.stack(gathered(world, torch.tensor(mine, dtype=torch.float64, device=device)))
+        reduction, exposed = (1e3 * seconds for seconds in everyone.amin(0).tolist())
+        if world.main:
+            (folder / _RESULT).write_text(json.dumps(asdict(Overlap(reduction, exposed))))
+
+
+def compare_reductions(learner: Learner, steps: int) -> tuple[float, float]:
+    """Seconds of the explicit reduction, and of what overlap leaves; the odd steps are the explicit ones."""
+    device = learner.world.device
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    stream = iterate_micro_batches(learner)
+    overlapped: list[float] = []
+    apart: list[float] = []
+    reductions: list[float] = []
+    for number in range(steps + _WARM_UP):
+        explicit, batch = number % 2 == 1, next(stream)
+        learner.set_rates(min(number, learner.plan.schedule.total_steps - 1))
+        dist.barrier()
+        wait()
+        began = time.perf_counter()
+        learner.strategy.begin(learner.world.size)
+        seed_micro_batch(0, number, batch.index, device)
+        with learner.strategy.accumulating(last=not explicit):
+            with learner.precision.autocast():
+                loss = learner.task.loss_sum(learner.strategy.callable, batch)
+            learner.precision.backward(loss, learner.strategy.loss_factor / (len(batch.indices) * learner.world.size))
+        wait()
+        reduced = _reduce_gradients(learner, wait) if explicit else (0.0, 0.0)
+        ended = time.perf_counter()
+        learner.strategy.micro_batch_done(learner.world.rank)
+        learner.strategy.finish(idle=False)
+        _, skipped = learner.precision.commit(learner.kept.optimizer, learner.trained, 1.0)
+        learner.strategy.undo(skipped)
+        if number >= _WARM_UP:
+            (apart if explicit else overlapped).append(ended - began - reduced[0])
+            reductions += [reduced[1]] if explicit else []
+    return statistics.median(reductions), statistics.median(overlapped) - statistics.median(apart)
+
+
+def _reduce_gradients(learner: Learner, wait: Callable[[], None]) -> tuple[float, float]:
+    """Average all gradients over the workers; the seconds of it all, and of the all-reduce alone."""
+    began = time.perf_counter()
+    gradients = [p.grad for p in learner.trained if p.grad is not None]
+    flat = _flatten_dense_tensors(gradients)
+    wait()
+    ready = time.perf_counter()
+    dist.all_reduce(flat)
+    wait()
+    reduced = time.perf_counter() - ready
+    flat /= learner.world.size
+    for gradient, mean in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+        gradient.copy_(mean)
+    wait()
+    return time.perf_counter() - began, reduced

@@ -1,0 +1,166 @@
+"""How fast and how right this machine's processes add up tensors: real all-reduces between real workers."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.launch import run_cli_in_workers
+from multigpu_cli.runtime.collectives import greatest
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+
+RESULT = "wire.json"
+_ROUNDS = 5
+_SMALL = 8  # bytes
+_SIZES = {"cpu": (2**18, 2**20, 2**24), "cuda": (2**20, 2**24, 2**28)}  # bytes
+_MOST_IN_PAIRS = 8  # workers: 28 pairs
+
+
+def measure_allreduce(world: World) -> dict[str, Any]:
+    """What every worker measures together; the same on all ranks, but for rank 0's clock.
+
+    Returns:
+        backend, workers, wrong (ranks whose sums were wrong), latency (seconds), by_size ([bytes, seconds]), and pairs
+        ([one, other, seconds, wrong]) where there are more than two workers.
+    """
+    sizes = _SIZES["cuda" if world.device.type == "cuda" else "cpu"]
+    wrong = greatest(world, [float(world.rank == rank and not _sums_correctly(world)) for rank in range(world.size)])
+    return {
+        "backend": dist.get_backend(),
+        "workers": world.size,
+        "wrong": [rank for rank, found in enumerate(wrong) if found],
+        "latency": _time_allreduce(world, _SMALL),
+        "by_size": [[size, _time_allreduce(world, size)] for size in sizes],
+        "pairs": list(_measure_pairs(world, sizes[1])) if 2 < world.size <= _MOST_IN_PAIRS else [],
+    }
+
+
+def write(world: World, folder: Path) -> None:
+    """Measure, and let rank 0 leave the result in a folder."""
+    found = measure_allreduce(world)
+    if world.main:
+        (folder / RESULT).write_text(json.dumps(found))
+
+
+def launch_measurement(choice: Choice) -> dict[str, Any]:
+    """Have `choice.launch` real workers measure.
+
+    Raises:
+        WorkersFailed: they could not.
+    """
+    with tempfile.TemporaryDirectory(prefix="multigpu-wire-") as folder:
+        run_cli_in_workers(choice, ["doctor", "--multi-gpu", "ddp", "--results", folder])
+        found: dict[str, Any] = json.loads(Path(folder, RESULT).read_text())
+    return found
+
+
+def judge_allreduce(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the measurements say.
+
+    The bus bandwidth is what each connection carried: 2 (n-1)/n times the bytes, per second, as nccl-tests have it.
+    """
+    workers, name = found["workers"], f"all-reduce ({found['backend']})"
+    size, seconds = found["by_size"][-1]
+    bus = 2 * (workers - 1) / workers * size / seconds
+    said = f"{workers} workers: {1e6 * found['latency']:.0f} µs for {_SMALL} bytes, "
+    said += f"{_format_rate(bus)} over {size / 2**20:.0f} MiB"
+    if found["wrong"]:
+        ranks = ", ".join(map(str, found["wrong"]))
+        said += f"\nthe sum was wrong on ranks {ranks}"
+        yield Finding(name, "fail", said, "NCCL_P2P_DISABLE=1 shows whether peer access is to blame", dict(found))
+    else:
+        yield Finding(name, "ok", f"{said}, sums are right", "", dict(found))
+    if not found["pairs"]:
+        return
+    usual = statistics.median(seconds for *_, seconds, _ in found["pairs"])
+    bad = [pair for pair in found["pairs"] if pair[3]]
+    slow = [pair for pair in found["pairs"] if pair[2] > 2 * usual]
+    text = ", ".join(
+        f"{one}-{other} {'wrong' if wrong else _format_rate(_pair_message_bytes(found) / s)}"
+        for one, other, s, wrong in bad + slow
+    )
+    if bad or slow:
+        more = f"usual {_format_rate(_pair_message_bytes(found) / usual)}, but {text}"
+        yield Finding("pairs", "fail" if bad else "warn", more, "look at these GPUs: nvidia-smi topo -m; dmesg")
+    else:
+        yield Finding(
+            "pairs", "ok", f"{len(found['pairs'])} pairs, each about {_format_rate(_pair_message_bytes(found) / usual)}"
+        )
+
+
+def check_host_to_device(device: torch.device) -> Finding:
+    """Host memory to GPU memory, pinned and pageable."""
+    size = 2**28
+    rates = {}
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    for kind in ("pinned", "pageable"):
+        here = torch.ones(size, dtype=torch.uint8, pin_memory=kind == "pinned")
+        seconds = []
+        for _ in range(_ROUNDS):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            there.copy_(here, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        rates[kind] = size / statistics.median(seconds)
+    said = ", ".join(f"{_format_rate(rate)} {kind}" for kind, rate in rates.items())
+    slow = rates["pinned"] < 5e9
+    fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
+    return Finding(f"host to GPU {device.index or 0}", "warn" if slow else "ok", said, fix, rates)
+
+
+def _sums_correctly(world: World) -> bool:
+    """A sum of whole numbers, exact in float32 whatever the order."""
+    place = torch.arange(100_003, dtype=torch.float32, device=world.device) % 997
+    value = place * (world.rank + 1)
+    dist.all_reduce(value)
+    return bool(torch.equal(value, place * (world.size * (world.size + 1) // 2)))
+
+
+def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = None) -> float:
+    """The median time of one all-reduce of so many bytes."""
+    value = torch.zeros(max(1, size // 4), dtype=torch.float32, device=world.device)
+    times = max(1, min(20, 2**22 // size))
+    wait: Callable[[], None] = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+    found = []
+    for _ in range(_ROUNDS + 1):
+        dist.barrier(group)
+        wait()
+        began = time.perf_counter()
+        for _ in range(times):
+            dist.all_reduce(value, group=group)
+        wait()
+        found.append((time.perf_counter() - began) / times)
+    return statistics.median(found[1:])  # the first one connects
+
+
+def _measure_pairs(world: World, size: int) -> Iterator[list[Any]]:
+    for one, other in combinations(range(world.size), 2):
+        group = dist.new_group([one, other])
+        seconds, wrong = 0.0, 0.0
+        if world.rank in (one, other):
+            seconds = _time_allreduce(world, size, group)
+            value = torch.full((size // 4,), float(world.rank + 1), device=world.device)
+            dist.all_reduce(value, group=group)
+            wrong = float(not torch.equal(value, torch.full_like(value, float(one + other + 2))))
+        found = greatest(world, [seconds, wrong])
+        dist.destroy_process_group(group)
+        yield [one, other, found[0], bool(found[1])]
+
+
+def _pair_message_bytes(found: Mapping[str, Any]) -> float:
+    """Of the messages between pairs; between two workers the bus carries as much as the message."""
+    return float(found["by_size"][1][0])
+
+
+def _format_rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"

@@ -1,0 +1,73 @@
+"""Whether a model fits on one device of this machine, and with which batch: by running it there."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.run.learner import Learner, build_learner
+from multigpu_cli.run.rehearsal import rehearse
+from multigpu_cli.run.settle import settle
+from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.sources import acts
+
+_GIB = 2.0**30
+
+
+def check_model(config: Config) -> Iterator[Finding]:
+    """Forward and backward passes of the micro-batch that is asked for, then of larger ones.
+
+    Raises:
+        RequestError: the settings can't be carried out at all.
+    """
+    if acts(config):
+        yield Finding("model", "ok", "it acts in environments: nothing to try before there are rollouts")
+        return
+    alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
+    choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    world = World(choice.devices[0])
+    with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
+        config = with_settings(config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"})
+
+        def build_with(size: object) -> Learner:
+            each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
+            learner = build_learner(settle(each, choice, world), choice, world)
+            with closing(learner.train):
+                rehearse(learner)
+                return learner
+
+        try:
+            if config.batch.size != "auto":
+                learner = build_with(config.batch.size)
+                yield _judge_batch_size(learner, int(config.batch.size))
+                if learner.world.device.type != "cuda":
+                    return
+            learner = build_with("auto")
+            batches = learner.plan.batches
+            reason = learner.plan.size_because or "the largest that is of use here"
+            yield Finding("largest batch", "ok", f"--batch-size {batches.micro_batch} a device: {reason}")
+        except RequestError:
+            raise
+        except TrainingError as error:
+            yield Finding("model", "fail", error.problem, error.remedy)
+
+
+def _judge_batch_size(learner: Learner, size: int) -> Finding:
+    parameters = sum(p.numel() for p in learner.kept.model.parameters())
+    said = f"{learner.settled.model}, {parameters:,} parameters"
+    device = learner.world.device
+    fits = learner.plan.batches.micro_batch
+    if fits < size:
+        fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
+        return Finding("model", "warn", f"{said}: --batch-size {size} does not fit, {fits} does", fix)
+    if device.type != "cuda":
+        return Finding("model", "ok", f"{said}: --batch-size {size} runs on the CPU; no GPU to try it on")
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return Finding("model", "ok", f"{said}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")

@@ -1,0 +1,299 @@
+"""What a plan rests on: the times and the memory of one worker, measured with the user's own model and data."""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from multigpu_cli.config.pinned import forgotten, with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import explicit_dump
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.launch import run_cli_in_workers
+from multigpu_cli.optimizers import set_rate
+from multigpu_cli.planning.memory import Memory, line_through
+from multigpu_cli.planning.speedup import Wire, Work, buckets
+from multigpu_cli.run.learner import Learner, build_learner
+from multigpu_cli.run.rehearsal import rehearse
+from multigpu_cli.run.settle import settle
+from multigpu_cli.run.tracing import Traced, traced
+from multigpu_cli.runtime.collectives import gathered, greatest
+from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.strategies.buckets import measured_cap
+from multigpu_cli.tasks.sources import of_samples
+
+_SECONDS, _WARM_UP = 3.0, 3
+_WINDOW, _WINDOWS = 8, 9  # steps, and at most so many of them
+_PHASES = 4
+_LONGEST_WAIT = 300.0  # seconds
+_RESULT = "work.json"
+
+
+@dataclass(frozen=True)
+class SingleWorkerProfile:
+    """One worker, measured.
+
+    Attributes:
+        works: the times of one of so many workers. On a CPU that many were at work at once, as far as there are cores:
+            they share its memory and its clock. On GPUs one stands for all.
+        wire: between those of a CPU, from their steps; None where no several of them were at work.
+        flops_per_sample: forward and backward.
+        note: what the rehearsal changed.
+    """
+
+    learner: Learner
+    works: dict[int, Work]
+    wire: Wire | None
+    memory: Memory
+    flops_per_sample: float
+    note: str
+
+
+def threads_per_worker(workers: int) -> int:
+    """CPU threads that each of so many workers has; a lone one keeps what the user set."""
+    return min(torch.get_num_threads(), cores()) if workers == 1 else max(1, cores() // workers)
+
+
+def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
+    """Build the model on one device and take some steps; nothing stays of them.
+
+    Raises:
+        RequestError, TrainingError: as a training would.
+    """
+    of_samples(config, "a forecast")
+    alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
+    choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    world = World(choice.devices[0])
+    with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
+        own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
+        learner, note = build_rehearsed(own, choice, world, folder)
+        with closing(learner.train):
+            size = learner.plan.batches.micro_batch
+            whole, half = traced(learner, size), traced(learner, max(1, size // 2))
+            if world.device.type == "cpu":
+                works, wire = _measure_on_cores(learner, config, counts)
+            else:
+                works, wire = dict.fromkeys(counts, _measure_alone(learner)), None
+            return SingleWorkerProfile(
+                learner, works, wire, _measure_memory(learner, whole, half), whole.flops_per_sample, note
+            )
+
+
+def _measure_on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict[int, Work], Wire | None]:
+    """The times of one of so many CPU workers, and the wire between the most of them that have a core each.
+
+    Beyond the cores: those of one that has a core to itself, and the wire between as many as there are.
+    """
+    works, wire = {}, None
+    for workers in counts:
+        if 1 < workers <= cores():
+            works[workers], wire = _measure_together(config, workers)
+        else:
+            with limit_threads(threads_per_worker(workers)):
+                works[workers] = _measure_alone(learner)
+    if wire is None and max(counts) > cores() > 1:
+        _, wire = _measure_together(config, cores())
+    return works, wire
+
+
+def _measure_alone(learner: Learner) -> Work:
+    data, forward, backward, commit = median_step(_time_steps(learner)[None])
+    return Work(data, forward, backward, commit, *_messages_of_step(learner))
+
+
+def _measure_together(config: Config, workers: int) -> tuple[Work, Wire]:
+    """So many processes at once, which take their steps together.
+
+    The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
+    full of the step, and the threads that carry the bytes have to be woken).
+    """
+    with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
+        choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
+        crowd(config, choice, "plan", Path(folder))
+        found = json.loads(Path(folder, _RESULT).read_text())
+    messages, after = tuple(found["messages"]), found["after"]
+    data, forward, backward, commit, *sent = found["seconds"]
+    points = list(zip(_message_sizes(messages, after), sent, strict=True))
+    reduction = sum(sent if after else sent[:-1])  # training sends no mere word
+    work = Work(data, forward, backward, commit, messages, after, reduction)
+    return work, Wire.measured("gloo, between steps", workers, points, overlaps=False)
+
+
+def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
+    """Bytes of what the crowd sends in a step: the messages of a training, or at the end a word for the latency."""
+    return [*messages, after or 8.0]
+
+
+def _messages_of_step(learner: Learner, world: World | None = None) -> tuple[tuple[float, ...], float]:
+    """Bytes of what a step sends: each message that is under way while backward goes on, and what follows it.
+
+    --bucket-cap-mb auto is measured where there is a world to measure it in.
+    """
+    config, model = learner.settled.config, learner.kept.model
+    gradient = sum(p.nbytes for p in learner.trained)
+    if config.reproducibility.exact:
+        return (), float(gradient + sum(buffer.nbytes for buffer in model.buffers()))
+    cap: Any = config.communication.bucket_cap_mb
+    if cap == "auto":
+        cap = measured_cap(model, world) if world else None
+    share = 0.5 if config.communication.grad_compression in ("fp16", "bf16") else 1.0
+    return tuple(share * size for size in buckets(gradient, cap)), 8.0 * sum(b.numel() for b in model.buffers())
+
+
+def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
+    """Have this command's part done in several processes, which leave their results in the folder.
+
+    Raises:
+        WorkersFailed: some process ended with a non-zero exit code.
+    """
+    own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": choice.launch})
+    request = folder / "request.yaml"
+    request.write_text(yaml.safe_dump(explicit_dump(replace(own, explicit=own.explicit | {"multi_gpu"}))))
+    run_cli_in_workers(choice, [command, "--config", str(request), "--results", str(folder)])
+
+
+def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
+    """Be one of a crowd: begin together with the others, and let rank 0 write down what was found."""
+    cpu = torch.device("cpu")
+    with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
+        own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
+        alone = World(cpu, local_size=world.size)  # among as many that want loader processes
+        learner, _ = build_rehearsed(own, Choice("single", (cpu,), 0, "plan"), alone, place)
+        with closing(learner.train), limit_threads(threads_per_worker(world.size)):
+            messages, after = _messages_of_step(learner, world)
+            words = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
+            everyone = torch.stack(gathered(world, _time_steps(learner, world, words)))
+        if world.main:
+            found = {"messages": messages, "after": after, "seconds": median_step(everyone)}
+            (folder / _RESULT).write_text(json.dumps(found))
+
+
+def build_rehearsed(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:
+    """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
+    settled = settle(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
+    learner = build_learner(settled, choice, world)
+    return learner, "; ".join(rehearse(learner))
+
+
+@contextmanager
+def limit_threads(wanted: int) -> Iterator[None]:
+    """So many CPU threads as long as the context lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def median_step(everyone: Tensor) -> list[float]:
+    """The mean times of some steps in a row, of those the ones that take the median time.
+
+    Args:
+        everyone: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that go in step
+            wait for the slowest of them, and the one that waits least in a message tells how long it takes.
+    """
+    own, sent = everyone[..., :_PHASES], everyone[..., _PHASES:]
+    slowest = own.sum(2).argmax(0)
+    steps = torch.cat([own[slowest, torch.arange(len(slowest))], sent.amin(0)], 1)
+    windows = steps[: len(steps) // _WINDOW * _WINDOW].unflatten(0, (-1, _WINDOW)).mean(1)
+    seconds: list[float] = windows[windows.sum(1).median(0).indices].tolist()
+    return seconds
+
+
+def _time_steps(learner: Learner, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
+    """Some seconds of steps after a warm-up: [steps, 4 + messages]; all workers of the world take as many.
+
+    An odd number of windows: one of them takes the median time.
+    """
+    rows = _steps(learner, world.size if world else 1, messages)
+    found = list(islice(rows, _WARM_UP))
+    began = time.perf_counter()
+    for window in range(1, _WINDOWS + 1):
+        found += islice(rows, _WINDOW)
+        spent = time.perf_counter() - began
+        spent = greatest(world, [spent])[0] if world else spent
+        if window % 2 and spent > _SECONDS:
+            break
+    return torch.tensor(found[_WARM_UP:], dtype=torch.float64)
+
+
+def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
+    """Take steps of one micro-batch each, with what the loop does around them, at rate zero.
+
+    Args:
+        workers: that share a step; with several, the changes of the buffers are gathered.
+        messages: summed over the workers after backward.
+
+    Yields:
+        seconds of a step: data, forward, backward, commit, then each message.
+    """
+    device, kept, strategy = learner.world.device, learner.kept, learner.strategy
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    stream = iterate_micro_batches(learner)
+    set_rate(kept.optimizer, 0.0)
+    marks: list[float] = []
+
+    def mark() -> None:
+        wait()
+        marks.append(time.perf_counter())
+
+    for number in count():
+        marks.clear()
+        mark()
+        batch = next(stream)
+        mark()
+        strategy.begin(workers)
+        seed_micro_batch(0, number, batch.index, device)
+        with learner.precision.autocast():
+            loss = learner.task.loss_sum(strategy.callable, batch)
+        mark()
+        learner.precision.backward(loss, 1.0 / len(batch.indices))
+        mark()
+        for message in messages:
+            dist.all_reduce(message)
+            mark()
+        strategy.micro_batch_done(batch.index)
+        strategy.finish(idle=False)
+        _, skipped = learner.precision.commit(kept.optimizer, learner.trained, 1.0)
+        strategy.undo(skipped)
+        mark()
+        data, forward, backward, *sent, commit = (later - earlier for earlier, later in pairwise(marks))
+        yield [data, forward, backward, commit, *sent]
+
+
+def iterate_micro_batches(learner: Learner) -> Iterator[Batch]:
+    """Those of this rank, epoch after epoch."""
+    epoch = 0
+    while True:
+        for work in learner.train.epoch(learner.plan.batches, epoch, 0, learner.world.rank, 1):
+            yield from work
+        epoch += 1
+
+
+def _measure_memory(learner: Learner, whole: Traced, half: Traced) -> Memory:
+    """Weights and buffers, gradients, the optimizer's state as it is after some steps, and what forward keeps."""
+    model = learner.kept.model
+    states = [value for state in learner.kept.optimizer.state.values() for value in state.values()]
+    points = [(each.samples, float(each.activations)) for each in (half, whole)]
+    fixed, slope = line_through(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
+    return Memory(
+        weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
+        gradients=sum(p.nbytes for p in learner.trained),
+        optimizer=sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
+        fixed=fixed,
+        per_sample=slope,
+    )

@@ -1,0 +1,162 @@
+"""What the selftest learns from optimizer steps: gradients, a resumed run, a run with --exact."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
+from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
+from multigpu_cli.engine import step
+from multigpu_cli.errors import RequestError
+from multigpu_cli.run.learner import Learner
+from multigpu_cli.run.parts import Run
+from multigpu_cli.runtime.collectives import from_main, gathered
+from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
+
+_LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
+
+
+def measure_reference(side: SelftestProcess, stack: ExitStack) -> Measured:
+    """Gradients by definition, without strategy and engine: the sum over micro-batches, divided by the samples seen."""
+    if side.world.size > 1:
+        return {}
+    learner = side.alone.learner()
+    stack.callback(learner.train.close)
+    last = learner.plan.batches.steps_per_epoch - 1
+    return {"first": _compute_definition(learner, 0), "last": _compute_definition(learner, last)}
+
+
+def _compute_definition(learner: Learner, number: int) -> Measured:
+    model, precision, seed = learner.kept.model, learner.precision, learner.config.reproducibility.seed
+    scale = _set_modest_scale(learner)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    missing: set[str] = set()
+    samples = seen = 0
+    whole = learner.plan.batches.samples_in(number) * learner.task.units_per_sample
+    for batch in next(learner.train.epoch(learner.plan.batches, 0, number, 0, 1)):
+        seed_micro_batch(seed, number, batch.index, learner.world.device)
+        with precision.autocast():
+            loss = learner.task.loss_sum(model, batch)
+        precision.backward(loss / whole)
+        samples += len(batch)
+        seen += int(learner.task.units(batch))
+        for name, parameter in named.items():
+            if parameter.grad is None:
+                missing.add(name)
+            else:
+                total[name] += parameter.grad / scale
+            parameter.grad = None
+    gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # by what was there
+    return {"gradient": gradient, "missing": sorted(missing), "samples": samples}
+
+
+def measure_gradients(side: SelftestProcess, stack: ExitStack) -> Measured:
+    """What the optimizer would be given in an epoch's first step, in its last, and with a limit that binds."""
+    run = side.run(stack, max_grad_norm="off")
+    start = run.kept.capture()
+    last = run.plan.batches.steps_per_epoch - 1
+    first_gradient, norm = _capture_gradient(run, 0)
+    run.kept.restore(start, "selftest")
+    last_gradient, _ = _capture_gradient(run, last)
+    run.kept.restore(start, "selftest")
+    limit = norm / 2
+    limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
+    run.settled = replace(run.settled, config=limited)
+    clipped, clipped_norm = _capture_gradient(run, 0)
+    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if side.world.main else {}
+    shares = [run.plan.batches.share(last, rank) for rank in range(run.plan.batches.workers)]
+    return tensors | {
+        "limit": limit,
+        "norm": clipped_norm,
+        "left_over": run.plan.batches.samples_in(last),
+        "shares": [sum(stop - start for _, start, stop in share) for share in shares],
+    }
+
+
+def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
+    """The gradient with which the optimizer is called in a step: reduced, unscaled, clipped; and the norm reported."""
+    _set_modest_scale(run)
+    named = {name: p for name, p in run.kept.model.named_parameters() if p.requires_grad}
+    seen: dict[str, Tensor] = {}
+
+    optimizer = run.kept.optimizer
+
+    def note(*_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
+        divisor = 1.0 if scale is None else scale.cpu()
+        seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
+
+    hook = optimizer.register_step_pre_hook(note)
+    batches = run.plan.batches
+    epoch = run.train.epoch(batches, 0, number, run.world.rank, run.strategy.lanes)
+    outcome = step(run, number, next(epoch))
+    hook.remove()
+    return seen, float(outcome.norm)
+
+
+def _set_modest_scale(learner: Learner) -> float:
+    """For fp16, start from a loss scale that does not overflow in the first step; returns it, 1 for other formats."""
+    state = learner.precision.state_dict()
+    if not state:
+        return 1.0
+    learner.precision.load_state_dict(state | {"scale": _LOSS_SCALE})
+    return _LOSS_SCALE
+
+
+def measure_resume(side: SelftestProcess, stack: ExitStack) -> Measured:
+    """A run of some steps, and one that is captured half-way and goes on in fresh parts."""
+    half = side.steps // 2
+    whole = side.run(stack)
+    advance(whole, half)
+    state = from_main(side.world, unpacked(packed(whole.kept.capture()), "selftest"))  # as a checkpoint would
+    advance(whole, side.steps)
+    again = side.run(stack)
+    again.kept.restore(state, "selftest")
+    advance(again, side.steps)
+    ends = [run.kept.capture() for run in (whole, again)]
+    return {
+        "whole": hash_state(ends[0]),
+        "resumed": hash_state(ends[1]),
+        "replica": fingerprint(ends[0]["model"]),
+        "apart": max_difference(ends[0]["model"], ends[1]["model"]),
+    }
+
+
+def measure_exact(side: SelftestProcess, stack: ExitStack) -> Measured:
+    """A run with --exact: its end, and the loss of every step."""
+    if not side.exact:
+        return {}
+    be_deterministic()
+    try:
+        run = side.run(stack, exact=True)
+        losses = advance(run, side.steps)
+    except RequestError as error:
+        return {"refused": error.problem}
+    except RuntimeError as error:  # torch names an operator that has no deterministic kernel
+        if "deterministic" not in str(error) or side.world.size > 1:
+            raise
+        return {"refused": str(error).splitlines()[0]}
+    assert run.val is not None
+    result = run.task.evaluate(run.kept.for_use(), run.val, side.world, run.precision, run.eval_batch)
+    return {"end": hash_state(run.kept.capture()), "losses": losses, "metrics": dict(result.metrics)}
+
+
+def advance(run: Run, until: int) -> list[float]:
+    """Optimizer steps up to number `until`; the mean loss of each."""
+    batches, progress, losses = run.plan.batches, run.progress, []
+    while progress.step < until:
+        epoch, first = divmod(progress.step, batches.steps_per_epoch)
+        for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+            sums = step(run, progress.step, work).slots(run.world.device)
+            losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
+            progress.step += 1
+            if progress.step == until:
+                break
+    return losses
