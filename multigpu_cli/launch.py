@@ -1,5 +1,6 @@
 """Starting one process per GPU ourselves, with torch's own elastic agent: what torchrun does, without typing it."""
 
+import atexit
 import logging
 import os
 import signal
@@ -8,7 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,10 +26,14 @@ from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
+from multigpu_cli.faults.causes import is_consequence
+from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.aside import quoted
 from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.parent import die_with_parent
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
+_GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -39,9 +45,8 @@ class WorkersFailed(TrainingError):
     """
 
     def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
-        super().__init__(
-            problem, remedy="the same command again: it goes on from the last checkpoint" if problem else ""
-        )
+        again = "the same command again: it goes on from the last checkpoint"
+        super().__init__(problem, remedy="" if killed is None else again)
         self.exit_code = exit_code
         self.killed = killed
 
@@ -105,9 +110,7 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             process.wait()
             raise
     if process.returncode:
-        failed = WorkersFailed(process.returncode, said.rpartition("error: ")[2].strip() or "the front door failed")
-        failed.remedy = ""  # its own stands in what it said
-        raise failed
+        raise WorkersFailed(process.returncode, said.rpartition("error: ")[2].strip() or "the front door failed")
     return printed
 
 
@@ -118,8 +121,15 @@ def run_cli_in_workers(choice: Choice, argv: Sequence[str]) -> None:
         WorkersFailed: some worker ended with a non-zero exit code.
         KeyboardInterrupt: a signal ended them.
     """
-    try:
+    with _raising_interrupts():
         _launch_cli(choice, argv, max_restarts=0)
+
+
+@contextmanager
+def _raising_interrupts() -> Iterator[None]:
+    """A signal that ended the workers ends the caller as Ctrl-C does."""
+    try:
+        yield
     except SignalException as stopped:
         raise KeyboardInterrupt from stopped
 
@@ -135,10 +145,28 @@ def run_in_workers(
     """Call a function of some module with these arguments in `choice.launch` processes; what each rank returned.
 
     Raises:
-        WorkersFailed: some call raised, or its process ended.
+        WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
+        KeyboardInterrupt: a signal ended them.
     """
-    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        return _launch(_build_launch_config(choice, max_restarts, logs), choice, function, *arguments)
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs, _raising_interrupts():
+        return _launch(_build_launch_config(choice, max_restarts, logs), choice, _call_in_worker, function, *arguments)
+
+
+def _call_in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it as a started process; whoever only lost its peers lets them tell their error first."""
+    die_with_parent()
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        if getattr(error, "consequence", False) or is_consequence(error):
+            time.sleep(_GRACE)
+        if not isinstance(error, TrainingError):
+            raise
+        elastic.write_error(os.environ, error.exit_code, str(error))
+        sys.exit(error.exit_code)
+    if function.__module__.startswith("multigpu_cli."):  # nobody else's exit handlers are passed over
+        atexit.register(os._exit, 0)  # past torch's exit, where gloo now and then aborts what is done
+    return result
 
 
 def _build_launch_config(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:

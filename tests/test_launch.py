@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.config import environment
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
-from multigpu_cli.launch import WorkersFailed, run_cli, run_cli_in_workers, self_launch
+from multigpu_cli.launch import WorkersFailed, run_cli, run_cli_in_workers, run_in_workers, self_launch
 from multigpu_cli.runtime.devices import Choice
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
@@ -239,3 +241,30 @@ def test_other_failures_beside_an_old_note_are_not(agent: Agent) -> None:
     agent.ending = failed((1, 1), (-15, 2))
     with pytest.raises(WorkersFailed):
         self_launch(asked(save_dir="run"), ON_CPU, "normal")
+
+
+def fail_on_rank_1() -> None:
+    """Rank 0 loses its peer before that peer's error is out."""
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("[127.0.0.1]:1234: Connection closed by peer")
+    time.sleep(0.5)
+    raise RequestError("--data nothing: planted", remedy="something")
+
+
+def test_the_error_of_a_called_function_is_that_of_the_rank_at_fault(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(WorkersFailed) as failed:
+        run_in_workers(ON_CPU, fail_on_rank_1)
+    assert str(failed.value) == "rank 1: --data nothing: planted\n  try: something"
+    assert failed.value.exit_code == 2
+    assert "planted" not in capfd.readouterr().err, "whoever started them says it, once"
+
+
+def test_a_signal_ends_the_caller_of_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: Any) -> None:
+        raise SignalException("told to stop", signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "elastic_launch", lambda config, entry: end)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_workers(ON_CPU, fail_on_rank_1)

@@ -1,5 +1,6 @@
 """The commands beside training: their options, and the functions that do the work; heavy imports are late."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,13 +42,15 @@ def selftest(
 ) -> int:
     """Check on your own model and data that 1 worker and several do the same; exit code 0 only if all holds."""
     from multigpu_cli.commands.requests import build_config
-    from multigpu_cli.commands.selftest.selftest import print_report, run_selftest, run_worker
 
     config = build_config(reject_idle_flags("selftest", values), context.obj)
+    from multigpu_cli.commands.selftest.selftest import print_report, run_selftest, run_worker  # torch loads here
+
     if results is not None:
         run_worker(config, Path(results), context.obj)
         return 0
-    report = run_selftest(config, steps, context.obj)
+    _refuse_launcher("selftest", context.obj)
+    report = run_selftest(config, steps)
     print_report(report, as_json=values["json"])
     return 0 if report.holds else FAILED
 
@@ -95,19 +98,15 @@ def export(
 
 @app.command(cls=Command)
 @with_train_options
-def doctor(
-    context: typer.Context, *, results: Annotated[str | None, typer.Option(hidden=True)] = None, **values: Any
-) -> int:
+def doctor(context: typer.Context, **values: Any) -> int:
     """Check this machine: versions, GPUs, connections, disk; and whether a model fits. Exit code 1: not fit."""
-    from multigpu_cli.commands.doctor.doctor import print_findings, run_checks, run_job_checks, run_worker
     from multigpu_cli.commands.requests import build_config
+
+    config = build_config(reject_idle_flags("doctor", values), context.obj)
+    from multigpu_cli.commands.doctor.doctor import print_findings, run_checks, run_job_checks  # torch loads here
     from multigpu_cli.faults.stop import interruptible
     from multigpu_cli.runtime.world import Rendezvous
 
-    config = build_config(reject_idle_flags("doctor", values), context.obj)
-    if results is not None:
-        run_worker(config, Path(results), context.obj)
-        return 0
     if meeting := Rendezvous.from_environment(context.obj):
         findings, code = run_job_checks(config, context.obj, meeting)
     else:
@@ -131,20 +130,16 @@ def plan(
     gpus_per_node: Annotated[str, typer.Option(metavar="N", help="workers on one machine")] = "8",
     price_per_gpu_hour: Annotated[str | None, typer.Option(metavar="X", help="for the cost of a run")] = None,
     noise_scale: Annotated[str | None, typer.Option(metavar="X", help="of the gradient, from a train line")] = None,
-    results: Annotated[str | None, typer.Option(hidden=True)] = None,
     **values: Any,
 ) -> None:
     """Forecast memory, time and cost of a run on several workers, from what one takes here."""
-    from multigpu_cli.commands.plan.measure import take_part
-    from multigpu_cli.commands.plan.plan import make_plan, parse_plan_request, print_plan, save_plan
     from multigpu_cli.commands.requests import build_config
-    from multigpu_cli.faults.stop import interruptible
-    from multigpu_cli.runtime.world import Rendezvous
 
     config = build_config(reject_idle_flags("plan", values), context.obj)
-    if meeting := Rendezvous.from_environment(context.obj):
-        take_part(config, _asked_for("plan", results), meeting)
-        return
+    _refuse_launcher("plan", context.obj)
+    from multigpu_cli.commands.plan.plan import make_plan, parse_plan_request, print_plan, save_plan  # torch loads here
+    from multigpu_cli.faults.stop import interruptible
+
     request = parse_plan_request(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
     with interruptible():
         forecast = make_plan(config, request)
@@ -163,21 +158,17 @@ def bench(
     repetitions: Annotated[str, typer.Option(metavar="N", help="runs on each number of workers")] = "3",
     out: Annotated[str, typer.Option(metavar="DIR", help="for bench.json and bench.png")] = "bench",
     data_only: Annotated[bool, typer.Option(help="loading alone, by the number of loader processes")] = False,
-    results: Annotated[str | None, typer.Option(hidden=True)] = None,
     **values: Any,
 ) -> None:
     """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
-    from multigpu_cli.commands.bench import bench as benchmark
-    from multigpu_cli.commands.bench.loading import measure_loading, print_loading
-    from multigpu_cli.commands.bench.overlap import take_part
     from multigpu_cli.commands.requests import build_config, parse_positive
-    from multigpu_cli.faults.stop import interruptible
-    from multigpu_cli.runtime.world import Rendezvous
 
     config = build_config(reject_idle_flags("bench", values), context.obj)
-    if meeting := Rendezvous.from_environment(context.obj):
-        take_part(config, _asked_for("bench", results), meeting)
-        return
+    _refuse_launcher("bench", context.obj)
+    from multigpu_cli.commands.bench import bench as benchmark  # torch loads here
+    from multigpu_cli.commands.bench.loading import measure_loading, print_loading
+    from multigpu_cli.faults.stop import interruptible
+
     length = None if steps is None else int(parse_positive("--steps", steps, whole=True))
     times = int(parse_positive("--repetitions", repetitions, whole=True))
     if data_only:
@@ -190,15 +181,12 @@ def bench(
     benchmark.print_benchmark(measured, files, as_json=values["json"])
 
 
-def _asked_for(command: str, results: str | None) -> Path:
-    """The folder that the command has named to its own workers.
+def _refuse_launcher(command: str, environ: Mapping[str, str]) -> None:
+    """Raises RequestError where torchrun has started this process."""
+    from multigpu_cli.runtime.world import Rendezvous
 
-    Raises:
-        RequestError: it has not; somebody else has started these.
-    """
-    if results is None:
+    if Rendezvous.from_environment(environ):
         raise RequestError(f"{command} under torchrun", remedy=f"without it: {command} starts its own workers")
-    return Path(results)
 
 
 @app.command(cls=Command)

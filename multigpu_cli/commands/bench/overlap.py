@@ -5,14 +5,12 @@ the replicas drift apart. So every other optimizer step reduces all gradients at
 be measured; what an overlapped step takes beyond an explicit one without that time is what nothing hides.
 """
 
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,22 +18,22 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from multigpu_cli.commands.plan.measure import (
     build_rehearsed,
-    crowd,
     iterate_micro_batches,
     limit_threads,
     threads_per_worker,
 )
+from multigpu_cli.config.pinned import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.learner import Learner
 from multigpu_cli.runtime.collectives import gathered
 from multigpu_cli.runtime.determinism import seed_micro_batch
-from multigpu_cli.runtime.devices import Choice, cuda, usable_gpus, visible_gpus
+from multigpu_cli.runtime.devices import Choice, choose, cores, cuda, usable_gpus, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, joined
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds
-_RESULT = "overlap.json"
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,7 @@ def measure_overlap(config: Config, workers: int) -> Overlap | None:
     if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
         return None
     devices = cuda(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
-    with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as folder:
-        crowd(config, Choice("ddp", devices, workers, "bench"), "bench", Path(folder))
-        return Overlap(**json.loads(Path(folder, _RESULT).read_text()))
+    return Overlap(*run_in_workers(Choice("ddp", devices, workers, "bench"), _run_worker, config)[0])
 
 
 def median_overlap(seen: list[Overlap | None]) -> Overlap | None:
@@ -72,22 +68,24 @@ def median_overlap(seen: list[Overlap | None]) -> Overlap | None:
     )
 
 
-def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
-    """Be one of the processes; rank 0 writes the result down.
+def _run_worker(config: Config) -> tuple[float, float]:
+    """Be one of the processes: milliseconds of the reduction, and of what overlap leaves.
 
     Raises:
         TrainingError: as a training would, or the replicas have drifted apart.
     """
-    device = torch.device("cuda", meeting.local_rank) if visible_gpus() else torch.device("cpu")
-    with joined(meeting, device, timeout=_LONGEST_WAIT) as world:
-        learner, _ = build_rehearsed(config, Choice("ddp", (device,), 0, "bench"), world, str(folder / "run"))
+    meeting = Rendezvous.here()
+    own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
+    choice = choose(own.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    device = choice.devices[0]
+    with joined(meeting, device, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as folder:
+        learner, _ = build_rehearsed(own, choice, world, folder)
         with closing(learner.train), limit_threads(threads_per_worker(world.size)):
-            mine = compare_reductions(learner, _STEPS)
+            seconds = compare_reductions(learner, _STEPS)
         check_replicas(learner.kept.model, world, _STEPS)
-        everyone = torch.stack(gathered(world, torch.tensor(mine, dtype=torch.float64, device=device)))
-        reduction, exposed = (1e3 * seconds for seconds in everyone.amin(0).tolist())
-        if world.main:
-            (folder / _RESULT).write_text(json.dumps(asdict(Overlap(reduction, exposed))))
+        all_ranks = torch.stack(gathered(world, torch.tensor(seconds, dtype=torch.float64, device=device)))
+        reduction, exposed = (1e3 * each for each in all_ranks.amin(0).tolist())
+        return reduction, exposed
 
 
 def compare_reductions(learner: Learner, steps: int) -> tuple[float, float]:

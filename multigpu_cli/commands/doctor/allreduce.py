@@ -1,24 +1,22 @@
 """How fast and how right this machine's processes add up tensors: real all-reduces between real workers."""
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from multigpu_cli.commands.doctor.findings import Finding
-from multigpu_cli.launch import run_cli_in_workers
+from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.runtime.collectives import greatest
-from multigpu_cli.runtime.devices import Choice
-from multigpu_cli.runtime.world import World
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import Rendezvous, World, joined
 
-RESULT = "wire.json"
+LONGEST_WAIT = 60.0  # seconds in a collective
 _ROUNDS = 5
 _SMALL = 8  # bytes
 _SIZES = {"cpu": (2**18, 2**20, 2**24), "cuda": (2**20, 2**24, 2**28)}  # bytes
@@ -44,23 +42,21 @@ def measure_allreduce(world: World) -> dict[str, Any]:
     }
 
 
-def write(world: World, folder: Path) -> None:
-    """Measure, and let rank 0 leave the result in a folder."""
-    found = measure_allreduce(world)
-    if world.main:
-        (folder / RESULT).write_text(json.dumps(found))
-
-
-def launch_measurement(choice: Choice) -> dict[str, Any]:
+def measure_in_workers(choice: Choice) -> dict[str, Any]:
     """Have `choice.launch` real workers measure.
 
     Raises:
         WorkersFailed: they could not.
     """
-    with tempfile.TemporaryDirectory(prefix="multigpu-wire-") as folder:
-        run_cli_in_workers(choice, ["doctor", "--multi-gpu", "ddp", "--results", folder])
-        found: dict[str, Any] = json.loads(Path(folder, RESULT).read_text())
-    return found
+    measured: dict[str, Any] = run_in_workers(choice, _run_worker)[0]
+    return measured
+
+
+def _run_worker() -> dict[str, Any]:
+    meeting = Rendezvous.here()
+    choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    with joined(meeting, choice.devices[0], timeout=LONGEST_WAIT) as world:
+        return measure_allreduce(world)
 
 
 def judge_allreduce(found: Mapping[str, Any]) -> Iterator[Finding]:

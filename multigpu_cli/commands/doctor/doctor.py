@@ -19,10 +19,9 @@ from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous, grouped, joined, met
+from multigpu_cli.runtime.world import Rendezvous, grouped, met
 
 _HOME = "checkpoints"
-_LONGEST_WAIT = 60.0  # seconds in a collective
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
 
 
@@ -55,7 +54,7 @@ def run_job_checks(config: Config, environ: Mapping[str, str], meeting: Rendezvo
     choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     if blocked := nodes.check_store_connection(meeting):
         return [blocked], FAILED
-    world, store = met(meeting, choice.devices[0], timeout=_LONGEST_WAIT)
+    world, store = met(meeting, choice.devices[0], timeout=allreduce.LONGEST_WAIT)
     assert world.store is not None
     here: list[Finding] = []
     if world.local_rank == 0:
@@ -65,7 +64,7 @@ def run_job_checks(config: Config, environ: Mapping[str, str], meeting: Rendezvo
     if any(finding.verdict == "fail" for finding in found[len(here) :]):
         found.append(Finding("all-reduce", "not checked", "first what is above"))
     else:
-        with grouped(world, store, timeout=_LONGEST_WAIT):
+        with grouped(world, store, timeout=allreduce.LONGEST_WAIT):
             found += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
     code = FAILED if any(finding.verdict == "fail" for finding in found) else 0
     return found if world.main else [], nodes.agree_on_exit_code(world, code)
@@ -109,14 +108,6 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
     print("\n".join(format_findings(findings)))
 
 
-def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None:
-    """Take part in the measurements, as one of the workers."""
-    meeting = Rendezvous.from_environment(environ)
-    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
-    with joined(meeting, choice.devices[0], timeout=_LONGEST_WAIT) as world:
-        allreduce.write(world, folder)
-
-
 def _list_peer_access(count: int) -> list[list[bool]] | None:
     if count < 2:
         return None
@@ -139,7 +130,7 @@ def _check_allreduce(choice: Choice) -> Iterator[Finding]:
         count = max(2, choice.launch)
         choice = Choice("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
-        found = allreduce.launch_measurement(choice)
+        found = allreduce.measure_in_workers(choice)
     except WorkersFailed as failed:
         said = f"{choice.launch} workers could not add up tensors: {failed.problem or 'see above'}"
         yield Finding("all-reduce", "fail", said, "NCCL_DEBUG=INFO before the same command shows where it ended")

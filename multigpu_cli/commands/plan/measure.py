@@ -1,6 +1,5 @@
 """What a plan rests on: the times and the memory of one worker, measured with the user's own model and data."""
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,19 +7,16 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor
 
-from multigpu_cli.config.pinned import forgotten, with_settings
+from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.launch import run_cli_in_workers
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
 from multigpu_cli.planning.speedup import Wire, Work, buckets
@@ -39,7 +35,6 @@ _SECONDS, _WARM_UP = 3.0, 3
 _WINDOW, _WINDOWS = 8, 9  # steps, and at most so many of them
 _PHASES = 4
 _LONGEST_WAIT = 300.0  # seconds
-_RESULT = "work.json"
 
 
 @dataclass(frozen=True)
@@ -120,12 +115,9 @@ def _measure_together(config: Config, workers: int) -> tuple[Work, Wire]:
     The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
     full of the step, and the threads that carry the bytes have to be woken).
     """
-    with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
-        choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
-        crowd(config, choice, "plan", Path(folder))
-        found = json.loads(Path(folder, _RESULT).read_text())
-    messages, after = tuple(found["messages"]), found["after"]
-    data, forward, backward, commit, *sent = found["seconds"]
+    choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
+    messages, after, seconds = run_in_workers(choice, _run_worker, config)[0]
+    data, forward, backward, commit, *sent = seconds
     points = list(zip(_message_sizes(messages, after), sent, strict=True))
     reduction = sum(sent if after else sent[:-1])  # training sends no mere word
     work = Work(data, forward, backward, commit, messages, after, reduction)
@@ -153,32 +145,18 @@ def _messages_of_step(learner: Learner, world: World | None = None) -> tuple[tup
     return tuple(share * size for size in buckets(gradient, cap)), 8.0 * sum(b.numel() for b in model.buffers())
 
 
-def crowd(config: Config, choice: Choice, command: str, folder: Path) -> None:
-    """Have this command's part done in several processes, which leave their results in the folder.
-
-    Raises:
-        WorkersFailed: some process ended with a non-zero exit code.
-    """
-    own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": choice.launch})
-    request = folder / "request.yaml"
-    request.write_text(yaml.safe_dump(explicit_dump(replace(own, explicit=own.explicit | {"multi_gpu"}))))
-    run_cli_in_workers(choice, [command, "--config", str(request), "--results", str(folder)])
-
-
-def take_part(config: Config, folder: Path, meeting: Rendezvous) -> None:
-    """Be one of a crowd: begin together with the others, and let rank 0 write down what was found."""
+def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
+    """Take steps together with the other workers: bytes of the messages, of what follows them, and the times."""
     cpu = torch.device("cpu")
-    with joined(meeting, cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
+    with joined(Rendezvous.here(), cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
         learner, _ = build_rehearsed(own, Choice("single", (cpu,), 0, "plan"), alone, place)
         with closing(learner.train), limit_threads(threads_per_worker(world.size)):
             messages, after = _messages_of_step(learner, world)
-            words = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
-            everyone = torch.stack(gathered(world, _time_steps(learner, world, words)))
-        if world.main:
-            found = {"messages": messages, "after": after, "seconds": median_step(everyone)}
-            (folder / _RESULT).write_text(json.dumps(found))
+            tensors = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
+            times = torch.stack(gathered(world, _time_steps(learner, world, tensors)))
+        return messages, after, median_step(times)
 
 
 def build_rehearsed(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:

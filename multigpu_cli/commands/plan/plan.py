@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.commands.doctor.allreduce import launch_measurement
+from multigpu_cli.commands.doctor.allreduce import measure_in_workers
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
 from multigpu_cli.commands.requests import parse_positive
 from multigpu_cli.config.schema import Config, DeviceConfig
@@ -132,7 +132,7 @@ def measure_interconnect(workers: int, device: DeviceConfig) -> Wire:
     """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
     ids = usable_gpus(device)
     devices = cuda(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, cores()))
-    found = launch_measurement(Choice("ddp", devices, len(devices), "plan"))
+    found = measure_in_workers(Choice("ddp", devices, len(devices), "plan"))
     points = [(8.0, found["latency"]), *map(tuple, found["by_size"])]
     return Wire.measured(found["backend"], len(devices), points, overlaps=len(ids) > 1)
 

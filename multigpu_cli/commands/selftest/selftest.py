@@ -72,19 +72,16 @@ def start_workers(config: Config, choice: Choice, folder: Path) -> None:
     run_cli_in_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
 
 
-def run_selftest(config: Config, steps: str, environ: Mapping[str, str], start: Start = start_workers) -> Report:
+def run_selftest(config: Config, steps: str, start: Start = start_workers) -> Report:
     """Measure alone, then as several workers, and judge; nothing is written but to a temporary folder.
 
     Args:
         config: the user's settings.
         steps: length of the runs that are compared, as written.
-        environ: the process environment.
 
     Raises:
         RequestError: the settings can't be tested, or not be carried out at all.
     """
-    if Rendezvous.from_environment(environ) is not None:
-        raise RequestError("selftest under torchrun", remedy="without it: selftest starts its own workers")
     length, choice = _parse_steps(steps), _choose_devices(config)
     workers, device = choice.launch, choice.devices[0]
     source, fixed = prepare_run(config, workers, length)

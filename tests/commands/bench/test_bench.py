@@ -86,8 +86,8 @@ def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypa
         chosen.extend(word for word in words if isinstance(word, Choice))
         raise InterruptedError
 
-    monkeypatch.setattr(overlap_module, "crowd", started)
-    monkeypatch.setattr(plan, "launched", started)
+    monkeypatch.setattr(overlap_module, "run_in_workers", started)
+    monkeypatch.setattr(plan, "measure_in_workers", started)
     with pytest.raises(InterruptedError):
         measure_overlap(config, 2)
     with pytest.raises(InterruptedError):
@@ -116,7 +116,7 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(steps)
         return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation"), 1.0)
 
-    monkeypatch.setattr(bench, "one_run", planted)
+    monkeypatch.setattr(bench, "run_trainer", planted)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
     for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
         monkeypatch.setenv("OWN_PAUSE", pause)
@@ -142,11 +142,11 @@ def test_what_is_made_of_the_runs(
         shares = {"data": 0.05, "wire": 0.7, "stragglers": 0.0, "utilisation": math.nan if strategy == "dp" else 90.0}
         return shares | {"step_ms": {"single": 11.0, "ddp": 12.5, "dp": 20.0}[strategy] + (len(order) - 1) // 3 - 1}
 
-    monkeypatch.setattr(bench, "one_run", planted)
+    monkeypatch.setattr(bench, "run_trainer", planted)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure.cores", lambda: 1)
     monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Wire("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "measure_overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
-    monkeypatch.setattr(bench, "no_dp", lambda config: "")
+    monkeypatch.setattr(bench, "why_no_dp", lambda config: "")
     found = run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 10, 3, {})
     assert order == ["single 1", "ddp 2", "dp 2"] * 3, "interleaved"
     one, two, dp = found.rungs

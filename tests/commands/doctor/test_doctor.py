@@ -23,11 +23,10 @@ OWN = {"data": "tests.own:tensors", "model": "tests.own:net"}
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def workers(choice: Choice, words: list[str]) -> None:
-        folder = Path(words[-1])
-        each_rank(choice.launch, lambda world: allreduce.write(world, folder))
+    def workers(choice: Choice, function: Any) -> dict[int, Any]:
+        return dict(enumerate(each_rank(choice.launch, allreduce.measure_allreduce)))
 
-    monkeypatch.setattr(allreduce, "run_cli_in_workers", workers)
+    monkeypatch.setattr(allreduce, "run_in_workers", workers)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
     monkeypatch.chdir(tmp_path)
 
@@ -54,10 +53,10 @@ def test_with_a_model_it_is_tried() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_workers_that_fail_are_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def failing(choice: Choice, words: list[str]) -> None:
+    def failing(choice: Choice, function: Any) -> None:
         raise WorkersFailed(1, "rank 1 was ended by SIGKILL")
 
-    monkeypatch.setattr(allreduce, "run_cli_in_workers", failing)
+    monkeypatch.setattr(allreduce, "run_in_workers", failing)
     assert main_multi_gpu.run(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "fail  all-reduce" in said

@@ -66,7 +66,7 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
 
 
 def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
+    """Two real workers; the messages are DDP's buckets, and the buffers as doubles."""
     monkeypatch.setattr(measure, "cores", lambda: 2)
     alone = measure_worker(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2, 4])
     model, two = alone.learner.kept.model, alone.works[2]
@@ -110,13 +110,10 @@ def test_a_network_without_buffers_sends_its_gradients_alone(
 ) -> None:
     """A step of four phases of a second each, a bucket of two seconds, and the buffers, or a mere word, of one."""
 
-    def crowd(config: Any, choice: Choice, command: str, folder: Path) -> None:
-        found = {"messages": [576.0], "after": after, "seconds": [1.0] * 4 + [2.0, 1.0]}
-        (folder / "work.json").write_text(json.dumps(found))
-
     monkeypatch.setattr(measure, "_SECONDS", 0)
     monkeypatch.setattr(measure, "cores", lambda: 2)
-    monkeypatch.setattr(measure, "crowd", crowd)
+    answer = ((576.0,), after, [1.0] * 4 + [2.0, 1.0])
+    monkeypatch.setattr(measure, "run_in_workers", lambda choice, function, config: dict.fromkeys(range(2), answer))
     work = measure_worker(resolve(OWN | {"batch_size": "20"}, [], None), [2]).works[2]
     assert (work.data, work.commit, work.messages, work.after) == (1.0, 1.0, (576.0,), after)
     assert work.reduction == reduction
@@ -191,8 +188,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
-    def workers(choice: Choice, words: list[str]) -> None:
-        each_rank(choice.launch, lambda world: allreduce.write(world, Path(words[-1])))
+    def forked(choice: Choice, function: Any) -> dict[int, Any]:
+        return dict(enumerate(each_rank(choice.launch, allreduce.measure_allreduce)))
 
     real = torch.distributed.all_reduce
 
@@ -200,7 +197,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.005)
         return real(value, *args, **named)
 
-    monkeypatch.setattr(allreduce, "run_cli_in_workers", workers)
+    monkeypatch.setattr(allreduce, "run_in_workers", forked)
     monkeypatch.setattr(torch.distributed, "all_reduce", late)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
     wire = plan.measure_interconnect(2, DeviceConfig())
@@ -210,7 +207,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "measured here: gloo, 2 workers" in wire.rests_on
 
 
-@pytest.mark.parametrize("command", ["plan", "bench"])
+@pytest.mark.parametrize("command", ["plan", "bench", "selftest"])
 def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
     """Each of its workers would measure while the others do."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():

@@ -121,7 +121,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Finding:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     threads = torch.get_num_threads()
     try:
-        report = run_selftest(config(**settings), "4", {}, in_forks)
+        report = run_selftest(config(**settings), "4", in_forks)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
@@ -189,7 +189,7 @@ def test_workers_that_fail_leave_no_verdict_open(monkeypatch: pytest.MonkeyPatch
         raise WorkersFailed(1)
 
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
-    report = run_selftest(config(model="mlp"), "2", {}, fail)
+    report = run_selftest(config(model="mlp"), "2", fail)
     torch.use_deterministic_algorithms(False)
     assert not report.holds
     assert {verdict.figures for verdict in report.verdicts} == {
@@ -213,13 +213,7 @@ def test_what_cannot_be_tested_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     with pytest.raises(RequestError, match=said):
-        run_selftest(config(**settings), steps, {}, in_forks)
-
-
-def test_not_under_torchrun() -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    with pytest.raises(RequestError, match="under torchrun"):
-        run_selftest(config(), "4", environ)
+        run_selftest(config(**settings), steps, in_forks)
 
 
 def test_an_epoch_of_the_shortened_data_ends_in_a_short_batch() -> None:
