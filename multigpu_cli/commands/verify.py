@@ -10,7 +10,8 @@ from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.journal import read, valid_json
+from multigpu_cli.monitor.history import history_of
+from multigpu_cli.monitor.journal import valid_json
 
 _RESOLVED = (  # of the plan in the `start` event: what these words of a config stand for
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
@@ -164,21 +165,12 @@ def _open_run(folder: str) -> RunTrace:
     path = Path(folder)
     if not (path / "journal.jsonl").is_file():
         raise RequestError(f"{folder} holds no run: there is no journal.jsonl", remedy="the --save-dir of a run")
-    start: dict[str, Any] = {}
-    lines: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for entry in read(path / "journal.jsonl"):
-        match entry["event"]:
-            case "start":
-                start = entry
-                lines = lines if entry.get("resumed_from") else {}
-            case "resume":
-                lines = {place: line for place, line in lines.items() if place[0] <= entry["step"]}
-            case "train":
-                lines[entry["step"], 0, "train"] = {name: entry.get(name) for name in _TRAIN}
-            case "eval":
-                split = entry["split"]
-                fields = {name: value for name, value in entry.items() if name not in _POSITION}
-                lines[entry["step"], 1 + (split == "test"), split] = fields
+    history = history_of(path)
+    start = history.attempts[-1].start if history.attempts else {}
+    lines = {(step, 0, "train"): {name: event.get(name) for name in _TRAIN} for step, event in history.train.items()}
+    for (step, split), event in history.evals.items():
+        fields = {name: value for name, value in event.items() if name not in _POSITION}
+        lines[step, 1 + (split == "test"), split] = fields
     words = settings(resolve({}, [], str(path / "config.yaml")))
     return RunTrace(folder, words, start, lines, _read_summary(path))
 
