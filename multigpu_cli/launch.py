@@ -101,16 +101,16 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     Raises:
         WorkersFailed: it ended with a non-zero exit code.
     """
-    words, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
-    with subprocess.Popen(words, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
+    command, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
+    with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            printed, said = process.communicate()
+            printed, complaint = process.communicate()
         except BaseException:
             process.terminate()  # it ends its own workers
             process.wait()
             raise
     if process.returncode:
-        raise WorkersFailed(process.returncode, said.rpartition("error: ")[2].strip() or "the front door failed")
+        raise WorkersFailed(process.returncode, complaint.rpartition("error: ")[2].strip() or "the front door failed")
     return printed
 
 
@@ -219,8 +219,8 @@ def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     )
     if first.exitcode >= 0:
         message: Any = first.message  # of a function that raised: a dict with its traceback
-        said = message.get("message", "") if isinstance(message, dict) else message
-        return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {said}")
+        text = message.get("message", "") if isinstance(message, dict) else message
+        return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {text}")
     name = signal.Signals(-first.exitcode).name
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 

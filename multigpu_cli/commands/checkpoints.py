@@ -25,8 +25,8 @@ def is_healthy(entries: list[Entry]) -> bool:
 def print_checkpoints(run: str, entries: list[Entry], *, as_json: bool) -> None:
     """Print one line each."""
     if as_json:
-        found = {"run": run, "healthy": is_healthy(entries), "checkpoints": [asdict(entry) for entry in entries]}
-        print(valid_json(found, indent=2))
+        content = {"run": run, "healthy": is_healthy(entries), "checkpoints": [asdict(entry) for entry in entries]}
+        print(valid_json(content, indent=2))
         return
     width = max((len(entry.name) for entry in entries), default=0)
     now = time.time()

@@ -37,8 +37,8 @@ def offer_for(key: str, metavar: str) -> Offer | None:
             *complete_run_folders(incomplete),
         ],
     }
-    words = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
-    return offers.get(key) or (_complete_from(words) if words else None)
+    choices = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
+    return offers.get(key) or (_complete_from(choices) if choices else None)
 
 
 def run_argument(metavar: str, help: str) -> Any:
@@ -53,8 +53,8 @@ def complete_run_folders(incomplete: str) -> list[str]:
     patterns = [f"{begun}*/journal.jsonl", f"{begun}*/*/journal.jsonl"]
     if not slash and "checkpoints".startswith(name):
         patterns.append("checkpoints/*/*/journal.jsonl")
-    found = {file.parent.relative_to(place) for pattern in patterns for file in place.glob(pattern)}
-    return sorted(f"{head}{slash}{folder}" for folder in found)
+    folders = {file.parent.relative_to(place) for pattern in patterns for file in place.glob(pattern)}
+    return sorted(f"{head}{slash}{folder}" for folder in folders)
 
 
 def _complete_from(words: Iterable[str]) -> Offer:

@@ -67,9 +67,9 @@ def describe_unexpected_error(error: Exception) -> str:
     theirs = [frame for frame in frames if frame not in ours and not _is_installed(frame.filename)]
     shown = theirs[-3:] or ours[-2:]
     kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
-    said = str(error).strip().splitlines()[:5]
-    lines = [f"error: {kind}: {type(error).__name__}: {' '.join(said[:1])}"]
-    lines += [f"  {line}" for line in said[1:]]
+    message = str(error).strip().splitlines()[:5]
+    lines = [f"error: {kind}: {type(error).__name__}: {' '.join(message[:1])}"]
+    lines += [f"  {line}" for line in message[1:]]
     lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
     lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
     return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the whole traceback'}"])

@@ -65,7 +65,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     Raises:
         RequestError: no run there.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for name in names or [HOME]:
         here = runs_under(Path(name))
         if not here:
@@ -73,8 +73,8 @@ def find_runs(names: Sequence[str]) -> list[Path]:
                 f"{name}: no run there, that is no journal.jsonl in it or up to two levels below",
                 remedy="the --save-dir of a run, or a folder of runs",
             )
-        found += [run for run in here if run not in found]
-    return found
+        runs += [run for run in here if run not in runs]
+    return runs
 
 
 def read_status(run: Path, now: float) -> Status:
@@ -115,13 +115,13 @@ def read_status(run: Path, now: float) -> Status:
 def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
     """Show the runs once, or again and again until none of them is at work."""
     while True:
-        found = [read_status(run, time.time()) for run in find_runs(names)]
+        statuses = [read_status(run, time.time()) for run in find_runs(names)]
         if as_json:
-            print(valid_json([asdict(status) for status in found], indent=None if repeat else 2), flush=True)
+            print(valid_json([asdict(status) for status in statuses], indent=None if repeat else 2), flush=True)
         else:
-            text = make_printable("\n".join(format_statuses(found)))
+            text = make_printable("\n".join(format_statuses(statuses)))
             print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
-        if not repeat or not any(status.state in _RUNNING for status in found):
+        if not repeat or not any(status.state in _RUNNING for status in statuses):
             return
         time.sleep(_REFRESH)
 
@@ -131,10 +131,10 @@ def make_printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
-def format_statuses(found: Sequence[Status]) -> Iterator[str]:
+def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
     """Two lines a run, and one more for each alarm."""
-    wide = max(len(status.run) for status in found)
-    for status in found:
+    wide = max(len(status.run) for status in statuses)
+    for status in statuses:
         total = f"/{status.total_steps:,}" if status.total_steps else ""
         parts = [f"{status.run:<{wide}}  {status.state:<9}  step {status.step:,}{total}"]
         parts += [f"epoch {status.epoch}"] if status.epoch is not None else []

@@ -13,10 +13,10 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.history import history_of
 from multigpu_cli.monitor.journal import valid_json
 
-_RESOLVED = (  # of the plan in the `start` event: what these words of a config stand for
+_RESOLVED = (  # of the plan in the `start` event: what _SETTINGS_OF_THE_PLAN stand for
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
 )
-_WORDS_FOR_THEM = (
+_SETTINGS_OF_THE_PLAN = (
     "data model task batch_size grad_accum_steps global_batch_size drop_last lr base_lr base_batch_size lr_scaling "
     "schedule warmup_epochs amp"
 )
@@ -71,10 +71,10 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
+        fields = asdict(self)
         if self.parting:
-            found["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
-        return found
+            fields["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
+        return fields
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class RunTrace:
     """What a run folder says.
 
     Attributes:
-        words: the settings by key.
+        settings: by key.
         start: the last `start` event.
         lines: (step, order, what) → fields; after a resume, those of the steps that count.
         summary: summary.json, or empty.
     """
 
     folder: str
-    words: dict[str, Any]
+    settings: dict[str, Any]
     start: dict[str, Any]
     lines: dict[tuple[int, int, str], dict[str, Any]]
     summary: dict[str, Any]
@@ -124,41 +124,40 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     return Comparison((run_a, run_b), same, prints, parting, max(before, default=0), len(both), notes)
 
 
-def print_comparison(found: Comparison, *, as_json: bool) -> None:
+def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
     """Print the verdict, and where the runs part."""
     if as_json:
-        print(valid_json(found.as_dict(), indent=2))
+        print(valid_json(comparison.as_dict(), indent=2))
         return
-    print("\n".join(_format_comparison(found)))
+    print("\n".join(_format_comparison(comparison)))
 
 
-def _format_comparison(found: Comparison) -> Iterator[str]:
-    parting, (a, b) = found.parting, found.runs
-    if found.same:
-        yield f"same: {found.fingerprints[0]}"
+def _format_comparison(comparison: Comparison) -> Iterator[str]:
+    parting, (a, b) = comparison.parting, comparison.runs
+    if comparison.same:
+        yield f"same: {comparison.fingerprints[0]}"
         yield (
-            f"  {_describe_agreement(found)}"
+            f"  {_describe_agreement(comparison)}"
             if not parting
             else "  the final weights are equal, but the journals are not"
         )
     else:
-        yield "different: " + " and ".join(print or "not completed" for print in found.fingerprints)
+        yield "different: " + " and ".join(print or "not completed" for print in comparison.fingerprints)
     if parting:
-        upto = f", equal up to step {found.agreed_until}" if found.agreed_until else ""
+        upto = f", equal up to step {comparison.agreed_until}" if comparison.agreed_until else ""
         yield f"  they part at step {parting.step}{upto}: {parting.what} {parting.name}"
         wide = max(len(a), len(b))
-        yield from (f"    {run:<{wide}}  {value!r}" for run, value in zip(found.runs, parting.values, strict=True))
+        yield from (f"    {run:<{wide}}  {value!r}" for run, value in zip(comparison.runs, parting.values, strict=True))
         if parting.relative is not None:
             yield f"    relative difference {parting.relative:.2g}"
-    elif not found.same:
-        yield f"  {_describe_agreement(found)}: --log-interval 1 shows where"
-    yield from (f"  note: {note}" for note in found.notes)
+    elif not comparison.same:
+        yield f"  {_describe_agreement(comparison)}: --log-interval 1 shows where"
+    yield from (f"  note: {note}" for note in comparison.notes)
 
 
-def _describe_agreement(found: Comparison) -> str:
-    return (
-        f"all {found.lines} journal lines that both have agree" if found.lines else "no journal line of both to compare"
-    )
+def _describe_agreement(comparison: Comparison) -> str:
+    lines = comparison.lines
+    return f"all {lines} journal lines that both have agree" if lines else "no journal line of both to compare"
 
 
 def _open_run(folder: str) -> RunTrace:
@@ -171,36 +170,38 @@ def _open_run(folder: str) -> RunTrace:
     for (step, split), event in history.evals.items():
         fields = {name: value for name, value in event.items() if name not in _POSITION}
         lines[step, 1 + (split == "test"), split] = fields
-    words = settings(resolve({}, [], str(path / "config.yaml")))
-    return RunTrace(folder, words, start, lines, _read_summary(path))
+    config = resolve({}, [], str(path / "config.yaml"))
+    return RunTrace(folder, settings(config), start, lines, _read_summary(path))
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((path / "summary.json").read_text())
+        summary = json.loads((path / "summary.json").read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise RequestError(f"{path / 'summary.json'} is damaged: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def _list_setting_differences(a: RunTrace, b: RunTrace) -> Iterator[str]:
     """The settings that make two runs different ones, with both values."""
     plans = (a.start.get("plan", {}), b.start.get("plan", {}))
     yield from _list_unequal(_RESOLVED.split(), *plans)
-    passed_over = {*_WORDS_FOR_THEM.split(), *_SHOULD_NOT_MATTER.split()}
-    words = [key for key, setting in SETTINGS.items() if not setting.free and key in a.words and key not in passed_over]
-    yield from _list_unequal(words, a.words, b.words)
+    passed_over = {*_SETTINGS_OF_THE_PLAN.split(), *_SHOULD_NOT_MATTER.split()}
+    keys = [
+        key for key, setting in SETTINGS.items() if not setting.free and key in a.settings and key not in passed_over
+    ]
+    yield from _list_unequal(keys, a.settings, b.settings)
 
 
 def _list_notes(a: RunTrace, b: RunTrace) -> Iterator[str]:
     """What should not change the numbers, or only their rounding."""
-    yield from _list_unequal(_SHOULD_NOT_MATTER.split(), a.words, b.words)
+    yield from _list_unequal(_SHOULD_NOT_MATTER.split(), a.settings, b.settings)
     yield from _list_unequal(["world_size", "versions", "devices"], a.start, b.start)
     yield from _list_unequal(["device", "threads"], a.start.get("plan", {}), b.start.get("plan", {}))
     sizes = {a.start.get("world_size"), b.start.get("world_size")}
-    if len(sizes) > 1 and not (a.words["exact"] and b.words["exact"]):
+    if len(sizes) > 1 and not (a.settings["exact"] and b.settings["exact"]):
         yield "without --exact, another number of workers adds up in another order: equal to rounding only"
 
 

@@ -80,19 +80,19 @@ class Benchmark:
         return asdict(self)
 
 
-def parse_worker_counts(words: str | None, config: Config) -> list[int]:
+def parse_worker_counts(text: str | None, config: Config) -> list[int]:
     """Numbers of workers: those asked for, or powers of two up to the GPUs, or the cores, that may be used here."""
     gpus = len(usable_gpus(config.device))
     most = gpus or min(cores(), 8)
-    if words is None:
+    if text is None:
         return [2**power for power in range(most.bit_length()) if 2**power <= most]
     try:
-        found = sorted({int(word) for word in words.split(",")})
+        numbers = sorted({int(word) for word in text.split(",")})
     except ValueError as error:
-        raise RequestError(f"--workers {words}", remedy="numbers, as 1,2,4") from error
-    if found[0] < 1 or (gpus and found[-1] > gpus):
-        raise RequestError(f"--workers {words}: only {counted(gpus or cores(), 'device')} to use")
-    return sorted({1, *found})
+        raise RequestError(f"--workers {text}", remedy="numbers, as 1,2,4") from error
+    if numbers[0] < 1 or (gpus and numbers[-1] > gpus):
+        raise RequestError(f"--workers {text}: only {counted(gpus or cores(), 'device')} to use")
+    return sorted({1, *numbers})
 
 
 def run_benchmark(
@@ -110,7 +110,7 @@ def run_benchmark(
     reason = why_no_dp(config)
     sides = [("ddp" if count > 1 else "single", count) for count in workers]
     sides += [] if reason else [("dp", count) for count in workers if count > 1]
-    found: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
+    runs_of: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
     overlaps: dict[int, list[Overlap | None]] = {count: [] for count in workers}
     forecasts: dict[int, list[Row]] = {count: [] for count in workers}
     wires = {1: NO_WIRE}
@@ -125,11 +125,11 @@ def run_benchmark(
                     forecasts[count] += forecast_rows(alone, config, [count], Network(wires[count]))
                 length = length or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
                 folder = Path(name, f"{strategy}-{count}-{repetition}")
-                found[strategy, count].append(run_trainer(config, strategy, count, length, folder, environ))
+                runs_of[strategy, count].append(run_trainer(config, strategy, count, length, folder, environ))
             for count in workers:
                 overlaps[count].append(measure_overlap(config, count))
     rungs: list[BenchResult] = []
-    for (strategy, count), runs in found.items():
+    for (strategy, count), runs in runs_of.items():
         first = rungs[0].samples_per_second if rungs else None
         hidden = median_overlap(overlaps[count]) if strategy == "ddp" else None
         rungs.append(_summarize_runs(strategy, runs, forecasts[count], hidden, first))
@@ -193,24 +193,24 @@ def run_trainer(
 ) -> dict[str, float]:
     """The real trainer for some steps; medians of its journal's windows, the first left out."""
     config = forgotten(config, "nproc_per_node")
-    place: dict[str, Any] = {"multi_gpu": "none" if strategy == "single" else strategy}
+    device: dict[str, Any] = {"multi_gpu": "none" if strategy == "single" else strategy}
     if strategy == "ddp":
-        place["nproc_per_node"] = workers
+        device["nproc_per_node"] = workers
     if ids := config.device.gpu_ids or (range(workers) if strategy == "dp" else ()):
-        place["gpu_ids"] = list(ids[:workers])
+        device["gpu_ids"] = list(ids[:workers])
     interval = _window_steps(steps)
     length = {"epochs": _ENDLESS, "max_steps": interval * _LINES, "log_interval": interval}
     quiet = {"save_dir": str(folder), "resume": "never", "checkpoint_every": str(_ENDLESS), "warmup_epochs": 0.0}
-    changed = with_settings(config, place | length | quiet)
-    changed = replace(changed, explicit=config.explicit | place.keys() | length.keys() | quiet.keys())
+    changed = with_settings(config, device | length | quiet)
+    changed = replace(changed, explicit=config.explicit | device.keys() | length.keys() | quiet.keys())
     request = folder.with_suffix(".yaml")
     request.write_text(yaml.safe_dump(explicit_dump(changed)))
     run_cli(["--config", str(request), "--quiet"], environ)
     lines = [line for _, line in sorted(history_of(folder).train.items())][1:]
-    found = {name: statistics.median(line.get(field) or 0.0 for line in lines) for name, field in _FIELDS.items()}
+    medians = {name: statistics.median(line.get(field) or 0.0 for line in lines) for name, field in _FIELDS.items()}
     means = [_mean_of_known(line.get("gpu_utilisation") or line["cpu_utilisation"]) for line in lines]
     busy = [mean for mean in means if not isnan(mean)]
-    return found | {"utilisation": statistics.median(busy) if busy else nan}
+    return medians | {"utilisation": statistics.median(busy) if busy else nan}
 
 
 def _window_steps(steps: int) -> int:
@@ -241,16 +241,16 @@ def make_output_dir(out: str) -> Path:
         raise _not_writable(folder, error) from error
 
 
-def write_files(found: Benchmark, folder: Path) -> list[Path]:
+def write_files(benchmark: Benchmark, folder: Path) -> list[Path]:
     """bench.json and bench.png in a folder.
 
     Raises:
         RequestError: they can't be written.
     """
     try:
-        (folder / "bench.json").write_text(valid_json(found.as_dict(), indent=1) + "\n")
+        (folder / "bench.json").write_text(valid_json(benchmark.as_dict(), indent=1) + "\n")
         (folder / "bench.png").write_bytes(
-            draw_benchmark([asdict(rung) for rung in found.rungs], str(found.about["model"]))
+            draw_benchmark([asdict(rung) for rung in benchmark.rungs], str(benchmark.about["model"]))
         )
     except OSError as error:
         raise _not_writable(folder, error) from error
@@ -261,19 +261,19 @@ def _not_writable(folder: Path, error: OSError) -> RequestError:
     return RequestError(f"--out {folder}: {error.strerror or error}", remedy="another --out")
 
 
-def print_benchmark(found: Benchmark, files: Sequence[Path], *, as_json: bool) -> None:
+def print_benchmark(benchmark: Benchmark, files: Sequence[Path], *, as_json: bool) -> None:
     """Print the table, the comparison with the forecast, and the knob."""
-    print(valid_json(found.as_dict(), indent=2) if as_json else "\n".join(_format_benchmark(found, files)))
+    print(valid_json(benchmark.as_dict(), indent=2) if as_json else "\n".join(_format_benchmark(benchmark, files)))
 
 
-def _format_benchmark(found: Benchmark, files: Sequence[Path]) -> Iterator[str]:
-    about = found.about
+def _format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[str]:
+    about = benchmark.about
     runs = f"{counted(about['repetitions'], 'run')} of {counted(about['steps'], 'step')}"
     yield f"{about['model']} on {about['data']}, {about['device']}: {runs}"
     yield f"wire: {about['wire']}"
     head = f"{'workers':>12}{'step (lowest to highest)':>32}{'samples/s':>12}"
     yield f"{head}{'speedup':>9}{'efficiency':>12}{'forecast':>12}"
-    for rung in found.rungs:
+    for rung in benchmark.rungs:
         spread = f"{rung.median:.2f} ms ({min(rung.step_ms):.2f} to {max(rung.step_ms):.2f})"
         gain = f"{rung.samples_per_second:>12,.0f}{rung.speedup:>9.2f}{rung.efficiency:>12.0%}"
         error = "" if rung.error is None else f"{rung.error:>+12.0%}"
@@ -284,8 +284,8 @@ def _format_benchmark(found: Benchmark, files: Sequence[Path]) -> Iterator[str]:
         if rung.overlap:
             one, left = rung.overlap.reduction, rung.overlap.exposed
             yield f"{'':>12}  a reduction after backward takes {one:.2f} ms; overlapped with it, {left:.2f} ms are left"
-    yield f"what would help most: {found.knob}"
-    yield from (f"note: {note}" for note in found.notes)
+    yield f"what would help most: {benchmark.knob}"
+    yield from (f"note: {note}" for note in benchmark.notes)
     yield from (f"written: {file}" for file in files)
 
 

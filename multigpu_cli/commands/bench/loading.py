@@ -65,9 +65,9 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
     return LoadingRates(where, rates, _choose_advice(rates, in_memory=in_memory))
 
 
-def print_loading(found: LoadingRates, *, as_json: bool) -> None:
+def print_loading(loading: LoadingRates, *, as_json: bool) -> None:
     """Print the rates and the advice."""
-    print(valid_json(found.as_dict(), indent=2) if as_json else "\n".join(_format_loading(found)))
+    print(valid_json(loading.as_dict(), indent=2) if as_json else "\n".join(_format_loading(loading)))
 
 
 def _measure_rate(loader: Loader, size: int) -> float:
@@ -100,9 +100,9 @@ def _choose_advice(rates: dict[int, list[float]], *, in_memory: bool) -> str:
     return f"--num-workers {enough}: {typical[enough]:,.0f} samples/s; more of them bring less than a twentieth"
 
 
-def _format_loading(found: LoadingRates) -> Iterator[str]:
-    yield f"loading alone: {found.where}"
-    for number, each in found.rates.items():
+def _format_loading(loading: LoadingRates) -> Iterator[str]:
+    yield f"loading alone: {loading.where}"
+    for number, each in loading.rates.items():
         spread = f"({min(each):,.0f} to {max(each):,.0f})"
         yield f"{number:>4} loader process(es)  {statistics.median(each):>10,.0f} samples/s {spread}"
-    yield found.advice
+    yield loading.advice

@@ -60,11 +60,11 @@ def measure_overlap(config: Config, workers: int) -> Overlap | None:
 
 def median_overlap(seen: list[Overlap | None]) -> Overlap | None:
     """The medians of several measurements of the same."""
-    found = [each for each in seen if each]
-    if not found:
+    measured = [each for each in seen if each]
+    if not measured:
         return None
     return Overlap(
-        statistics.median(each.reduction for each in found), statistics.median(each.exposed for each in found)
+        statistics.median(each.reduction for each in measured), statistics.median(each.exposed for each in measured)
     )
 
 

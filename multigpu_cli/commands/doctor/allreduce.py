@@ -35,7 +35,7 @@ def measure_allreduce(world: World) -> dict[str, Any]:
     return {
         "backend": dist.get_backend(),
         "workers": world.size,
-        "wrong": [rank for rank, found in enumerate(wrong) if found],
+        "wrong": [rank for rank, is_wrong in enumerate(wrong) if is_wrong],
         "latency": _time_allreduce(world, _SMALL),
         "by_size": [[size, _time_allreduce(world, size)] for size in sizes],
         "pairs": list(_measure_pairs(world, sizes[1])) if 2 < world.size <= _MOST_IN_PAIRS else [],
@@ -59,37 +59,41 @@ def _run_worker() -> dict[str, Any]:
         return measure_allreduce(world)
 
 
-def judge_allreduce(found: Mapping[str, Any]) -> Iterator[Finding]:
+def judge_allreduce(measured: Mapping[str, Any]) -> Iterator[Finding]:
     """What the measurements say.
 
     The bus bandwidth is what each connection carried: 2 (n-1)/n times the bytes, per second, as nccl-tests have it.
     """
-    workers, name = found["workers"], f"all-reduce ({found['backend']})"
-    size, seconds = found["by_size"][-1]
+    workers, name = measured["workers"], f"all-reduce ({measured['backend']})"
+    size, seconds = measured["by_size"][-1]
     bus = 2 * (workers - 1) / workers * size / seconds
-    said = f"{workers} workers: {1e6 * found['latency']:.0f} µs for {_SMALL} bytes, "
-    said += f"{_format_rate(bus)} over {size / 2**20:.0f} MiB"
-    if found["wrong"]:
-        ranks = ", ".join(map(str, found["wrong"]))
-        said += f"\nthe sum was wrong on ranks {ranks}"
-        yield Finding(name, "fail", said, "NCCL_P2P_DISABLE=1 shows whether peer access is to blame", dict(found))
+    evidence = f"{workers} workers: {1e6 * measured['latency']:.0f} µs for {_SMALL} bytes, "
+    evidence += f"{_format_rate(bus)} over {size / 2**20:.0f} MiB"
+    if measured["wrong"]:
+        ranks = ", ".join(map(str, measured["wrong"]))
+        evidence += f"\nthe sum was wrong on ranks {ranks}"
+        yield Finding(
+            name, "fail", evidence, "NCCL_P2P_DISABLE=1 shows whether peer access is to blame", dict(measured)
+        )
     else:
-        yield Finding(name, "ok", f"{said}, sums are right", "", dict(found))
-    if not found["pairs"]:
+        yield Finding(name, "ok", f"{evidence}, sums are right", "", dict(measured))
+    if not measured["pairs"]:
         return
-    usual = statistics.median(seconds for *_, seconds, _ in found["pairs"])
-    bad = [pair for pair in found["pairs"] if pair[3]]
-    slow = [pair for pair in found["pairs"] if pair[2] > 2 * usual]
+    usual = statistics.median(seconds for *_, seconds, _ in measured["pairs"])
+    bad = [pair for pair in measured["pairs"] if pair[3]]
+    slow = [pair for pair in measured["pairs"] if pair[2] > 2 * usual]
     text = ", ".join(
-        f"{one}-{other} {'wrong' if wrong else _format_rate(_pair_message_bytes(found) / s)}"
+        f"{one}-{other} {'wrong' if wrong else _format_rate(_pair_message_bytes(measured) / s)}"
         for one, other, s, wrong in bad + slow
     )
     if bad or slow:
-        more = f"usual {_format_rate(_pair_message_bytes(found) / usual)}, but {text}"
+        more = f"usual {_format_rate(_pair_message_bytes(measured) / usual)}, but {text}"
         yield Finding("pairs", "fail" if bad else "warn", more, "look at these GPUs: nvidia-smi topo -m; dmesg")
     else:
         yield Finding(
-            "pairs", "ok", f"{len(found['pairs'])} pairs, each about {_format_rate(_pair_message_bytes(found) / usual)}"
+            "pairs",
+            "ok",
+            f"{len(measured['pairs'])} pairs, each about {_format_rate(_pair_message_bytes(measured) / usual)}",
         )
 
 
@@ -108,10 +112,10 @@ def check_host_to_device(device: torch.device) -> Finding:
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
         rates[kind] = size / statistics.median(seconds)
-    said = ", ".join(f"{_format_rate(rate)} {kind}" for kind, rate in rates.items())
+    evidence = ", ".join(f"{_format_rate(rate)} {kind}" for kind, rate in rates.items())
     slow = rates["pinned"] < 5e9
     fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
-    return Finding(f"host to GPU {device.index or 0}", "warn" if slow else "ok", said, fix, rates)
+    return Finding(f"host to GPU {device.index or 0}", "warn" if slow else "ok", evidence, fix, rates)
 
 
 def _sums_correctly(world: World) -> bool:
@@ -127,7 +131,7 @@ def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = N
     value = torch.zeros(max(1, size // 4), dtype=torch.float32, device=world.device)
     times = max(1, min(20, 2**22 // size))
     wait: Callable[[], None] = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
-    found = []
+    seconds = []
     for _ in range(_ROUNDS + 1):
         dist.barrier(group)
         wait()
@@ -135,8 +139,8 @@ def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = N
         for _ in range(times):
             dist.all_reduce(value, group=group)
         wait()
-        found.append((time.perf_counter() - began) / times)
-    return statistics.median(found[1:])  # the first one connects
+        seconds.append((time.perf_counter() - began) / times)
+    return statistics.median(seconds[1:])  # the first one connects
 
 
 def _measure_pairs(world: World, size: int) -> Iterator[list[Any]]:
@@ -148,14 +152,14 @@ def _measure_pairs(world: World, size: int) -> Iterator[list[Any]]:
             value = torch.full((size // 4,), float(world.rank + 1), device=world.device)
             dist.all_reduce(value, group=group)
             wrong = float(not torch.equal(value, torch.full_like(value, float(one + other + 2))))
-        found = greatest(world, [seconds, wrong])
+        worst = greatest(world, [seconds, wrong])
         dist.destroy_process_group(group)
-        yield [one, other, found[0], bool(found[1])]
+        yield [one, other, worst[0], bool(worst[1])]
 
 
-def _pair_message_bytes(found: Mapping[str, Any]) -> float:
+def _pair_message_bytes(measured: Mapping[str, Any]) -> float:
     """Of the messages between pairs; between two workers the bus carries as much as the message."""
-    return float(found["by_size"][1][0])
+    return float(measured["by_size"][1][0])
 
 
 def _format_rate(bytes_per_second: float) -> str:

@@ -35,13 +35,13 @@ class ConnectionResult(NamedTuple):
 
 def list_interfaces() -> dict[str, str]:
     """The IPv4 address of each network interface that has one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
-                told = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(told[20:24])
-    return found
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def choose_address(
@@ -78,10 +78,10 @@ def choose_address(
 
 
 def _matches_interface(variable: str, wanted: str, name: str) -> bool:
-    words = wanted.lstrip("^=").split(",")
+    names = wanted.lstrip("^=").split(",")
     if variable.startswith("GLOO") or wanted.startswith("="):
-        return name in words
-    return any(name.startswith(word) for word in words) != wanted.startswith("^")
+        return name in names
+    return any(name.startswith(word) for word in names) != wanted.startswith("^")
 
 
 def _is_loopback(address: str) -> bool:
@@ -156,9 +156,9 @@ def _classify_failure(error: OSError, address: str, port: int) -> ConnectionResu
     )
 
 
-def _time_exchange(wire: socket.socket, words: bytes) -> float:
+def _time_exchange(wire: socket.socket, message: bytes) -> float:
     began = time.perf_counter()
-    wire.sendall(words)
+    wire.sendall(message)
     if not wire.recv(1):
         raise ConnectionResetError
     return time.perf_counter() - began

@@ -38,15 +38,15 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     ddp = replace(config.device, multi_gpu="ddp")
     choice = choose(ddp, gpus=visible_gpus(), cpus=cores(), meeting=None)
     save_dir = Path(config.checkpoint.save_dir or _HOME)
-    found = [
+    findings = [
         *gpus.check_gpus(facts),
         *system.check_system(save_dir, cores(), max(choice.launch, facts.visible)),
     ]
-    found += _check_devices(choice)
-    found += _check_allreduce(choice)
+    findings += _check_devices(choice)
+    findings += _check_allreduce(choice)
     if config.explicit - _OF_THE_MACHINE:
-        found += check_model(config)
-    return found
+        findings += check_model(config)
+    return findings
 
 
 def run_job_checks(config: Config, environ: Mapping[str, str], meeting: Rendezvous) -> tuple[list[Finding], int]:
@@ -60,14 +60,14 @@ def run_job_checks(config: Config, environ: Mapping[str, str], meeting: Rendezvo
     if world.local_rank == 0:
         seen, save_dir = gather_facts(environ), Path(config.checkpoint.save_dir or _HOME)
         here = [*gpus.check_gpus(seen), *system.check_system(save_dir, cores(), world.local_size)]
-    found = [*here, *nodes.check_nodes(world, config, environ, here)]
-    if any(finding.verdict == "fail" for finding in found[len(here) :]):
-        found.append(Finding("all-reduce", "not checked", "first what is above"))
+    findings = [*here, *nodes.check_nodes(world, config, environ, here)]
+    if any(finding.verdict == "fail" for finding in findings[len(here) :]):
+        findings.append(Finding("all-reduce", "not checked", "first what is above"))
     else:
         with grouped(world, store, timeout=allreduce.LONGEST_WAIT):
-            found += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
-    code = FAILED if any(finding.verdict == "fail" for finding in found) else 0
-    return found if world.main else [], nodes.agree_on_exit_code(world, code)
+            findings += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
+    code = FAILED if any(finding.verdict == "fail" for finding in findings) else 0
+    return findings if world.main else [], nodes.agree_on_exit_code(world, code)
 
 
 def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
@@ -94,10 +94,10 @@ def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
 def add_nvml_facts(facts: MachineFacts, nvml: Any) -> MachineFacts:
     """The facts, and what NVML adds to them."""
     version, newest = gpu.driver(nvml)
-    found = gpu.gpus(nvml)
-    tenants = find_gpu_processes(tenant.pid for each in found for tenant in each.tenants)
+    on_machine = gpu.gpus(nvml)
+    tenants = find_gpu_processes(tenant.pid for each in on_machine for tenant in each.tenants)
     wires = gpu.links(nvml)
-    return replace(facts, driver=version, driver_cuda=newest, gpus=found, links=wires, tenants=tenants)
+    return replace(facts, driver=version, driver_cuda=newest, gpus=on_machine, links=wires, tenants=tenants)
 
 
 def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
@@ -130,9 +130,9 @@ def _check_allreduce(choice: Choice) -> Iterator[Finding]:
         count = max(2, choice.launch)
         choice = Choice("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
-        found = allreduce.measure_in_workers(choice)
+        measured = allreduce.measure_in_workers(choice)
     except WorkersFailed as failed:
-        said = f"{choice.launch} workers could not add up tensors: {failed.problem or 'see above'}"
-        yield Finding("all-reduce", "fail", said, "NCCL_DEBUG=INFO before the same command shows where it ended")
+        evidence = f"{choice.launch} workers could not add up tensors: {failed.problem}"
+        yield Finding("all-reduce", "fail", evidence, "NCCL_DEBUG=INFO before the same command shows where it ended")
         return
-    yield from allreduce.judge_allreduce(found)
+    yield from allreduce.judge_allreduce(measured)

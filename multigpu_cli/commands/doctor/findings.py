@@ -35,16 +35,16 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
     shown = []
     for finding in findings:
         mark = {"not checked": "-"}.get(finding.verdict, finding.verdict)
-        said = f"not checked: {finding.evidence}" if finding.verdict == "not checked" else finding.evidence
-        first, *more = said.splitlines()
+        evidence = f"not checked: {finding.evidence}" if finding.verdict == "not checked" else finding.evidence
+        first, *more = evidence.splitlines()
         shown.append(f"{mark:<4}  {finding.name:<{wide}}  {first}")
         shown += [f"{'':<{wide + 8}}{line}" for line in more]
         if finding.fix:
             shown.append(f"{'':<{wide + 8}}fix: {finding.fix}")
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("ok", "warn", "fail")}
     rest = sum(finding.verdict == "not checked" for finding in findings)
-    told = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+    wrong = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
     return [
         *shown,
-        f"{counts['ok']} ok, {told}, {rest} not checked",
+        f"{counts['ok']} ok, {wrong}, {rest} not checked",
     ]

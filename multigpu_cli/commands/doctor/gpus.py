@@ -72,18 +72,18 @@ def check_gpus(facts: MachineFacts) -> Iterator[Finding]:
 
 def _check_versions(facts: MachineFacts) -> Finding:
     known = {"CUDA": facts.cuda, "ROCm": facts.hip, "cuDNN": facts.cudnn, "NCCL": facts.nccl, "driver": facts.driver}
-    said = f"Python {facts.python}, torch {facts.torch}, "
-    said += ", ".join(f"{name} {version}" for name, version in known.items() if version) or "built for CPU only"
+    evidence = f"Python {facts.python}, torch {facts.torch}, "
+    evidence += ", ".join(f"{name} {version}" for name, version in known.items() if version) or "built for CPU only"
     if facts.cuda and facts.driver_cuda:
         built, newest = _parse_version(facts.cuda), facts.driver_cuda
-        said += f" (runs CUDA up to {newest[0]}.{newest[1]})"
+        evidence += f" (runs CUDA up to {newest[0]}.{newest[1]})"
         if built[0] > newest[0]:
             remedy = f"a newer NVIDIA driver, or a torch built for CUDA {newest[0]}.{newest[1]} or older"
-            return Finding("versions", "fail", said, remedy)
+            return Finding("versions", "fail", evidence, remedy)
         if built > newest:
             fix = "a newer driver, if a kernel fails to load: minor versions are meant to go together"
-            return Finding("versions", "warn", said, fix)
-    return Finding("versions", "ok", said)
+            return Finding("versions", "warn", evidence, fix)
+    return Finding("versions", "ok", evidence)
 
 
 def _check_visibility(facts: MachineFacts) -> Iterator[Finding]:
@@ -105,42 +105,42 @@ def _check_visibility(facts: MachineFacts) -> Iterator[Finding]:
     elif facts.gpus and not facts.visible:
         yield Finding("GPUs", "fail", f"{count}", "python -c 'import torch; torch.zeros(1).cuda()' says why")
     elif facts.visible < len(facts.gpus):
-        said = f"{count} (CUDA_VISIBLE_DEVICES={facts.hidden})" if facts.hidden else count
-        yield Finding("GPUs", "ok", said)
+        evidence = f"{count} (CUDA_VISIBLE_DEVICES={facts.hidden})" if facts.hidden else count
+        yield Finding("GPUs", "ok", evidence)
     else:
         yield Finding("GPUs", "ok" if facts.gpus else "not checked", count)
 
 
 def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
-    name, said = f"GPU {gpu.number}", gpu.name
+    name, evidence = f"GPU {gpu.number}", gpu.name
     if gpu.unreachable:
         fix = "reboot where it is lost; meanwhile CUDA_VISIBLE_DEVICES without it"
         return Finding(name, "fail", f"can't be asked: {gpu.unreachable}", fix)
     if gpu.memory_total is not None and gpu.memory_used is not None:
         free = (gpu.memory_total - gpu.memory_used) / _GIB
-        said += f", {gpu.memory_total / _GIB:.1f} GiB ({free:.1f} free)"
+        evidence += f", {gpu.memory_total / _GIB:.1f} GiB ({free:.1f} free)"
     if gpu.capability:
-        said += f", compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        evidence += f", compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     extra = ((gpu.utilisation, "{} % busy"), (gpu.temperature, "{} °C"), (gpu.power, "{:.0f} W"))
-    said += "".join(f", {form.format(value)}" for value, form in extra if value is not None)
+    evidence += "".join(f", {form.format(value)}" for value, form in extra if value is not None)
     if gpu.capability and facts.architectures and not _has_kernels(gpu.capability, facts.architectures):
         built = " ".join(facts.architectures)
         return Finding(
-            name, "fail", f"{said}\nthis torch has no kernels for it, only {built}", "another build of torch"
+            name, "fail", f"{evidence}\nthis torch has no kernels for it, only {built}", "another build of torch"
         )
     if gpu.mig:
         return Finding(
-            name, "warn", f"{said}\ncut into MIG instances: NCCL can't join those", "one process per instance"
+            name, "warn", f"{evidence}\ncut into MIG instances: NCCL can't join those", "one process per instance"
         )
     users = [_describe_process(tenant.pid, tenant.memory, facts) for tenant in gpu.tenants]
     busy = (gpu.utilisation or 0) > 10 or (gpu.memory_used or 0) > _MUCH * (gpu.memory_total or 0)
     if busy and users:
         others = ",".join(str(other.number) for other in facts.gpus if other.number != gpu.number)
         fix = f"wait for them, or use other GPUs: CUDA_VISIBLE_DEVICES={others}" if others else "wait for them"
-        return Finding(name, "warn", "\n".join([said, *(f"in use by {user}" for user in users)]), fix)
+        return Finding(name, "warn", "\n".join([evidence, *(f"in use by {user}" for user in users)]), fix)
     if busy:
-        return Finding(name, "warn", f"{said}\nin use, by a process that can't be seen from here", "nvidia-smi")
-    return Finding(name, "ok", said)
+        return Finding(name, "warn", f"{evidence}\nin use, by a process that can't be seen from here", "nvidia-smi")
+    return Finding(name, "ok", evidence)
 
 
 def _describe_process(pid: int, memory: int | None, facts: MachineFacts) -> str:
@@ -152,8 +152,10 @@ def _describe_process(pid: int, memory: int | None, facts: MachineFacts) -> str:
 def _check_leftovers(facts: MachineFacts) -> Iterator[Finding]:
     left = [known for known in facts.tenants.values() if known.orphan and known.ours]
     if left:
-        said = "\n".join(f"process {known.pid} is a worker whose launcher is gone: {known.command}" for known in left)
-        yield Finding("leftovers", "warn", said, f"kill {' '.join(str(known.pid) for known in left)}")
+        evidence = "\n".join(
+            f"process {known.pid} is a worker whose launcher is gone: {known.command}" for known in left
+        )
+        yield Finding("leftovers", "warn", evidence, f"kill {' '.join(str(known.pid) for known in left)}")
     else:
         yield Finding("leftovers", "ok", "no worker of yours has outlived its launcher")
 
@@ -163,11 +165,13 @@ def _check_equal(gpus: Sequence[Gpu]) -> Finding:
     if len(kinds) == 1:
         return Finding("equal GPUs", "ok", f"{len(gpus)} of one kind")
     least = min(gpus, key=_memory)
-    said = "; ".join(f"GPU {gpu.number} {gpu.name} {_memory(gpu) / _GIB:.0f} GiB" for gpu in gpus)
-    said += f"\nshares are equal, so the slowest sets the pace, and GPU {least.number} with the least memory the batch"
+    evidence = "; ".join(f"GPU {gpu.number} {gpu.name} {_memory(gpu) / _GIB:.0f} GiB" for gpu in gpus)
+    evidence += (
+        f"\nshares are equal, so the slowest sets the pace, and GPU {least.number} with the least memory the batch"
+    )
     best = [gpu.number for gpu in gpus if (gpu.name, _memory(gpu)) == _most_common(gpus)]
     listed = ",".join(map(str, best))
-    return Finding("equal GPUs", "warn", said, f"only GPUs of one kind: CUDA_VISIBLE_DEVICES={listed}")
+    return Finding("equal GPUs", "warn", evidence, f"only GPUs of one kind: CUDA_VISIBLE_DEVICES={listed}")
 
 
 def _most_common(gpus: Sequence[Gpu]) -> tuple[str, int]:
@@ -192,15 +196,17 @@ def _check_connections(facts: MachineFacts) -> Iterator[Finding]:
         count = range(len(facts.peers))
         apart = [(one, other) for one in count for other in count if one < other and not facts.peers[one][other]]
         if apart:
-            said = f"no direct access between {_format_pairs(apart)}: their traffic goes through host memory"
-            yield Finding("peer access", "warn", said, "nvidia-smi topo -p2p r; IOMMU or ACS in the BIOS may forbid it")
+            evidence = f"no direct access between {_format_pairs(apart)}: their traffic goes through host memory"
+            yield Finding(
+                "peer access", "warn", evidence, "nvidia-smi topo -p2p r; IOMMU or ACS in the BIOS may forbid it"
+            )
         else:
             yield Finding("peer access", "ok", "every GPU reaches every other's memory")
 
 
 def _format_pairs(pairs: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> str:
-    found = [f"{one}-{other}" for one, other in pairs]
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+    names = [f"{one}-{other}" for one, other in pairs]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:

@@ -61,13 +61,13 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 def _judge_batch_size(learner: Learner, size: int) -> Finding:
     parameters = sum(p.numel() for p in learner.kept.model.parameters())
-    said = f"{learner.settled.model}, {parameters:,} parameters"
+    evidence = f"{learner.settled.model}, {parameters:,} parameters"
     device = learner.world.device
     fits = learner.plan.batches.micro_batch
     if fits < size:
         fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
-        return Finding("model", "warn", f"{said}: --batch-size {size} does not fit, {fits} does", fix)
+        return Finding("model", "warn", f"{evidence}: --batch-size {size} does not fit, {fits} does", fix)
     if device.type != "cuda":
-        return Finding("model", "ok", f"{said}: --batch-size {size} runs on the CPU; no GPU to try it on")
+        return Finding("model", "ok", f"{evidence}: --batch-size {size} runs on the CPU; no GPU to try it on")
     peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    return Finding("model", "ok", f"{said}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")
+    return Finding("model", "ok", f"{evidence}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")

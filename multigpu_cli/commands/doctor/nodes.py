@@ -62,8 +62,10 @@ def check_store_connection(meeting: Rendezvous) -> Finding | None:
         time.sleep(0.5)
     if way.outcome in ("ok", "refused"):
         return None
-    said = f"to rank 0's store ({meeting.address}:{meeting.port}): {_MEANING[way.outcome]}"
-    return Finding(f"from {os.uname().nodename}", "fail", said, _FIX[way.outcome].replace("ADDRESS", meeting.address))
+    evidence = f"to rank 0's store ({meeting.address}:{meeting.port}): {_MEANING[way.outcome]}"
+    return Finding(
+        f"from {os.uname().nodename}", "fail", evidence, _FIX[way.outcome].replace("ADDRESS", meeting.address)
+    )
 
 
 def gather_node_facts(
@@ -96,13 +98,13 @@ def gather_node_facts(
 
 def list_versions() -> dict[str, str]:
     """Of what must be alike on all nodes."""
-    found = {"torch": torch.__version__, "python": platform.python_version()}
-    found["CUDA"] = torch.version.cuda or "none"
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    versions["CUDA"] = torch.version.cuda or "none"
     try:
-        found["multigpu"] = metadata.version("multigpu-cli")
+        versions["multigpu"] = metadata.version("multigpu-cli")
     except metadata.PackageNotFoundError:
-        found["multigpu"] = f"not installed, {sys.path[0]}"
-    return found
+        versions["multigpu"] = f"not installed, {sys.path[0]}"
+    return versions
 
 
 def _fingerprint_data(config: Config) -> dict[str, Any]:
@@ -139,15 +141,15 @@ def probe_connections(
     assert store is not None
     if listener is not None:
         store.set(f"port-{world.rank}", str(listener.port))
-    found = {}
+    ways = {}
     for one, other in permutations([node for node in nodes if node["address"]], 2):
         name = f"{one['rank']}-{other['rank']}"
         if world.rank == one["rank"]:
             port = int(store.get(f"port-{other['rank']}"))
             first = one["rank"] < other["rank"]
             store.set(f"reach-{name}", json.dumps(connectivity.probe_connection(other["address"], port, speed=first)))
-        found[name] = ConnectionResult(*json.loads(store.get(f"reach-{name}")))
-    return found
+        ways[name] = ConnectionResult(*json.loads(store.get(f"reach-{name}")))
+    return ways
 
 
 def judge_nodes(nodes: Sequence[Mapping[str, Any]], ways: Mapping[str, ConnectionResult]) -> Iterator[Finding]:
@@ -170,9 +172,9 @@ def _suggest_interface(node: Mapping[str, Any]) -> str:
 
 def _compare_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     for what in nodes[0]["versions"]:
-        said = {node["host"]: node["versions"][what] for node in nodes}
-        if len(set(said.values())) > 1:
-            text = ", ".join(f"{host} {version}" for host, version in said.items())
+        by_host = {node["host"]: node["versions"][what] for node in nodes}
+        if len(set(by_host.values())) > 1:
+            text = ", ".join(f"{host} {version}" for host, version in by_host.items())
             yield Finding(f"{what} versions", "fail", text, f"the same {what} on every node")
     if all(len({node["versions"][what] for node in nodes}) == 1 for what in nodes[0]["versions"]):
         same = ", ".join(f"{name} {version}" for name, version in nodes[0]["versions"].items())
@@ -201,8 +203,8 @@ def _judge_connections(nodes: Sequence[Mapping[str, Any]], ways: Mapping[str, Co
         one, other = (host[rank] for rank in name.split("-"))
         if way.outcome != "ok":
             address = other["address"]
-            said = f"to {other['host']} ({address}): {_MEANING[way.outcome]}"
-            yield Finding(f"from {one['host']}", "fail", said, _FIX[way.outcome].replace("ADDRESS", address))
+            evidence = f"to {other['host']} ({address}): {_MEANING[way.outcome]}"
+            yield Finding(f"from {one['host']}", "fail", evidence, _FIX[way.outcome].replace("ADDRESS", address))
     pairs = {
         f"{one['host']}-{other['host']}": (ways[name].latency or 0.0, ways[name].rate or 0.0)
         for one, other in combinations(nodes, 2)
@@ -230,6 +232,6 @@ def agree_on_exit_code(world: World, code: int) -> int:
         for rank in range(1, world.size):
             store.get(f"bye-{rank}")
         return code
-    found = int(store.get("code"))
+    agreed = int(store.get("code"))
     store.set(f"bye-{world.rank}", "")
-    return found
+    return agreed

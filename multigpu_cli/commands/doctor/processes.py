@@ -14,15 +14,15 @@ _LONGEST = 100  # letters of a command
 def find_gpu_processes(on_gpus: Iterable[int], proc: Path = _PROC) -> dict[int, GpuProcessInfo]:
     """The processes with these numbers, and of all others the orphaned workers of ours."""
     wanted = set(on_gpus)
-    found = {}
+    processes = {}
     for entry in proc.glob("[0-9]*"):
         pid = int(entry.name)
         if pid == os.getpid() or (pid not in wanted and not _is_ours(entry)):
             continue
         tenancy = _read_process(entry)
         if tenancy and (pid in wanted or tenancy.orphan):
-            found[pid] = tenancy
-    return found
+            processes[pid] = tenancy
+    return processes
 
 
 def _is_ours(entry: Path) -> bool:

@@ -43,20 +43,20 @@ def check_shared_memory(place: Path) -> Finding:
     if not place.is_dir():
         return Finding("shared memory", "not checked", f"there is no {place} here")
     usage = shutil.disk_usage(place)
-    said = f"{place}: {usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} free"
+    evidence = f"{place}: {usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} free"
     small = usage.free < _GIB
     fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {place}, or --num-workers 0" if small else ""
-    return Finding("shared memory", "warn" if small else "ok", said, fix, {"free_bytes": usage.free})
+    return Finding("shared memory", "warn" if small else "ok", evidence, fix, {"free_bytes": usage.free})
 
 
 def check_open_files(limits: tuple[int, int]) -> Finding:
     """Each process, loader and connection takes some."""
     soft, hard = limits
-    said = f"{_format_limit(soft)} at once, at most {_format_limit(hard)}"
+    evidence = f"{_format_limit(soft)} at once, at most {_format_limit(hard)}"
     if soft != resource.RLIM_INFINITY and soft < 4096:
         aim = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-        return Finding("open files", "warn", said, f"ulimit -n {aim}", {"soft": soft})
-    return Finding("open files", "ok", said, "", {"soft": soft})
+        return Finding("open files", "warn", evidence, f"ulimit -n {aim}", {"soft": soft})
+    return Finding("open files", "ok", evidence, "", {"soft": soft})
 
 
 def check_ports(usual: int) -> Finding:
@@ -82,9 +82,9 @@ def check_host_name(name: str) -> Finding:
         fix = f"echo '127.0.1.1 {name}' >> /etc/hosts"
         return Finding("host name", "warn", f"{name} has no address ({error}): torchrun may not find it", fix)
     seconds = time.perf_counter() - began
-    said = f"{name} is {address}, found in {1e3 * seconds:.0f} ms"
+    evidence = f"{name} is {address}, found in {1e3 * seconds:.0f} ms"
     slow = seconds > 1
-    return Finding("host name", "warn" if slow else "ok", said, f"{name} in /etc/hosts" if slow else "")
+    return Finding("host name", "warn" if slow else "ok", evidence, f"{name} in /etc/hosts" if slow else "")
 
 
 def check_reverse_lookups(seconds: Sequence[float]) -> Finding:
@@ -96,12 +96,12 @@ def check_reverse_lookups(seconds: Sequence[float]) -> Finding:
         seconds: that look-ups of the loopback's name took.
     """
     slowest = max(seconds)
-    said = f"the slowest of {len(seconds)} look-ups of {_LOOPBACK[0]} took {1e3 * slowest:.0f} ms"
+    evidence = f"the slowest of {len(seconds)} look-ups of {_LOOPBACK[0]} took {1e3 * slowest:.0f} ms"
     if slowest > 0.5:
-        said += "; a run of several workers waits for such look-ups twice for each connection"
+        evidence += "; a run of several workers waits for such look-ups twice for each connection"
         fix = f"echo '{_LOOPBACK[0]} localhost' >> /etc/hosts, or a name server that answers"
-        return Finding("names of connections", "warn", said, fix, {"seconds": slowest})
-    return Finding("names of connections", "ok", said, "", {"seconds": slowest})
+        return Finding("names of connections", "warn", evidence, fix, {"seconds": slowest})
+    return Finding("names of connections", "ok", evidence, "", {"seconds": slowest})
 
 
 def _time_lookups() -> list[float]:
@@ -126,22 +126,26 @@ def check_disk(save_dir: Path) -> Finding:
     except OSError as error:
         return Finding(name, "fail", f"{place} can't be written: {error.strerror or error}", "another --save-dir")
     free = shutil.disk_usage(place).free
-    said = f"{free / _GIB:.1f} GiB free, {rate / 2**20:.0f} MiB/s with fsync, {1e3 * flush:.1f} ms for a small one"
+    evidence = f"{free / _GIB:.1f} GiB free, {rate / 2**20:.0f} MiB/s with fsync, {1e3 * flush:.1f} ms for a small one"
     numbers = {"free_bytes": free, "bytes_per_second": rate, "small_fsync_seconds": flush}
     if free < 5 * _GIB:
-        return Finding(name, "fail" if free < 0.2 * _GIB else "warn", said, "make room, or another --save-dir", numbers)
+        return Finding(
+            name, "fail" if free < 0.2 * _GIB else "warn", evidence, "make room, or another --save-dir", numbers
+        )
     if rate < 20 * 2**20:
         fix = "a local disk for --save-dir, or rarer checkpoints: --checkpoint-every 30m"
-        return Finding(name, "warn", said, fix, numbers)
-    return Finding(name, "ok", said, "", numbers)
+        return Finding(name, "warn", evidence, fix, numbers)
+    return Finding(name, "ok", evidence, "", numbers)
 
 
 def check_cores(cores: int, workers: int) -> Finding:
     """Loading and launching need CPU time."""
-    said = f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {counted(workers, 'worker')}"
+    evidence = (
+        f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {counted(workers, 'worker')}"
+    )
     few = cores < 2 * workers
     fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may be what limits"
-    return Finding("CPU cores", "warn" if few else "ok", said, fix if few else "", {"cores": cores})
+    return Finding("CPU cores", "warn" if few else "ok", evidence, fix if few else "", {"cores": cores})
 
 
 def _measure_writes(place: Path) -> tuple[float, float]:

@@ -84,8 +84,8 @@ def run_distributed(
         return result if world.main else None
 
 
-def _prepare_pass(request: InferenceRequest, found: Trained, world: World, *, judged: bool) -> InferencePass:
-    run = load_run(found, request.changes, own_code=request.own_code)
+def _prepare_pass(request: InferenceRequest, weights: Trained, world: World, *, judged: bool) -> InferencePass:
+    run = load_run(weights, request.changes, own_code=request.own_code)
     config, name = run.config, _choose_split(run.source, request.split, judged=judged)
     split: Dataset[Any] = getattr(run.source, name)
     guessing = None if judged or name == "new" else unanswered(split, run.source.train)
@@ -95,7 +95,7 @@ def _prepare_pass(request: InferenceRequest, found: Trained, world: World, *, ju
     task = build_task(config, source)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
     return InferencePass(
-        origin=str(found.origin),
+        origin=str(weights.origin),
         split=name,
         world=world,
         model=run.model.to(world.device),

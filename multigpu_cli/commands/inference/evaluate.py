@@ -19,21 +19,21 @@ def evaluate_run(request: InferenceRequest, argv: Sequence[str], environ: Mappin
 
 
 def _compute_metrics(part: InferencePass) -> dict[str, Any]:
-    found = part.task.evaluate(part.model, part.loader, part.world, part.precision, part.batch_size)
-    facts = {"weights": part.origin, "split": part.split, "samples": found.samples, "world_size": part.world.size}
-    return facts | found.metrics | found.details
+    evaluated = part.task.evaluate(part.model, part.loader, part.world, part.precision, part.batch_size)
+    facts = {"weights": part.origin, "split": part.split, "samples": evaluated.samples, "world_size": part.world.size}
+    return facts | evaluated.metrics | evaluated.details
 
 
-def print_metrics(found: dict[str, Any], *, as_json: bool) -> None:
+def print_metrics(metrics: dict[str, Any], *, as_json: bool) -> None:
     """Print the metrics, and the tables that the task has."""
     if as_json:
-        print(valid_json(found, indent=2))
+        print(valid_json(metrics, indent=2))
         return
     tables = {"per_class", "confusion"}
-    print(result.eval_line({name: value for name, value in found.items() if name not in tables | {"world_size"}}))
-    if rows := found.get("per_class"):
+    print(result.eval_line({name: value for name, value in metrics.items() if name not in tables | {"world_size"}}))
+    if rows := metrics.get("per_class"):
         names = [str(row["class"]) for row in rows]
         for line in result.class_table(rows, names):
             print(line)
-        for line in result.confusion_table(found["confusion"], names) if "confusion" in found else ():
+        for line in result.confusion_table(metrics["confusion"], names) if "confusion" in metrics else ():
             print(line)

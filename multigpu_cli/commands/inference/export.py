@@ -47,12 +47,12 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
         RequestError: nothing was written.
         TrainingError: the file was not what it should be, and is gone.
     """
-    found = trained_weights(Path(checkpoint))
+    weights = trained_weights(Path(checkpoint))
     weights_only = target.suffix in (".safetensors", ".pt")
-    model, inputs = (None, None) if weights_only else _rebuild_model(found, data_dir, own_code=own_code)
+    model, inputs = (None, None) if weights_only else _rebuild_model(weights, data_dir, own_code=own_code)
     try:
         if model is None or inputs is None:
-            left_out = export_weights(found.state, target)
+            left_out = export_weights(weights.state, target)
             difference, checked = 0.0, "read back: every bit is the same"
             if left_out:
                 checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
@@ -61,21 +61,21 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
             checked = f"run on {len(inputs)} samples and on one: greatest difference {difference:.2g}"
     except OSError as error:
         raise RequestError(f"--to {target}: {error.strerror or error}", remedy="another place") from error
-    return Export(str(target), target.stat().st_size, str(found.origin), difference, checked)
+    return Export(str(target), target.stat().st_size, str(weights.origin), difference, checked)
 
 
-def print_export(found: Export, *, as_json: bool) -> None:
+def print_export(export: Export, *, as_json: bool) -> None:
     """Print what was written and how it was checked."""
     if as_json:
-        print(valid_json(asdict(found), indent=2))
+        print(valid_json(asdict(export), indent=2))
         return
-    print(f"{found.file}  {found.bytes / 1e6:.1f} MB, weights from {found.origin}")
-    print(found.checked)
+    print(f"{export.file}  {export.bytes / 1e6:.1f} MB, weights from {export.origin}")
+    print(export.checked)
 
 
-def _rebuild_model(found: Trained, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
+def _rebuild_model(weights: Trained, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
     """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
-    run = load_run(found, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
+    run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
     of_samples(run.config, "export to this format (.safetensors and .pt do not)")
     inputs = _load_samples(run.config, run.source)
     if not isinstance(inputs, Tensor):

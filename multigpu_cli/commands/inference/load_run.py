@@ -35,7 +35,7 @@ class LoadedRun:
     model: nn.Module
 
 
-def load_run(found: Trained, changes: Mapping[str, Any], *, own_code: bool) -> LoadedRun:
+def load_run(weights: Trained, changes: Mapping[str, Any], *, own_code: bool) -> LoadedRun:
     """Open the run's dataset, build its network for it, and put the weights in.
 
     Args:
@@ -45,43 +45,43 @@ def load_run(found: Trained, changes: Mapping[str, Any], *, own_code: bool) -> L
     Raises:
         RequestError: code that nobody has allowed, a dataset that is not there, or one that the weights don't fit.
     """
-    config = _merge_config(found, changes)
-    check_code(config, _make_command_config(changes, own_code=own_code), str(found.origin), environments=ENVIRONMENTS)
+    config = _merge_config(weights, changes)
+    check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
     source = opened(config)
-    before = found.settings.get("learned")
+    before = weights.settings.get("learned")
     if before is not None and before != source.learned():
         raise RequestError(
             f"--data {config.data.name}: its training part gives other classes, scales or tokens than those that "
-            f"{found.origin} was trained with",
+            f"{weights.origin} was trained with",
             remedy="the training data of the run, beside other test data",
         )
-    return _load_weights(config, source, found)
+    return _load_weights(config, source, weights)
 
 
-def load_run_without_data(found: Trained, *, own_code: bool) -> LoadedRun:
+def load_run_without_data(weights: Trained, *, own_code: bool) -> LoadedRun:
     """The same by what the run has kept of its data, which need not be there: a source without samples.
 
     Raises:
         RequestError: code that nobody has allowed, or a file that says nothing of the data.
     """
-    told = dict(found.settings.get("built_for", {}))
-    if not told:
-        raise RequestError(f"{found.origin} does not say what it was built for", remedy="weights of a newer run")
-    config = _merge_config(found, {})
-    config = with_settings(config, {"model": config.model.name or told["model"]})
+    built_for = dict(weights.settings.get("built_for", {}))
+    if not built_for:
+        raise RequestError(f"{weights.origin} does not say what it was built for", remedy="weights of a newer run")
+    config = _merge_config(weights, {})
+    config = with_settings(config, {"model": config.model.name or built_for["model"]})
     command = _make_command_config({}, own_code=own_code)
-    check_code(config, command, str(found.origin), environments=ENVIRONMENTS, parts=["model"])
-    tokens, shape = told.pop("vocabulary", None), tuple(told.pop("input_shape"))
+    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
+    tokens, shape = built_for.pop("vocabulary", None), tuple(built_for.pop("input_shape"))
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
     known = recalled(tokens) if tokens else None
-    source = Source(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **told)
-    return _load_weights(config, source, found)
+    source = Source(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
+    return _load_weights(config, source, weights)
 
 
-def _load_weights(config: Config, source: Source, found: Trained) -> LoadedRun:
+def _load_weights(config: Config, source: Source, weights: Trained) -> LoadedRun:
     model = fresh_model(config, source)
-    check_fit(model, found.state, str(found.origin))
-    model.load_state_dict(found.state)
+    check_fit(model, weights.state, str(weights.origin))
+    model.load_state_dict(weights.state)
     return LoadedRun(config, source, model.eval())
 
 
@@ -89,10 +89,10 @@ def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Confi
     return with_settings(Config(), {**changes, "own_code": own_code})
 
 
-def _merge_config(found: Trained, changes: Mapping[str, Any]) -> Config:
-    known = {key: value for key, value in found.settings.items() if key in SETTINGS}
-    if found.model:
-        known["model"] = found.model
+def _merge_config(weights: Trained, changes: Mapping[str, Any]) -> Config:
+    known = {key: value for key, value in weights.settings.items() if key in SETTINGS}
+    if weights.model:
+        known["model"] = weights.model
     if changes.get("data", known.get("data")) != known.get("data"):
         known["data.args"] = {}  # they were meant for the run's own dataset
     args = known.get("data.args", {}) | changes.get("data.args", {})

@@ -49,24 +49,25 @@ def predict_run(
     return run_distributed(request, argv, environ, write, judged=False)
 
 
-def print_prediction(found: Prediction) -> None:
+def print_prediction(prediction: Prediction) -> None:
     """Print what was written."""
-    print(f"{found.file}  {found.rows:,} samples of the {found.split} split, weights from {found.weights}")
+    samples = f"{prediction.rows:,} samples of the {prediction.split} split"
+    print(f"{prediction.file}  {samples}, weights from {prediction.weights}")
 
 
 def _gather_columns(part: InferencePass) -> Columns:
     """Everybody's rows; ranks have contiguous shares, so their order is that of the samples."""
-    mine = together(part.world, lambda: _predict_share(part))
+    share = together(part.world, lambda: _predict_share(part))
     whole: Columns = {}
     for rank in range(part.world.size):
-        for name, values in from_main(part.world, mine, source=rank).items():
+        for name, values in from_main(part.world, share, source=rank).items():
             whole.setdefault(name, []).extend(values)
     return whole
 
 
 @torch.inference_mode()
 def _predict_share(part: InferencePass) -> Columns:
-    found: Columns = {}
+    rows: Columns = {}
     for batch in part.loader.held_out(part.batch_size, part.world.rank, part.world.size):
         with part.precision.autocast():
             columns = part.task.predictions(part.model, batch)
@@ -74,8 +75,8 @@ def _predict_share(part: InferencePass) -> Columns:
         named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
         for name, values in ({"sample": numbers} | named | columns).items():
             if part.answered or not name.startswith("target"):
-                found.setdefault(name, []).extend(values)
-    return found
+                rows.setdefault(name, []).extend(values)
+    return rows
 
 
 def _format_csv(columns: Columns) -> bytes:

@@ -22,15 +22,15 @@ def generate_text(
     task = weights.settings.get("built_for", {}).get("task", "language-model")
     if task != "language-model":
         raise RequestError(f"{request.run}: only a language model writes text, and this run's task is {task}")
-    found = load_run_without_data(weights, own_code=request.own_code)
-    source = found.source
+    run = load_run_without_data(weights, own_code=request.own_code)
+    source = run.source
     known = source.vocabulary or Numbers(source.num_classes)
     start = known.encode(prompt)
     if not start:
         raise RequestError("--prompt: the model needs something to go on from", remedy="--prompt with a token or more")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = generate(
-        found.model.to(device),
+        run.model.to(device),
         torch.tensor([start], device=device),
         count,
         source.input_shape[-1],

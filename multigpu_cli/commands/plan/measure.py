@@ -177,14 +177,14 @@ def limit_threads(wanted: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def median_step(everyone: Tensor) -> list[float]:
+def median_step(times: Tensor) -> list[float]:
     """The mean times of some steps in a row, of those the ones that take the median time.
 
     Args:
         everyone: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that go in step
             wait for the slowest of them, and the one that waits least in a message tells how long it takes.
     """
-    own, sent = everyone[..., :_PHASES], everyone[..., _PHASES:]
+    own, sent = times[..., :_PHASES], times[..., _PHASES:]
     slowest = own.sum(2).argmax(0)
     steps = torch.cat([own[slowest, torch.arange(len(slowest))], sent.amin(0)], 1)
     windows = steps[: len(steps) // _WINDOW * _WINDOW].unflatten(0, (-1, _WINDOW)).mean(1)
@@ -198,15 +198,15 @@ def _time_steps(learner: Learner, world: World | None = None, messages: Sequence
     An odd number of windows: one of them takes the median time.
     """
     rows = _steps(learner, world.size if world else 1, messages)
-    found = list(islice(rows, _WARM_UP))
+    times = list(islice(rows, _WARM_UP))
     began = time.perf_counter()
     for window in range(1, _WINDOWS + 1):
-        found += islice(rows, _WINDOW)
+        times += islice(rows, _WINDOW)
         spent = time.perf_counter() - began
         spent = greatest(world, [spent])[0] if world else spent
         if window % 2 and spent > _SECONDS:
             break
-    return torch.tensor(found[_WARM_UP:], dtype=torch.float64)
+    return torch.tensor(times[_WARM_UP:], dtype=torch.float64)
 
 
 def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:

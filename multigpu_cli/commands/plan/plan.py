@@ -77,15 +77,15 @@ def parse_plan_request(
     )
 
 
-def make_plan(config: Config, wished: PlanRequest) -> Forecast:
+def make_plan(config: Config, request: PlanRequest) -> Forecast:
     """Measure one worker and the wire, and forecast the rest.
 
     Raises:
         RequestError, TrainingError: as a training would.
     """
-    alone = measure_worker(config, wished.workers)
-    network, rests_on = _choose_network(wished, alone)
-    rows = forecast_rows(alone, config, wished.workers, network, noise_scale=wished.noise_scale, price=wished.price)
+    alone = measure_worker(config, request.workers)
+    network, rests_on = _choose_network(request, alone)
+    rows = forecast_rows(alone, config, request.workers, network, noise_scale=request.noise_scale, price=request.price)
     learner, device = alone.learner, alone.learner.world.device
     about = {
         "model": learner.settled.model,
@@ -98,7 +98,7 @@ def make_plan(config: Config, wished: PlanRequest) -> Forecast:
         "works": {count: asdict(work) for count, work in alone.works.items()},
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    notes = list(_collect_notes(alone, config, wished, rows))
+    notes = list(_collect_notes(alone, config, request, rows))
     return Forecast(about, alone.memory, learner.plan.batches.micro_batch, capacity, rows, notes)
 
 
@@ -132,12 +132,12 @@ def measure_interconnect(workers: int, device: DeviceConfig) -> Wire:
     """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
     ids = usable_gpus(device)
     devices = cuda(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, cores()))
-    found = measure_in_workers(Choice("ddp", devices, len(devices), "plan"))
-    points = [(8.0, found["latency"]), *map(tuple, found["by_size"])]
-    return Wire.measured(found["backend"], len(devices), points, overlaps=len(ids) > 1)
+    measured = measure_in_workers(Choice("ddp", devices, len(devices), "plan"))
+    points = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])]
+    return Wire.measured(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
 
 
-def save_plan(found: Forecast, folder: Path) -> None:
+def save_plan(forecast: Forecast, folder: Path) -> None:
     """Store the plan where the run will be, for its report to compare.
 
     Raises:
@@ -145,41 +145,41 @@ def save_plan(found: Forecast, folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        publish(folder / PLAN, valid_json(found.as_dict(), indent=1).encode())
+        publish(folder / PLAN, valid_json(forecast.as_dict(), indent=1).encode())
     except OSError as error:
         raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another folder") from error
 
 
-def print_plan(found: Forecast, *, as_json: bool) -> None:
+def print_plan(forecast: Forecast, *, as_json: bool) -> None:
     """Print the plan."""
-    print(valid_json(found.as_dict(), indent=2) if as_json else "\n".join(_format_plan(found)))
+    print(valid_json(forecast.as_dict(), indent=2) if as_json else "\n".join(_format_plan(forecast)))
 
 
-def _choose_network(wished: PlanRequest, alone: SingleWorkerProfile) -> tuple[Network, str]:
-    chosen, device = wished.interconnect, alone.learner.settled.config.device
-    if max(wished.workers) == 1:
+def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Network, str]:
+    chosen, device = request.interconnect, alone.learner.settled.config.device
+    if max(request.workers) == 1:
         return Network(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
         one_gpu = len(usable_gpus(device)) == 1
         chosen = "pcie4" if one_gpu else "measured"
     if chosen in BETWEEN_MACHINES:
         inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
-        if max(wished.workers) > wished.per_node:
-            said = f"assumed: {between.rests_on} between machines of {wished.per_node}; {inside.rests_on} within"
-            return Network(inside, between, wished.per_node), said
+        if max(request.workers) > request.per_node:
+            rests_on = f"assumed: {between.rests_on} between machines of {request.per_node}; {inside.rests_on} within"
+            return Network(inside, between, request.per_node), rests_on
         return Network(between), f"assumed: {between.rests_on}"
     wire = (
-        (alone.wire or measure_interconnect(max(wished.workers), device)) if chosen == "measured" else ASSUMED[chosen]
+        (alone.wire or measure_interconnect(max(request.workers), device)) if chosen == "measured" else ASSUMED[chosen]
     )
     return Network(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
 
 
-def _collect_notes(alone: SingleWorkerProfile, config: Config, wished: PlanRequest, rows: list[Row]) -> Iterator[str]:
+def _collect_notes(alone: SingleWorkerProfile, config: Config, request: PlanRequest, rows: list[Row]) -> Iterator[str]:
     if alone.note:
         yield alone.note
-    if alone.learner.world.device.type == "cpu" and max(wished.workers) > cores():
+    if alone.learner.world.device.type == "cpu" and max(request.workers) > cores():
         yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
-    if config.batch.global_size is None and wished.noise_scale is None:
+    if config.batch.global_size is None and request.noise_scale is None:
         yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
     if config.communication.grad_compression == "powersgd":
         yield "PowerSGD sends less than this: gradients are counted whole, as in its first steps"
@@ -188,16 +188,16 @@ def _collect_notes(alone: SingleWorkerProfile, config: Config, wished: PlanReque
         yield f"beyond {counted(end, 'worker')}, the next row saves less than a tenth of the time"
 
 
-def _format_plan(found: Forecast) -> Iterator[str]:
-    about, memory, size = found.about, found.memory, found.micro_batch
+def _format_plan(forecast: Forecast) -> Iterator[str]:
+    about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
     yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     listed = ", ".join(f"{_format_bytes(value)} {name}" for name, value in parts.items())
     kept = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
     yield f"memory   {_format_bytes(memory.total(size))} a device: {listed}, {kept}"
-    if found.capacity:
-        fits = memory.largest_batch(0.9 * found.capacity)
-        total = _format_bytes(found.capacity)
+    if forecast.capacity:
+        fits = memory.largest_batch(0.9 * forecast.capacity)
+        total = _format_bytes(forecast.capacity)
         yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
     for count, work in about["works"].items():
         times = ", ".join(f"{1e3 * work[name]:.2f} ms {name}" for name in ("data", "forward", "backward", "commit"))
@@ -207,12 +207,12 @@ def _format_plan(found: Forecast) -> Iterator[str]:
     yield "forecast, not measured:"
     head = f"{'workers':>8}{'batch':>8}{'step':>12}{'wire':>10}{'samples/s':>12}{'speedup':>9}{'efficiency':>12}"
     yield f"{head}{'run':>14}  cost"
-    for row in found.rows:
+    for row in forecast.rows:
         cost = "" if row.cost is None else f"  {row.cost:.2f}"
         times = f"{1e3 * row.step:>9.2f} ms{1e3 * row.waiting:>7.2f} ms{row.samples_per_second:>12,.0f}"
         gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {duration(row.seconds):>14}"
         yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain}{cost}"
-    yield from (f"note: {note}" for note in found.notes)
+    yield from (f"note: {note}" for note in forecast.notes)
 
 
 def _format_bytes(count: float) -> str:

@@ -21,7 +21,7 @@ class RunData:
     Attributes:
         name: short, and different from the other runs' names.
         summary: summary.json, {} where the run has none (yet).
-        words: the settings by key, {} where config.yaml is missing.
+        settings: by key, {} where config.yaml is missing.
         forecast: what `plan --save-dir` has left in the folder, {} where nobody asked it.
     """
 
@@ -47,12 +47,12 @@ class RunData:
         """A number that `train` lines hold for every worker; of the workers that the last line has."""
         events = [event for _, event in sorted(self.history.train.items()) if event.get(field)]
         count = len(events[-1][field]) if events else 0
-        found = []
+        series = []
         for rank in range(count):
             there = [event for event in events if len(event[field]) > rank and event[field][rank] is not None]
             values = [factor * float(event[field][rank]) for event in there]
-            found.append(thin_series([float(event[by]) for event in there], values))
-        return found
+            series.append(thin_series([float(event[by]) for event in there], values))
+        return series
 
     def evaluated(self, field: str, split: str = "val", *, by: str = "step", factor: float = 1.0) -> Series:
         """A measure of the evaluations of a split."""
@@ -64,8 +64,8 @@ class RunData:
         """Samples trained by then: what the last line up to there says, and by the plan what came after it."""
         train = self.history.train
         known = step if step in train else max((at for at in train if at < step), default=0)
-        said = train[known]["samples"] if known else 0
-        return float(said + self._planned(step) - self._planned(known))
+        samples = train[known]["samples"] if known else 0
+        return float(samples + self._planned(step) - self._planned(known))
 
     def _planned(self, step: int) -> int:
         plan = self.history.plan
@@ -105,12 +105,12 @@ def thin_series(places: list[float], values: list[float]) -> Series:
 def smooth_values(values: Sequence[float]) -> list[float]:
     """The exponential average over about a fortieth of a curve (unbiased at its start), for noisy ones."""
     keep = 1 - 1 / max(1.0, len(values) / 40)
-    average, weight, found = 0.0, 0.0, []
+    average, weight, averages = 0.0, 0.0, []
     for value in values:
         if value == value and abs(value) != float("inf"):
             average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)
-        found.append(average / weight if weight else value)
-    return found
+        averages.append(average / weight if weight else value)
+    return averages
 
 
 def _shorten_names(folders: Sequence[Path]) -> list[str]:
@@ -125,10 +125,10 @@ def _shorten_names(folders: Sequence[Path]) -> list[str]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -100,9 +100,9 @@ def _draw_losses(axes: Axes, runs: Sequence[RunData], by: str) -> None:
         alone = len(runs) == 1
         trained = run.curve("mean_loss", by=by)
         _draw_noisy(axes, trained, colour(number), "training" if alone else lettered(run.name))
-        said = {"label": "validation"} if alone else {}
+        look = {"label": "validation"} if alone else {}
         shade = colour(1) if alone else colour(number)
-        _draw_line(axes, run.evaluated("loss", by=by), shade, linestyle="--", marker="o", markersize=3, **said)
+        _draw_line(axes, run.evaluated("loss", by=by), shade, linestyle="--", marker="o", markersize=3, **look)
     _use_log_if_wide(axes)
 
 
@@ -137,9 +137,9 @@ def _draw_curves(axes: Axes, runs: Sequence[RunData], field: str, by: str, *, fa
 
 def _draw_waits(axes: Axes, runs: Sequence[RunData], by: str) -> None:
     for number, run in enumerate(runs):
-        for at, (field, said) in enumerate(_WAITS):
+        for at, (field, reason) in enumerate(_WAITS):
             shade = colour(at) if len(runs) == 1 else colour(number)
-            label = said if len(runs) == 1 else f"{lettered(run.name)}, {said}"
+            label = reason if len(runs) == 1 else f"{lettered(run.name)}, {reason}"
             series = run.curve(field, by=by, factor=100.0)
             _draw_line(axes, series, shade, linestyle=("-", "--", ":")[at], label=label, linewidth=1.4)
     if axes.has_data():
@@ -241,10 +241,10 @@ def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
     shares = [[count / (sum(row) or 1) for count in row] for row in counts]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for true, row in enumerate(counts if few else []):
-        for said, count in enumerate(row):
+        for predicted, count in enumerate(row):
             if count:
-                ink = "white" if shares[true][said] > 0.6 else INK
-                axes.text(said, true, str(count), ha="center", va="center", color=ink, fontsize=8)
+                ink = "white" if shares[true][predicted] > 0.6 else INK
+                axes.text(predicted, true, str(count), ha="center", va="center", color=ink, fontsize=8)
     short = [lettered(name if len(name) <= 12 else name[:11] + "…") for name in names]
     if len(counts) <= 40:
         axes.set_xticks(range(len(counts)), short, rotation=90 if max(map(len, short)) > 2 else 0)

@@ -76,7 +76,7 @@ def tabulate_plan(run: RunData) -> ReportTable:
         ("precision", plan.get("precision"), run.summary.get("precision")),
         ("steps done twice after a restart", 0, _count_repeated_steps(run)),
     ]
-    cells = [(name, [_format_cell(said), _format_cell(came)]) for name, said, came in rows]
+    cells = [(name, [_format_cell(planned), _format_cell(actual)]) for name, planned, actual in rows]
     return ReportTable(run.name, ["planned", "came"], cells + list(_compare_forecast(run)))
 
 
@@ -91,7 +91,7 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
     waits = [event["comm_share"] * event["step_ms"] for event in run.history.train.values() if event.get("comm_share")]
     needs = Memory(**run.forecast["memory"]).total(run.forecast["micro_batch"]) if row else None
     memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
-    came_of = {
+    rows_of = {
         "step, median": ("ms", 1e3 * row["step"] if row else None, last.get("step_p50_ms")),
         "exposed communication of a step": (
             "ms",
@@ -106,10 +106,10 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
         "seconds of training": ("s", row.get("seconds"), run.summary.get("train_seconds")),
         memory: ("MiB", needs and needs / 2**20, max(last["memory"]) / 2**20 if last.get("memory") else None),
     }
-    for name, (unit, said, came) in came_of.items():
-        if said is not None or came is not None:
-            off = f" ({came / said - 1:+.0%})" if said and came is not None else ""
-            yield name, [_format_with_unit(said, unit), _format_with_unit(came, unit) + off]
+    for name, (unit, planned, actual) in rows_of.items():
+        if planned is not None or actual is not None:
+            off = f" ({actual / planned - 1:+.0%})" if planned and actual is not None else ""
+            yield name, [_format_with_unit(planned, unit), _format_with_unit(actual, unit) + off]
 
 
 def _format_with_unit(value: float | None, unit: str) -> str:
@@ -121,23 +121,23 @@ def tabulate_events(run: RunData) -> ReportTable:
     if not run.history.attempts:
         return ReportTable(run.name, [], [])
     zero = run.history.attempts[0].start["time"]
-    found: list[tuple[float, str]] = []
+    events: list[tuple[float, str]] = []
     for count, attempt in enumerate(run.history.attempts, 1):
         plan, at = attempt.start.get("plan", {}), attempt.resumed_at
         going_on = f", goes on from step {at}" if at else ""
-        words = f"attempt {count} starts: {plan.get('strategy')}, {counted(plan.get('workers'), 'worker')}{going_on}"
-        found.append((attempt.start["time"], words))
+        text = f"attempt {count} starts: {plan.get('strategy')}, {counted(plan.get('workers'), 'worker')}{going_on}"
+        events.append((attempt.start["time"], text))
         if attempt.end:
-            found.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
+            events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
         else:
-            found.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
-    found += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
+            events.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
+    events += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
     for back in run.history.recoveries:
         cost = (
             f"{duration(back['seconds'])} after the attempt before had stopped, {counted(back['lost_steps'], 'step')}"
         )
-        found.append((back["time"], f"at work again, {cost} done again ({back['cause']})"))
-    rows = [(f"+ {duration(when - zero)}", [what]) for when, what in sorted(found)]
+        events.append((back["time"], f"at work again, {cost} done again ({back['cause']})"))
+    rows = [(f"+ {duration(when - zero)}", [what]) for when, what in sorted(events)]
     first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(zero))
     return ReportTable(run.name, [f"first start {first}"], rows)
 
@@ -157,11 +157,12 @@ def tabulate_settings(runs: Sequence[RunData]) -> tuple[ReportTable, str]:
     """The settings in which some run differs from the defaults, and the others in one text."""
     defaults = settings(Config())
     names = [name for name in defaults if any(name in run.settings for run in runs)]
-    told = [name for name in names if any(run.settings.get(name) != defaults[name] for run in runs)]
+    changed = [name for name in names if any(run.settings.get(name) != defaults[name] for run in runs)]
     rows = [
-        (name, [*(_format_cell(run.settings.get(name)) for run in runs), _format_cell(defaults[name])]) for name in told
+        (name, [*(_format_cell(run.settings.get(name)) for run in runs), _format_cell(defaults[name])])
+        for name in changed
     ]
-    rest = ", ".join(f"{name} {_format_cell(defaults[name]) or '–'}" for name in names if name not in told)
+    rest = ", ".join(f"{name} {_format_cell(defaults[name]) or '–'}" for name in names if name not in changed)
     return ReportTable("Configuration", [*(run.name for run in runs), "default"], rows), rest
 
 

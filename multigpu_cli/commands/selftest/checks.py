@@ -54,22 +54,24 @@ class Measurements(NamedTuple):
 
     def of_workers(self, part: str) -> list[Measured]:
         """What all workers found in one part."""
-        return [found[part] for found in self.workers]
+        return [worker[part] for worker in self.workers]
 
 
-def run_checks(found: Measurements) -> list[CheckResult]:
+def run_checks(measurements: Measurements) -> list[CheckResult]:
     """Causes first, so that the line which names a fault stands above those that only suffer from it."""
-    return [_run_check(check, part, judge, found) for check, part, judge in _CHECKS]
+    return [_run_check(check, part, judge, measurements) for check, part, judge in _CHECKS]
 
 
-def _run_check(check: str, part: str, judge: Callable[[Measurements], CheckResult], found: Measurements) -> CheckResult:
-    if not found.workers or any(part not in worker for worker in found.workers):
+def _run_check(
+    check: str, part: str, judge: Callable[[Measurements], CheckResult], measurements: Measurements
+) -> CheckResult:
+    if not measurements.workers or any(part not in worker for worker in measurements.workers):
         return CheckResult(check, False, "the workers failed before they came to this: see their error")
-    return judge(found)._replace(check=check)
+    return judge(measurements)._replace(check=check)
 
 
-def _check_samples(found: Measurements) -> CheckResult:
-    ways = found.alone["samples"]
+def _check_samples(measurements: Measurements) -> CheckResult:
+    ways = measurements.alone["samples"]
     first, *others = ways
     faults = [
         f"sample {number} comes out different {way}"
@@ -78,7 +80,7 @@ def _check_samples(found: Measurements) -> CheckResult:
     ]
     faults += [
         f"sample {number} is another one on rank {rank}"
-        for rank, theirs in enumerate(found.of_workers("samples"))
+        for rank, theirs in enumerate(measurements.of_workers("samples"))
         for number in _list_differing(ways[first], theirs[first], _SAME_SAMPLE)
     ]
     if not faults:
@@ -101,18 +103,18 @@ def is_close(one: list[float], other: list[float], tolerance: float) -> bool:
     )
 
 
-def _check_model(found: Measurements) -> CheckResult:
-    mine = found.alone["model"]
-    if where := _find_difference(mine["outputs"], mine["again"]):
+def _check_model(measurements: Measurements) -> CheckResult:
+    alone = measurements.alone["model"]
+    if where := _find_difference(alone["outputs"], alone["again"]):
         return _blame_model(
             f"two passes with the same samples and seeds differ, {where}", "has a random stream of its own"
         )
-    for rank, theirs in enumerate(found.of_workers("model")):
-        if theirs["weights"] != mine["weights"]:
+    for rank, theirs in enumerate(measurements.of_workers("model")):
+        if theirs["weights"] != alone["weights"]:
             return _blame_model(f"rank {rank} starts with other weights than one process alone", "depends on its rank")
-        if where := _find_difference(mine["outputs"], theirs["outputs"]):
+        if where := _find_difference(alone["outputs"], theirs["outputs"]):
             return _blame_model(f"rank {rank} differs from one process alone, {where}", "depends on its rank")
-    return CheckResult("", True, f"{len(mine['outputs'])} module outputs, twice and on every worker")
+    return CheckResult("", True, f"{len(alone['outputs'])} module outputs, twice and on every worker")
 
 
 def _blame_model(problem: str, cause: str) -> CheckResult:
@@ -128,25 +130,25 @@ def _find_difference(one: list[Any], other: list[Any]) -> str:
     return "" if len(one) == len(other) else "in which modules run"
 
 
-def _check_unused(found: Measurements) -> CheckResult:
-    reference = found.alone["reference"]
+def _check_unused(measurements: Measurements) -> CheckResult:
+    reference = measurements.alone["reference"]
     names = sorted({*reference["first"]["missing"], *reference["last"]["missing"]})
     total = len(reference["first"]["gradient"])
     if not names:
         return CheckResult("", True, f"{total} parameters")
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    if found.finds_unused:
+    if measurements.finds_unused:
         return CheckResult("", True, f"{len(names)} of {total} get none, as --find-unused-parameters allows: {listed}")
     remedy = "--find-unused-parameters, or take the branch out of the model"
     return CheckResult("", False, f"{len(names)} of {total} get none: {listed}", remedy)
 
 
-def _gradient_distances(found: Measurements, which: str) -> tuple[float, float]:
+def _gradient_distances(measurements: Measurements, which: str) -> tuple[float, float]:
     """Largest relative difference from the definition, of several workers and of one."""
-    reference = found.alone["reference"][which]["gradient"]
+    reference = measurements.alone["reference"][which]["gradient"]
     return (
-        relative_distance(found.workers[0]["gradients"][which], reference),
-        relative_distance(found.alone["gradients"][which], reference),
+        relative_distance(measurements.workers[0]["gradients"][which], reference),
+        relative_distance(measurements.alone["gradients"][which], reference),
     )
 
 
@@ -160,38 +162,40 @@ def relative_distance(gradient: dict[str, Tensor], reference: dict[str, Tensor])
     return max(gaps) / largest if largest else float("nan")
 
 
-def _judge_distances(found: Measurements, differences: tuple[float, ...], more: str = "") -> CheckResult:
-    tolerance = TOLERANCE[found.precision]
+def _judge_distances(measurements: Measurements, differences: tuple[float, ...], more: str = "") -> CheckResult:
+    tolerance = TOLERANCE[measurements.precision]
     shown = f"max relative difference {max(differences):.1e} (tolerance {tolerance:.0e}){more}"
     return CheckResult("", all(each <= tolerance for each in differences), shown)
 
 
-def _check_first_step(found: Measurements) -> CheckResult:
-    return _judge_distances(found, _gradient_distances(found, "first"))
+def _check_first_step(measurements: Measurements) -> CheckResult:
+    return _judge_distances(measurements, _gradient_distances(measurements, "first"))
 
 
-def _check_last_window(found: Measurements) -> CheckResult:
-    if found.drop_last:
+def _check_last_window(measurements: Measurements) -> CheckResult:
+    if measurements.drop_last:
         return CheckResult("", None, "left out of training by --drop-last")
-    measured = found.workers[0]["gradients"]
+    measured = measurements.workers[0]["gradients"]
     shares = " + ".join(map(str, measured["shares"]))
-    return _judge_distances(found, _gradient_distances(found, "last"), f"; {shares} samples on the workers")
-
-
-def _check_clipping(found: Measurements) -> CheckResult:
-    reference = found.alone["reference"]["first"]["gradient"]
-    norm = float(torch.stack([value.double().square().sum() for value in reference.values()]).sum().sqrt())
-    differences = []
-    for side in (found.workers[0]["gradients"], found.alone["gradients"]):
-        expected = {name: value * (side["limit"] / (norm + 1e-6)) for name, value in reference.items()}
-        differences += [relative_distance(side["clipped"], expected), abs(side["norm"] - norm) / (norm or 1.0)]
     return _judge_distances(
-        found, tuple(differences), f"; norm {found.workers[0]['gradients']['norm']:.4g} of {norm:.4g}"
+        measurements, _gradient_distances(measurements, "last"), f"; {shares} samples on the workers"
     )
 
 
-def _check_evaluation(found: Measurements) -> CheckResult:
-    alone, parts = found.alone["evaluation"], found.of_workers("evaluation")
+def _check_clipping(measurements: Measurements) -> CheckResult:
+    reference = measurements.alone["reference"]["first"]["gradient"]
+    norm = float(torch.stack([value.double().square().sum() for value in reference.values()]).sum().sqrt())
+    differences = []
+    for side in (measurements.workers[0]["gradients"], measurements.alone["gradients"]):
+        expected = {name: value * (side["limit"] / (norm + 1e-6)) for name, value in reference.items()}
+        differences += [relative_distance(side["clipped"], expected), abs(side["norm"] - norm) / (norm or 1.0)]
+    return _judge_distances(
+        measurements, tuple(differences), f"; norm {measurements.workers[0]['gradients']['norm']:.4g} of {norm:.4g}"
+    )
+
+
+def _check_evaluation(measurements: Measurements) -> CheckResult:
+    alone, parts = measurements.alone["evaluation"], measurements.of_workers("evaluation")
     times = Counter(number for part in parts for number in part["seen"])
     once = times == Counter(range(alone["size"]))
     gaps = [
@@ -199,21 +203,21 @@ def _check_evaluation(found: Measurements) -> CheckResult:
         for part in parts
         for name, value in alone["metrics"].items()
     ]
-    verdict = _judge_distances(found, tuple(gaps))
+    verdict = _judge_distances(measurements, tuple(gaps))
     counted = f"{len(times)} of {alone['size']} samples met, at most {max(times.values(), default=0)}×; "
     return verdict._replace(holds=verdict.holds and once, figures=counted + verdict.figures)
 
 
-def _check_replicas(found: Measurements) -> CheckResult:
-    prints = [part["replica"] for part in found.of_workers("resume")]
+def _check_replicas(measurements: Measurements) -> CheckResult:
+    prints = [part["replica"] for part in measurements.of_workers("resume")]
     other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
     if other is None:
         return CheckResult("", True, f"all {prints[0][:12]}")
     return CheckResult("", False, f"{prints[0][:12]} on rank 0, {prints[other][:12]} on rank {other}")
 
 
-def _check_resume(found: Measurements) -> CheckResult:
-    sides = [found.alone["resume"], *found.of_workers("resume")]
+def _check_resume(measurements: Measurements) -> CheckResult:
+    sides = [measurements.alone["resume"], *measurements.of_workers("resume")]
     wrong = [side for side in sides if side["whole"] != side["resumed"]]
     if not wrong:
         return CheckResult("", True, "equal bits, on one worker and on several")
@@ -224,9 +228,9 @@ def _check_resume(found: Measurements) -> CheckResult:
     )
 
 
-def _check_exact(found: Measurements) -> CheckResult:
-    alone, parts = found.alone["exact"], found.of_workers("exact")
-    if reason := found.no_exact or alone.get("refused"):
+def _check_exact(measurements: Measurements) -> CheckResult:
+    alone, parts = measurements.alone["exact"], measurements.of_workers("exact")
+    if reason := measurements.no_exact or alone.get("refused"):
         return CheckResult("", None, f"not possible here: {reason}")
     wrong = [part for part in parts if part != alone]
     if not wrong:

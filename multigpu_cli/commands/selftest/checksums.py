@@ -36,11 +36,11 @@ class ActivationRecorder:
 
 def compute_checksums(value: Any) -> list[float]:
     """Two numbers for each tensor in a nested value: its mean size, and a sum that tells its elements apart."""
-    found = []
+    numbers = []
     for tensor in _list_tensors(value):
         flat = tensor.detach().flatten().to("cpu", torch.float64)
-        found += [float(flat.abs().mean()), float((flat * torch.arange(len(flat)).cos()).mean())]
-    return found
+        numbers += [float(flat.abs().mean()), float((flat * torch.arange(len(flat)).cos()).mean())]
+    return numbers
 
 
 def hash_state(value: Any) -> str:

@@ -18,53 +18,53 @@ from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 _SAMPLES = 16
 
 
-def measure_all(side: SelftestProcess, keep: Callable[[Measured], None]) -> Measured:
+def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> Measured:
     """All parts in turn; `keep` gets what has been found so far, since the next part may end the process."""
     be_deterministic()
     torch.use_deterministic_algorithms(True, warn_only=True)  # only --exact insists
-    found: Measured = {}
+    measured: Measured = {}
     for name, part in _PARTS.items():
         with ExitStack() as stack:
-            found[name] = part(side, stack)
-        keep(found)
-    return found
+            measured[name] = part(process, stack)
+        save(measured)
+    return measured
 
 
-def measure_samples(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
     """The marks of a few training samples, fetched in several ways."""
-    config, size = side.config, len(side.source.train)  # type: ignore[arg-type]
+    config, size = process.config, len(process.source.train)  # type: ignore[arg-type]
     order = epoch_order(size, config.reproducibility.seed, 0)[:_SAMPLES]
-    found = {}
+    checksums = {}
     for way, (chunks, processes) in {
         "in one order": (order.split(4), 0),
         "in another order": (order.flip(0).split(3), 0),
         "once more": (order.split(4), 0),
         "by a loader process": (order.split(4), 1),
     }.items():
-        if processes and (side.world.size > 1 or isinstance(side.source.train, TensorDataset)):
+        if processes and (process.world.size > 1 or isinstance(process.source.train, TensorDataset)):
             continue
         data = replace(config.data, num_workers=processes)
-        seed, device = config.reproducibility.seed, side.world.device
-        with closing(Loader(side.source.train, side.source, data, device=device, seed=seed)) as loader:
-            found[way] = {
+        seed, device = config.reproducibility.seed, process.world.device
+        with closing(Loader(process.source.train, process.source, data, device=device, seed=seed)) as loader:
+            checksums[way] = {
                 number: compute_checksums(sample)
                 for batch in loader.samples(list(chunks), 0)
                 for number, sample in zip(batch.indices.tolist(), split_batch(batch), strict=True)
             }
-    return found
+    return checksums
 
 
-def measure_model(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
     """What the model says to the same samples with the same seeds, twice, without any other worker."""
-    learner = side.alone.learner()
-    kept, batch = learner.kept, side.batch or first_batch(side)
-    device = side.world.device
+    learner = process.alone.learner()
+    kept, batch = learner.kept, process.batch or first_batch(process)
+    device = process.world.device
     batch = replace(batch, inputs=move_to_device(batch.inputs, device), targets=move_to_device(batch.targets, device))
     start = kept.capture()
     twice = []
     for _ in range(2):
         kept.restore(start, "selftest")
-        seed_micro_batch(side.config.reproducibility.seed, 0, batch.index, device)
+        seed_micro_batch(process.config.reproducibility.seed, 0, batch.index, device)
         with ActivationRecorder(kept.model) as heard, learner.precision.autocast(), torch.no_grad():
             loss = learner.task.loss_sum(kept.model, batch)
         twice.append([*heard, ["loss", type(learner.task).__name__, compute_checksums(loss)]])
@@ -83,16 +83,21 @@ class _CountingLoader(Loader):
             yield batch
 
 
-def measure_evaluation(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
     """Metrics of the first weights, and the samples that this worker met."""
-    learner = side.learner()
-    assert side.source.val is not None
-    seed, here = side.config.reproducibility.seed, side.world.local_size
+    learner = process.learner()
+    assert process.source.val is not None
+    seed, here = process.config.reproducibility.seed, process.world.local_size
     counted = _CountingLoader(
-        side.source.val, side.source, side.config.data, device=side.world.device, seed=seed, workers_here=here
+        process.source.val,
+        process.source,
+        process.config.data,
+        device=process.world.device,
+        seed=seed,
+        workers_here=here,
     )
     model = learner.kept.for_use()
-    result = learner.task.evaluate(model, counted, side.world, learner.precision, learner.eval_batch)
+    result = learner.task.evaluate(model, counted, process.world, learner.precision, learner.eval_batch)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 
 

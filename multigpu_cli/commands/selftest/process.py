@@ -67,8 +67,8 @@ class SelftestProcess:
         return assemble(learner, Console("silent"), StopRequest(), watch, stack)
 
 
-def first_batch(side: SelftestProcess) -> Batch:
+def first_batch(process: SelftestProcess) -> Batch:
     """The first micro-batch of the first step."""
-    learner = side.alone.learner()
+    learner = process.alone.learner()
     with closing(learner.train):
         return next(next(learner.train.epoch(learner.plan.batches, 0, 0, 0, 1)))

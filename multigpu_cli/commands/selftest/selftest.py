@@ -88,11 +88,11 @@ def run_selftest(config: Config, steps: str, start: Start = start_workers) -> Re
     no_exact = _why_no_exact(fixed)
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
         folder = Path(name)
-        side = _make_process(
+        process = _make_process(
             fixed, source, Choice("single", (device,), 0, "selftest"), World(device), workers, length, folder
         )
-        side = replace(side, exact=not no_exact, batch=(batch := first_batch(side)))
-        alone = measure_all(side, lambda found: None)
+        process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
+        alone = measure_all(process, lambda measured: None)
         several = _measure_workers(fixed, choice, length, folder, batch, alone, start)
     precision = choose_format(config.precision.amp, device).name
     evidence = Measurements(
@@ -129,12 +129,12 @@ def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None
 
 def measure_as_worker(config: Config, folder: Path, choice: Choice, world: World) -> None:
     """Measure as one of several workers, and leave what was found in the folder."""
-    told = json.loads((folder / "told.json").read_text())
+    task = json.loads((folder / "told.json").read_text())
     batch = Batch(**unpacked((folder / "batch.pt").read_bytes(), "batch.pt"))
-    source, fixed = prepare_run(config, world.size, told["steps"])
-    side = _make_process(fixed, source, choice, world, world.size, told["steps"], folder)
+    source, fixed = prepare_run(config, world.size, task["steps"])
+    process = _make_process(fixed, source, choice, world, world.size, task["steps"], folder)
     file = folder / f"rank_{world.rank}.pt"
-    measure_all(replace(side, exact=told["exact"], batch=batch), lambda found: publish(file, packed(found)))
+    measure_all(replace(process, exact=task["exact"], batch=batch), lambda measured: publish(file, packed(measured)))
 
 
 def print_report(report: Report, *, as_json: bool) -> None:

@@ -22,11 +22,11 @@ from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
 
 
-def measure_reference(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_reference(process: SelftestProcess, stack: ExitStack) -> Measured:
     """Gradients by definition, without strategy and engine: the sum over micro-batches, divided by the samples seen."""
-    if side.world.size > 1:
+    if process.world.size > 1:
         return {}
-    learner = side.alone.learner()
+    learner = process.alone.learner()
     stack.callback(learner.train.close)
     last = learner.plan.batches.steps_per_epoch - 1
     return {"first": _compute_definition(learner, 0), "last": _compute_definition(learner, last)}
@@ -57,9 +57,9 @@ def _compute_definition(learner: Learner, number: int) -> Measured:
     return {"gradient": gradient, "missing": sorted(missing), "samples": samples}
 
 
-def measure_gradients(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
     """What the optimizer would be given in an epoch's first step, in its last, and with a limit that binds."""
-    run = side.run(stack, max_grad_norm="off")
+    run = process.run(stack, max_grad_norm="off")
     start = run.kept.capture()
     last = run.plan.batches.steps_per_epoch - 1
     first_gradient, norm = _capture_gradient(run, 0)
@@ -70,7 +70,7 @@ def measure_gradients(side: SelftestProcess, stack: ExitStack) -> Measured:
     limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
     run.settled = replace(run.settled, config=limited)
     clipped, clipped_norm = _capture_gradient(run, 0)
-    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if side.world.main else {}
+    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.main else {}
     shares = [run.plan.batches.share(last, rank) for rank in range(run.plan.batches.workers)]
     return tensors | {
         "limit": limit,
@@ -110,16 +110,16 @@ def _set_modest_scale(learner: Learner) -> float:
     return _LOSS_SCALE
 
 
-def measure_resume(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
     """A run of some steps, and one that is captured half-way and goes on in fresh parts."""
-    half = side.steps // 2
-    whole = side.run(stack)
+    half = process.steps // 2
+    whole = process.run(stack)
     advance(whole, half)
-    state = from_main(side.world, unpacked(packed(whole.kept.capture()), "selftest"))  # as a checkpoint would
-    advance(whole, side.steps)
-    again = side.run(stack)
+    state = from_main(process.world, unpacked(packed(whole.kept.capture()), "selftest"))  # as a checkpoint would
+    advance(whole, process.steps)
+    again = process.run(stack)
     again.kept.restore(state, "selftest")
-    advance(again, side.steps)
+    advance(again, process.steps)
     ends = [run.kept.capture() for run in (whole, again)]
     return {
         "whole": hash_state(ends[0]),
@@ -129,22 +129,22 @@ def measure_resume(side: SelftestProcess, stack: ExitStack) -> Measured:
     }
 
 
-def measure_exact(side: SelftestProcess, stack: ExitStack) -> Measured:
+def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
     """A run with --exact: its end, and the loss of every step."""
-    if not side.exact:
+    if not process.exact:
         return {}
     be_deterministic()
     try:
-        run = side.run(stack, exact=True)
-        losses = advance(run, side.steps)
+        run = process.run(stack, exact=True)
+        losses = advance(run, process.steps)
     except RequestError as error:
         return {"refused": error.problem}
     except RuntimeError as error:  # torch names an operator that has no deterministic kernel
-        if "deterministic" not in str(error) or side.world.size > 1:
+        if "deterministic" not in str(error) or process.world.size > 1:
             raise
         return {"refused": str(error).splitlines()[0]}
     assert run.val is not None
-    result = run.task.evaluate(run.kept.for_use(), run.val, side.world, run.precision, run.eval_batch)
+    result = run.task.evaluate(run.kept.for_use(), run.val, process.world, run.precision, run.eval_batch)
     return {"end": hash_state(run.kept.capture()), "losses": losses, "metrics": dict(result.metrics)}
 
 
