@@ -124,7 +124,7 @@ def reject_idle_flags(command: str, values: Mapping[str, Any]) -> Mapping[str, A
     """The options of a command that takes those of a training, but can do nothing with some of them."""
     idle = {name: values[name] for name in ("dry_run", "print_config", "quiet", "verbose", "version")}
     if flags := list_given_flags(idle):
-        raise RequestError(f"{command} {flags[0]}: there is no such thing", remedy=f"{command} without {flags[0]}")
+        raise RequestError(f"{command} does not accept {flags[0]}", remedy=f"{command} without {flags[0]}")
     return values
 
 

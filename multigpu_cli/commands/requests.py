@@ -152,7 +152,7 @@ def parse_csv_target(out: str) -> Path:
     """
     target = Path(out)
     if target.suffix != ".csv":
-        raise RequestError(f"--out {out}: a file of what kind?", remedy="a name that ends in .csv")
+        raise RequestError(f"--out {out}: must end in .csv", remedy="--out predictions.csv")
     _check_new_file("--out", target)
     return target
 
@@ -165,9 +165,7 @@ def parse_export_target(to: str, checkpoint: str) -> Path:
     """
     target = Path(to)
     if target.suffix not in _EXPORT_PACKAGES:
-        raise RequestError(
-            f"--to {to}: a file of what kind?", remedy=f"a name that ends in {', '.join(_EXPORT_PACKAGES)}"
-        )
+        raise RequestError(f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}", remedy="--to weights.safetensors")
     packages = _EXPORT_PACKAGES[target.suffix]
     if missing := [package for package in packages if find_spec(package) is None]:
         raise RequestError(f"--to {to} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")

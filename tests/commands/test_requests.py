@@ -15,8 +15,8 @@ from tests.test_house_rules import ROOT
 @pytest.mark.parametrize(
     ("to", "message"),
     [
-        ("weights", r"a file of what kind\?\n.*\.safetensors, \.pt, \.pt2, \.onnx"),
-        ("weights.pth", "a file of what kind"),
+        ("weights", r"must end in \.safetensors, \.pt, \.pt2, \.onnx\n"),
+        ("weights.pth", "must end in"),
         ("there.pt", "there is such a file already"),
         ("nowhere/weights.pt", "there is no folder nowhere"),
     ],

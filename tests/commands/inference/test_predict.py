@@ -176,7 +176,7 @@ def test_labels_and_tokens_have_tables_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("out", "said"), [("x.txt", "a file of what kind?"), ("no/x.csv", "there is no folder no"), ("run.csv", "already")]
+    ("out", "said"), [("x.txt", "must end in .csv"), ("no/x.csv", "there is no folder no"), ("run.csv", "already")]
 )
 def test_a_place_that_will_not_do_is_named(out: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.csv").write_text("")
