@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from multigpu_cli.commands.plan.measure import (
-    build_rehearsed,
-    iterate_micro_batches,
-    limit_threads,
-    threads_per_worker,
-)
+from multigpu_cli.commands.plan.measure import build_rehearsed, iterate_micro_batches, limit_threads, threads_per_worker
 from multigpu_cli.config.pinned import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.drift import check_replicas

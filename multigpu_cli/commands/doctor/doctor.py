@@ -38,10 +38,7 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     ddp = replace(config.device, multi_gpu="ddp")
     choice = choose(ddp, gpus=visible_gpus(), cpus=cores(), meeting=None)
     save_dir = Path(config.checkpoint.save_dir or _HOME)
-    findings = [
-        *gpus.check_gpus(facts),
-        *system.check_system(save_dir, cores(), max(choice.launch, facts.visible)),
-    ]
+    findings = [*gpus.check_gpus(facts), *system.check_system(save_dir, cores(), max(choice.launch, facts.visible))]
     findings += _check_devices(choice)
     findings += _check_allreduce(choice)
     if config.explicit - _OF_THE_MACHINE:

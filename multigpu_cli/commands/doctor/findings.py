@@ -44,7 +44,4 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("ok", "warn", "fail")}
     rest = sum(finding.verdict == "not checked" for finding in findings)
     wrong = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
-    return [
-        *shown,
-        f"{counts['ok']} ok, {wrong}, {rest} not checked",
-    ]
+    return [*shown, f"{counts['ok']} ok, {wrong}, {rest} not checked"]

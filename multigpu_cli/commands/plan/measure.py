@@ -110,7 +110,7 @@ def _measure_alone(learner: Learner) -> Work:
 
 
 def _measure_together(config: Config, workers: int) -> tuple[Work, Wire]:
-    """So many processes at once, which take their steps together.
+    """Several processes at once, which take their steps together.
 
     The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
     full of the step, and the threads that carry the bytes have to be woken).
@@ -119,13 +119,13 @@ def _measure_together(config: Config, workers: int) -> tuple[Work, Wire]:
     messages, after, seconds = run_in_workers(choice, _run_worker, config)[0]
     data, forward, backward, commit, *sent = seconds
     points = list(zip(_message_sizes(messages, after), sent, strict=True))
-    reduction = sum(sent if after else sent[:-1])  # training sends no mere word
+    reduction = sum(sent if after else sent[:-1])  # training does not send those 8 bytes
     work = Work(data, forward, backward, commit, messages, after, reduction)
     return work, Wire.measured("gloo, between steps", workers, points, overlaps=False)
 
 
 def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
-    """Bytes of what the crowd sends in a step: the messages of a training, or at the end a word for the latency."""
+    """Bytes of each message that one step sends: the gradient buckets, then what follows them, or 8 for the latency."""
     return [*messages, after or 8.0]
 
 

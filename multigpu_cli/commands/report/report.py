@@ -32,13 +32,13 @@ def write_report(names: Sequence[str], out: str | None) -> ReportFiles:
     """
     runs = find_runs(names)
     folder = make_report_dir(runs, out)
-    stories = load_runs(runs)
-    drawn = list(draw_plots(stories))
+    loaded = load_runs(runs)
+    plots = list(draw_plots(loaded))
     try:
-        files = [folder / f"{picture.name}.png" for picture in drawn]
-        for file, picture in zip(files, drawn, strict=True):
+        files = [folder / f"{picture.name}.png" for picture in plots]
+        for file, picture in zip(files, plots, strict=True):
             file.write_bytes(picture.png)
-        (folder / "report.html").write_text(render_page(stories, drawn), encoding="utf-8")
+        (folder / "report.html").write_text(render_page(loaded, plots), encoding="utf-8")
     except OSError as error:
         raise _not_writable(folder, error) from error
     return ReportFiles(folder / "report.html", files)

@@ -57,7 +57,7 @@ class Report:
         return all(verdict.holds is not False for verdict in self.verdicts)
 
 
-Start = Callable[[Config, Choice, Path], None]
+Launcher = Callable[[Config, Choice, Path], None]
 """Starts as many workers as the choice says, has each `take_part`, and waits for them."""
 
 
@@ -72,7 +72,7 @@ def start_workers(config: Config, choice: Choice, folder: Path) -> None:
     run_cli_in_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
 
 
-def run_selftest(config: Config, steps: str, start: Start = start_workers) -> Report:
+def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
     """Measure alone, then as several workers, and judge; nothing is written but to a temporary folder.
 
     Args:
@@ -242,7 +242,7 @@ def _make_process(
 
 
 def _measure_workers(
-    config: Config, choice: Choice, steps: int, folder: Path, batch: Batch, alone: Measured, start: Start
+    config: Config, choice: Choice, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
 ) -> list[Measured]:
     """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
     if any(alone["reference"][which]["missing"] for which in ("first", "last")):
