@@ -149,12 +149,13 @@ def run_in_workers(
         KeyboardInterrupt: a signal ended them.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs, _raising_interrupts():
-        return _launch(_build_launch_config(choice, max_restarts, logs), choice, _call_in_worker, function, *arguments)
+        config = _build_launch_config(choice, max_restarts, logs)
+        return _launch(config, choice, _call_in_worker, os.getpid(), function, *arguments)
 
 
-def _call_in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call it as a started process; whoever only lost its peers lets them tell their error first."""
-    die_with_parent()
+    die_with_parent(parent)  # it may have gone while torch was loaded here
     try:
         result = function(*arguments)
     except Exception as error:
@@ -186,7 +187,8 @@ def _build_launch_config(choice: Choice, max_restarts: int, logs: str) -> Launch
 
 
 def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | str, *arguments: Any) -> dict[int, Any]:
-    for name in ("torch.distributed.elastic", server.__name__):  # the workers speak for themselves
+    quiet = ("torch.distributed.elastic", "torch.multiprocessing.spawn", server.__name__)
+    for name in quiet:  # the workers speak for themselves
         logging.getLogger(name).setLevel(logging.CRITICAL)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent leaves its own behind
     before = os.environ.get("CUDA_VISIBLE_DEVICES")

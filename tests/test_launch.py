@@ -21,6 +21,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed, run_cli, run_cli_in_workers, run_in_workers, self_launch
 from multigpu_cli.runtime.devices import Choice
+from tests.forked import exit_code
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
 ON_CPU = Choice("ddp", (CPU,) * 2, 2, "a test")
@@ -259,6 +260,13 @@ def test_the_error_of_a_called_function_is_that_of_the_rank_at_fault(
     assert str(failed.value) == "rank 1: --data nothing: planted\n  try: something"
     assert failed.value.exit_code == 2
     assert "planted" not in capfd.readouterr().err, "whoever started them says it, once"
+
+
+def test_a_worker_whose_starter_has_gone_meanwhile_does_no_work(tmp_path: Path) -> None:
+    """It would go on beside whatever is started next: loading torch takes seconds in which nobody watches."""
+    gone, work = os.getppid(), (tmp_path / "worked").touch
+    assert exit_code(lambda: launch._call_in_worker(gone, work)) == 1
+    assert not (tmp_path / "worked").exists()
 
 
 def test_a_signal_ends_the_caller_of_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
