@@ -165,7 +165,9 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
             raise
         elastic.write_error(os.environ, error.exit_code, str(error))
         sys.exit(error.exit_code)
-    if function.__module__.startswith("multigpu_cli."):  # nobody else's exit handlers are passed over
+    if str(getattr(function, "__module__", "")).startswith(
+        "multigpu_cli."
+    ):  # nobody else's exit handlers are passed over
         atexit.register(os._exit, 0)  # past torch's exit, where gloo now and then aborts what is done
     return result
 

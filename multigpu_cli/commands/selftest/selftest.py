@@ -58,7 +58,7 @@ class Report:
 
 
 Launcher = Callable[[Config, Choice, Path], None]
-"""Starts as many workers as the choice says, has each `take_part`, and waits for them."""
+"""Starts as many workers as the choice says, has each `measure_as_worker`, and waits for them."""
 
 
 def start_workers(config: Config, choice: Choice, folder: Path) -> None:
@@ -129,7 +129,7 @@ def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None
 
 def measure_as_worker(config: Config, folder: Path, choice: Choice, world: World) -> None:
     """Measure as one of several workers, and leave what was found in the folder."""
-    task = json.loads((folder / "told.json").read_text())
+    task = json.loads((folder / "task.json").read_text())
     batch = Batch(**unpacked((folder / "batch.pt").read_bytes(), "batch.pt"))
     source, fixed = prepare_run(config, world.size, task["steps"])
     process = _make_process(fixed, source, choice, world, world.size, task["steps"], folder)
@@ -249,7 +249,7 @@ def _measure_workers(
         config = with_settings(config, {"find_unused_parameters": True})
         config = replace(config, explicit=config.explicit | {"find_unused_parameters"})
     exact = bool(alone["exact"]) and "refused" not in alone["exact"]
-    (folder / "told.json").write_text(json.dumps({"steps": steps, "exact": exact}))
+    (folder / "task.json").write_text(json.dumps({"steps": steps, "exact": exact}))
     publish(folder / "batch.pt", packed(vars(batch)))
     try:
         start(config, choice, folder)
