@@ -20,8 +20,11 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 test: lint ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
 	$(BIN)/pytest -n 2 --dist loadfile
 
-test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores
-	$(BIN)/pytest -m '$(EVERY_MARK)'
+test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part
+test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores; at the end, which lines ran
+	rm -rf .coverage_cache
+	code=0; $(BIN)/coverage run -m pytest -m '$(EVERY_MARK)' || code=$$?; \
+		$(BIN)/python -m tests.coverage_by_room; exit $$code
 
 walkthrough: ## the README's commands in order, in a fresh clone and a fresh environment: some minutes
 	$(PYTHON) -m tests.walkthrough
@@ -68,5 +71,5 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
 
 clean: ## remove the environment and caches; checkpoints stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

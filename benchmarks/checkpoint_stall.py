@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multigpu_cli.checkpoint.snapshot import Kept, Progress
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
@@ -35,11 +35,11 @@ _LAYERS = 8
 Step = Callable[[Writer], None]
 
 
-def learner(megabytes: float, device: torch.device) -> tuple[Kept, Step]:
+def learner(megabytes: float, device: torch.device) -> tuple[TrainState, Step]:
     """Something whose state has this size, and its training step, which waits for a writer before weights move."""
     width = round((megabytes * 1e6 / 3 / 4 / _LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS))).to(device)
-    kept = Kept(model, build_optimizer(model, OptimizerConfig()), Precision("off", device), None, Progress())
+    kept = TrainState(model, build_optimizer(model, OptimizerConfig()), Precision("off", device), None, Progress())
     inputs = torch.randn(64, width, device=device)
 
     def step(writer: Writer) -> None:
@@ -61,7 +61,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def synchronous(kept: Kept, file: Path) -> None:
+def synchronous(kept: TrainState, file: Path) -> None:
     """What a loop without all this does."""
     state = {"model": kept.model.state_dict(), "optimizer": kept.optimizer.state_dict()}
     with open(file, "wb") as target:
@@ -74,7 +74,7 @@ def save(store: Store, number: int, state: dict[str, Any]) -> None:
     store.save(number, state, {})
 
 
-def measured(kept: Kept, step: Step, folder: Path, pairs: int) -> dict[str, float]:
+def measured(kept: TrainState, step: Step, folder: Path, pairs: int) -> dict[str, float]:
     device = next(kept.model.parameters()).device
     store, state = Store(folder / "checkpoints", 1), kept.capture()  # a run's first checkpoint gets its memory
     stalls, saves, alone, beside, written = [], [], [], [], []
@@ -108,7 +108,7 @@ def measured(kept: Kept, step: Step, folder: Path, pairs: int) -> dict[str, floa
     }
 
 
-def peak(kept: Kept, folder: Path) -> float:
+def peak(kept: TrainState, folder: Path) -> float:
     """Bytes by which the resident memory of a fresh process grows at most for one checkpoint."""
     for parameter in kept.model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # or the memory of the last step's would be used again

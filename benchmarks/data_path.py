@@ -40,7 +40,7 @@ def _ours(samples: int, *, augment: bool = True) -> Iterator[None]:
     loader = Loader(source.train, source, DataConfig(), device=torch.device("cpu"), seed=0)
     plan, epoch = plan_batches(samples=samples, micro_batch=_BATCH, workers=1), 0
     while True:
-        for work in loader.epoch(plan, epoch, 0, 0, 1):
+        for _, work in loader.epoch(plan, epoch, 0, 0, 1):
             for _ in work:
                 yield
         epoch += 1

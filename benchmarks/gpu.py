@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_jobs import Job, NoData, data_dir, jobs
+from benchmarks.gpu_jobs import CannotRun, Job, check_compiler, data_dir, jobs
 from benchmarks.pairs import ROOT, Row, row, table
 
 STOPPED = 75  # as of a run that was stopped: the same command again goes on
@@ -121,8 +121,9 @@ def _tried(turn: Turn, job: Job, asked: argparse.Namespace, seconds: float, scra
     if seconds < asked.least:
         return None
     try:
+        check_compiler(job)
         data = data_dir(job, [asked.data] if asked.data else _HOMES, scratch) if turn.side == "ours" else {}
-    except NoData as missing:
+    except CannotRun as missing:
         return {"skipped": str(missing)}
     try:
         return measure(turn, data, seconds, tiny=asked.tiny)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton_package
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import Source
@@ -18,8 +19,8 @@ from multigpu_cli.models.resnet import ResNet
 GOAL = 0.94  # accuracy on Fashion-MNIST's validation part
 
 
-class NoData(Exception):
-    """A job's dataset is not there; says where it was looked for."""
+class CannotRun(Exception):
+    """What a job needs is not there; says what."""
 
 
 class Steps(NamedTuple):
@@ -134,6 +135,16 @@ def tokens(windows: int = 2048, block: int = 1024, vocabulary: int = 50304) -> S
     return Source(train=train, val=None, test=None, input_shape=(block,), num_classes=vocabulary, **kinds)
 
 
+def check_compiler(job: Job) -> None:
+    """torch.compile generates Triton's code for a GPU; torch for CUDA brings it along.
+
+    Raises:
+        CannotRun: the job is compiled, and Triton is not installed.
+    """
+    if job.flags.get("compile", "off") != "off" and not has_triton_package():
+        raise CannotRun("Triton is not installed, and torch.compile needs it for a GPU")
+
+
 def data_dir(job: Job, homes: Sequence[Path], scratch: Path) -> dict[str, str]:
     """The flag that names a job's dataset; nothing where it makes its own.
 
@@ -142,13 +153,13 @@ def data_dir(job: Job, homes: Sequence[Path], scratch: Path) -> dict[str, str]:
         scratch: where to.
 
     Raises:
-        NoData: it is in none of them.
+        CannotRun: it is in none of them.
     """
     if not job.folder:
         return {}
     found = next((home / job.folder for home in homes if (home / job.folder).is_dir()), None)
     if found is None:
-        raise NoData(f"no folder {job.folder} in {' or '.join(map(str, homes))}: --data names another place")
+        raise CannotRun(f"no folder {job.folder} in {' or '.join(map(str, homes))}: --data names another place")
     unpacked = scratch / job.folder
     for archive in found.glob("*.tar*"):
         if not unpacked.exists():

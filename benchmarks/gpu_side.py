@@ -27,7 +27,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import Progress
-from multigpu_cli.run.record import peak_memory
+from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.determinism import be_fast
 from multigpu_cli.runtime.devices import Choice
 

@@ -20,12 +20,11 @@ from benchmarks.jobs import MLP, PICTURES
 from benchmarks.pairs import BLOCKS, Row, Seconds, program
 from benchmarks.step_overhead import assembled
 from multigpu_cli.config.schema import Config
-from multigpu_cli.engine import after, step
+from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import Meters
 from multigpu_cli.monitor.progress import Bar
-from multigpu_cli.run.parts import Run
-from multigpu_cli.run.rhythm import Rhythm
+from multigpu_cli.run.run import Run
 
 _ENDLESS = 1_000_000
 _JOBS = {
@@ -60,9 +59,9 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, ExitStack() as stack:
         on = assembled({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
         off = assembled({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
-        off.meters, off.tensorboard, off.journal = Silent(), None, Journal(None)
-        on.bar = Bar(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
-        stack.callback(on.bar.close)
+        off.observer.meters, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
+        on.log.progress_bar = Bar(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
+        stack.callback(on.log.progress_bar.close)
         seconds, sides = Seconds(time.process_time), {"on": _steps(on), "off": _steps(off)}
         for turn in range(turns + 1):
             for side, steps in sides.items():
@@ -78,11 +77,11 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
 
 
 def _steps(run: Run) -> Iterator[None]:
-    every = Rhythm(run.config.checkpoint)
     while True:
         batches = run.plan.batches
-        for work in run.train.epoch(batches, *divmod(run.progress.step, batches.steps_per_epoch), 0, 1):
-            after(run, step(run, run.progress.step, work), every)
+        start = divmod(run.progress.step, batches.steps_per_epoch)
+        for layout, work in run.loaders.train.epoch(batches, *start, 0, 1):
+            finish_step(run, train_step(run, layout, work))
             yield
 
 

@@ -18,12 +18,13 @@ from benchmarks.jobs import MAX_NORM, MLP, Arena, Rivals, against, hand_written
 from benchmarks.pairs import STRETCH, Row, Seconds, alternate, program
 from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.engine import step
+from multigpu_cli.engine import train_step
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import Watch
-from multigpu_cli.run.learner import build_learner
-from multigpu_cli.run.parts import Run, assemble
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import assemble_run
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 
@@ -62,7 +63,7 @@ def _bare(turns: int) -> list[Row]:
             assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
             for folder in (first, second)
         ]
-        runs[0].precision.commit = _unchecked  # type: ignore[method-assign]
+        runs[0].state.precision.commit = _unchecked  # type: ignore[method-assign]
         bare, checked = map(_steps, runs)
         sides = {
             "bare": lambda: next(bare),
@@ -94,8 +95,8 @@ def _steps(run: Run) -> Iterator[None]:
     number = 0
     while True:
         epoch = number // run.plan.batches.steps_per_epoch
-        for work in run.train.epoch(run.plan.batches, epoch, 0, 0, 1):
-            step(run, number, work)
+        for layout, work in run.loaders.train.epoch(run.plan.batches, epoch, 0, 0, 1):
+            train_step(run, layout, work)
             number += 1
             yield
 
@@ -103,10 +104,10 @@ def _steps(run: Run) -> Iterator[None]:
 def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
     choice, world = Choice("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
-    learner = build_learner(settle(config, choice, world), choice, world)
+    components = build_components(resolve_spec(config, choice, world), world)
     stack.enter_context(owned(Path(flags["save_dir"])))
     watch = stack.enter_context(Watch(world, config.fault.hang_timeout, lambda error: None))
-    return assemble(learner, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
+    return assemble_run(components, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
 
 
 if __name__ == "__main__":

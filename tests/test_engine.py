@@ -19,7 +19,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.parts import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.devices import Choice
 from tests.trained import trained
 
@@ -465,14 +465,14 @@ def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
     console = Console("quiet", io.StringIO())
     choice = Choice("single", (torch.device("cpu"),), 0, "test")
     with ExitStack() as stack:
-        run = engine.set_up(resolve(words, [], None), choice, None, console, stack, last_words=print, brought=None)
-        works = run.train.epoch(run.plan.batches, 0, 0, 0, 1)
-        engine.step(run, 0, next(works))
-        run.precision.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        opening = engine.prepare(resolve(words, [], None), choice, None, console, last_words=print, user_objects=None)
+        run = stack.enter_context(opening)
+        works = run.loaders.train.epoch(run.plan.batches, 0, 0, 0, 1)
+        engine.train_step(run, *next(works))
+        run.state.precision.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
         with Waits() as waits:
-            engine.step(run, 1, next(works))
+            engine.train_step(run, *next(works))
             assert waits.found == []
-            float(run.trained[0].detach().sum())
+            float(run.trainable_parameters[0].detach().sum())
             assert waits.found == ["_local_scalar_dense"], "it can see"
-        run.precision.device = torch.device("cpu")
-        run.bar.close()
+        run.state.precision.device = torch.device("cpu")

@@ -26,11 +26,13 @@ PAGES = (*GUIDES, ROOT / "README.md")
 BEGIN, END = "<!-- python -m tests.test_guides writes this table -->", "<!-- end of the table -->"
 OTHER_FILES = {
     "CHANGELOG.md": "What changed for users, newest first.",
+    "CONTRIBUTING.md": "Set-up, house rules, and how to add a dataset, model, task or strategy.",
     "LICENSE": "MIT.",
     "MULTI_GPU_GUIDE.md": "This guide.",
     "Makefile": "`make quickstart`, `make test` and the rest; `make` lists them.",
     "QUICK_REFERENCE.md": "One page: one command per task, and all flags.",
     "README.md": "The short start, and what this is for.",
+    "SECURITY.md": "What is loaded, what is never executed, and what listens where.",
     "launch_multi_gpu.sh": "Asks how to train, shows the plan and the command, runs it.",
     "pyproject.toml": "What is installed, what it needs, and the settings of ruff, mypy and pytest.",
 }

@@ -307,5 +307,5 @@ def test_a_model_of_several_dtypes_moves_as_with_torchs_own(monkeypatch: pytest.
                 parameter.grad = torch.full_like(parameter, 0.1 * (step + 1) + number)
             either.step()
     assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert len(asked) == 2 * 3 * 4
     assert all(len(dtypes) == 1 for dtypes in asked)
+    assert len(asked) == 2 * 3 * 4

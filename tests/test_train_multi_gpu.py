@@ -61,12 +61,18 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("multigpu_cli.") for name in result.stdout.split()}
     rooms = {"api", "environments.base", "tasks.ppo", "tasks.criterion", "models.hugging_face", "strategies.exact"}
-    rooms |= {"strategies.distributed", "strategies.data_parallel", "runtime.handshake", "run.alike", "run.brought"}
+    rooms |= {
+        "strategies.distributed",
+        "strategies.data_parallel",
+        "runtime.handshake",
+        "run.data_check",
+        "run.user_objects",
+    }
     rooms |= {"data.items", "data.unanswered", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
-    rooms |= {"monitor.tensorboard", "run.tracing", "strategies.buckets"}
+    rooms |= {"monitor.tensorboard", "strategies.buckets"}
     assert not loaded & (rooms | {"yaml", "tqdm", "rich", "tensorboard", "matplotlib", "sklearn", "pynvml"})
     assert not {name for name in loaded if name.startswith("torch.")}
-    assert {"engine", "run.learner", "strategies.single"} <= loaded
+    assert {"engine", "run.build", "strategies.single"} <= loaded
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs gets")

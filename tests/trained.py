@@ -18,7 +18,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.run import settle
+from multigpu_cli.run import spec
 from train_multi_gpu import train
 
 OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "multi_gpu": "auto", "hang_timeout": 45}
@@ -163,7 +163,7 @@ def _rank(
     if apart:
         os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
         os.chdir(f"node{rank}")
-    settle.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
+    spec.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
         prepare()

@@ -17,7 +17,7 @@ from multigpu_cli.data.description import described
 from multigpu_cli.data.sample import Collate, declared_classes, sample_of
 from multigpu_cli.data.sampler import Order
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.brought import Brought
+from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.tasks.base import Loss
 
 
@@ -47,7 +47,7 @@ class Inputs:
             _check_dataset(name, dataset)
         return replace(self, **splits)
 
-    def brought(self, config: MultiGPUConfig) -> Brought:
+    def user_objects(self, config: MultiGPUConfig) -> UserObjects:
         """Live objects for the engine.
 
         Raises:
@@ -68,7 +68,7 @@ class Inputs:
             fetching=config.fetching,
             task=getattr(criterion, "__name__", type(criterion).__name__),
         )
-        return Brought(
+        return UserObjects(
             source, unwrapped(self.model), criterion, self.optimizer, self.scheduler, self.scheduler_step, config.ddp
         )
 

@@ -17,7 +17,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.brought import Brought
+from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World
 
@@ -75,17 +75,17 @@ def choice_of(config: MultiGPUConfig, frozen: Config, meeting: Rendezvous | None
 
 
 def run_here(
-    config: Config, choice: Choice, meeting: Rendezvous | None, brought: Brought, screen: str
+    config: Config, choice: Choice, meeting: Rendezvous | None, user_objects: UserObjects, screen: str
 ) -> dict[str, Any]:
     """The engine's `run` in this process; returns the summary."""
     try:
         speaker = console(screen, meeting)
-        return engine.run(config, choice, meeting, speaker, last_words=last_words, brought=brought)
+        return engine.run(config, choice, meeting, speaker, last_words=last_words, user_objects=user_objects)
     except RequestError as error:
         raise in_python(error) from error
 
 
-def run_in_processes(config: Config, choice: Choice, brought: Brought, screen: str) -> dict[str, Any]:
+def run_in_processes(config: Config, choice: Choice, user_objects: UserObjects, screen: str) -> dict[str, Any]:
     """The same in `choice.launch` processes of this machine that get copies of the objects; the weights come back.
 
     Raises:
@@ -93,7 +93,7 @@ def run_in_processes(config: Config, choice: Choice, brought: Brought, screen: s
     """
     config = with_folder(config)
     try:
-        ForkingPickler.dumps(brought)
+        ForkingPickler.dumps(user_objects)
     except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
         raise RequestError(
             f"{choice.because}: model, data, loss or optimizer can't be sent to other processes ({error})",
@@ -101,28 +101,39 @@ def run_in_processes(config: Config, choice: Choice, brought: Brought, screen: s
             "the top of a module, no lambdas",
         ) from error
     answers = run_in_workers(
-        choice, _worker, config, choice.backend, choice.timeout, brought, screen, max_restarts=config.fault.max_restarts
+        choice,
+        _worker,
+        config,
+        choice.backend,
+        choice.timeout,
+        user_objects,
+        screen,
+        max_restarts=config.fault.max_restarts,
     )
     summary, problem, remedy = answers[0]
     if problem:
         raise in_python(RequestError(problem, remedy=remedy))
     if summary["status"] == "completed":
-        brought.recall(summary["save_dir"], World(torch.device("cpu")))
+        user_objects.load_weights(summary["save_dir"], World(torch.device("cpu")))
     return dict(summary)
 
 
 def _worker(
-    config: Config, backend: str | None, timeout: float | None, brought: Brought, screen: str
+    config: Config, backend: str | None, timeout: float | None, user_objects: UserObjects, screen: str
 ) -> tuple[dict[str, Any], str, str]:
     """One process of a self-launched run: summary, or problem and remedy of a wrong request, which all ranks find."""
     meeting = Rendezvous.here()
     choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
-    for tensor in [*brought.model.parameters(), *brought.model.buffers()]:
+    for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
         tensor.data = tensor.data.clone()  # it came in memory that all processes share
-    if brought.optimizer:
-        brought.optimizer.load_state_dict(deepcopy(brought.optimizer.state_dict()))
+    if user_objects.optimizer:
+        user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
     try:
-        return run_here(config, choice._replace(backend=backend, timeout=timeout), meeting, brought, screen), "", ""
+        return (
+            run_here(config, choice._replace(backend=backend, timeout=timeout), meeting, user_objects, screen),
+            "",
+            "",
+        )
     except RequestError as error:
         return {}, error.problem, error.remedy
 

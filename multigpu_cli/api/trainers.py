@@ -20,9 +20,11 @@ from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
 from multigpu_cli.api.training import prepared
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import STOPPED, RequestError
-from multigpu_cli.run import ending, record
-from multigpu_cli.run.parts import Run
-from multigpu_cli.run.rhythm import Rhythm
+from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.evaluation import evaluate
+from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import record_failure
 from multigpu_cli.runtime.collectives import total
 from multigpu_cli.tasks.base import Loss
 
@@ -34,10 +36,12 @@ class Step:
     Attributes:
         number: counted from 0 over the whole run.
         batches: this worker's micro-batches on its device; there may be none in an epoch's last step.
+        layout: how the step is divided over all workers.
     """
 
     number: int
     batches: list[Batch]
+    layout: StepLayout
 
 
 class TrainLoader:
@@ -52,16 +56,14 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         run, batches = self._run, self._run.plan.batches
-        run.meters.begin()
+        run.observer.meters.begin()
         epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
-        for number, work in enumerate(
-            run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes), run.progress.step
-        ):
-            if run.finished or number >= run.plan.schedule.total_steps:
+        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+            if run.finished or layout.step >= run.plan.schedule.total_steps:
                 return
-            with run.meters.waiting("data_wait"):
+            with run.observer.meters.waiting("data_wait"):
                 fetched = list(work)
-            yield Step(number, fetched)
+            yield Step(layout.step, fetched, layout)
 
 
 class MultiGPUTrainer(Functions):
@@ -83,7 +85,6 @@ class MultiGPUTrainer(Functions):
         self.config = config if self.mode is None else replace(config, training_mode=self.mode)
         self.run: Run | None = None
         self._stack = ExitStack()
-        self._concluded = False
 
     def setup(
         self,
@@ -107,7 +108,7 @@ class MultiGPUTrainer(Functions):
                 none: torchrun does), or the folder holds a completed run; nothing was written.
         """
         inputs = Inputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
-        frozen, brought = prepared(self.config, inputs)
+        frozen, user_objects = prepared(self.config, inputs)
         meeting = meeting_of(self.config)
         choice = choice_of(self.config, frozen, meeting)
         if choice.launch:
@@ -115,20 +116,15 @@ class MultiGPUTrainer(Functions):
                 f"{choice.because}: a loop of your own runs in each process, so it has to be started in each",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
-        with ExitStack() as opening:
-            self.run = self._opened(frozen, choice, meeting, brought, opening)
-            self._stack = opening.pop_all()
-        self._every = Rhythm(self.run.config.checkpoint)
-        self.run.watch.resting = True
-        atexit.register(self.close)
-        return brought.model, TrainLoader(self.run), self.run.val
-
-    def _opened(self, frozen: Any, choice: Any, meeting: Any, brought: Any, stack: ExitStack) -> Run:
         speaker = console(self.config.screen, meeting)
+        opening = engine.prepare(frozen, choice, meeting, speaker, last_words=last_words, user_objects=user_objects)
         try:
-            return engine.set_up(frozen, choice, meeting, speaker, stack, last_words=last_words, brought=brought)
+            self.run = self._stack.enter_context(opening)
         except RequestError as error:
             raise in_python(error) from error
+        self.run.observer.watchdog.resting = True
+        atexit.register(self.close)
+        return user_objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
         """Train to the end of an epoch; at once done where a resumed run is past it.
@@ -155,13 +151,13 @@ class MultiGPUTrainer(Functions):
         if wanted == now and run.progress.step >= run.plan.schedule.total_steps:
             raise RequestError(f"num_epochs={self.config.num_epochs} are over", remedy="a greater num_epochs")
         if wanted == now:
-            with self._working(run):
-                status = engine.fit(run, self._every, until=(now + 1) * per_epoch)
-                if status == "stopped":
-                    sys.exit(STOPPED)
+            with _working(run):
+                status = engine.fit(run, until=(now + 1) * per_epoch)
+            if status == "stopped":
+                sys.exit(STOPPED)
         last = run.progress.last
         validated = {name: value for name, value in last.items() if name.startswith("val_")}
-        rate = float(run.kept.optimizer.param_groups[0]["lr"])
+        rate = float(run.state.optimizer.param_groups[0]["lr"])
         facts = {"epoch": wanted, "step": run.progress.step, "learning_rate": rate}
         return {"loss": last.get("train_loss", float("nan")), **facts, **validated}
 
@@ -190,11 +186,12 @@ class MultiGPUTrainer(Functions):
                 f"train_step: step {run.progress.step} was the last of this run",
                 remedy="trainer.finish(), or a greater num_epochs",
             )
-        with self._working(run):
-            outcome = engine.step(run, batch.number, iter(batch.batches))
+        with _working(run):
+            outcome = engine.train_step(run, batch.layout, iter(batch.batches))
             loss = total(run.world, outcome.slots(run.world.device).sum()) / run.units.last
-            if engine.after(run, outcome, self._every) == "stopped":
-                sys.exit(STOPPED)
+            verdict = engine.finish_step(run, outcome)
+        if verdict == "stopped":
+            sys.exit(STOPPED)
         return {"loss": loss, "grad_norm": outcome.norm, "skipped": outcome.skipped, "step": run.progress.step}
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
@@ -206,36 +203,29 @@ class MultiGPUTrainer(Functions):
             RequestError: there is no validation data.
         """
         run = self._running()
-        if run.val is None:
+        if run.loaders.val is None:
             raise RequestError("validate_epoch: there is no validation data", remedy="setup_training(…, val_dataset=…)")
         at_the_edge = run.progress.step and run.progress.step % run.plan.batches.steps_per_epoch == 0
         if not (at_the_edge and "val_loss" in run.progress.last):
-            with self._working(run):
-                return dict(record.evaluate(run, "val", run.val).metrics)
+            with _working(run):
+                return dict(evaluate(run, "val", run.loaders.val).metrics)
         last = run.progress.last
         return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}
 
     def finish(self) -> dict[str, Any]:
         """Conclude the run: best.pt, last.pt, the test data once, summary.json; returns the summary."""
         run = self._running()
-        with self._working(run):
-            end = ending.conclude(run)
-            found = ending.summary(run, "completed", end)
-            ending.close_run(run, found)
-        self._concluded = True
+        with _working(run):
+            found = finish_run(run, "completed")
         self.close()
         return found
 
     def close(self) -> None:
         """End what `setup` began, if nobody has; a run that was not finished counts as stopped, and can go on."""
-        run, self.run = self.run, None
-        if run is None:
-            return
-        atexit.unregister(self.close)
-        with self._stack:
-            if not self._concluded:
-                run.writer.settle()
-                ending.close_run(run, ending.summary(run, "stopped", {}))
+        if self.run is not None:
+            self.run = None
+            atexit.unregister(self.close)
+            self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -250,20 +240,16 @@ class MultiGPUTrainer(Functions):
             raise RequestError("the trainer has no run", remedy="setup_training(model, dataset) first")
         return self.run
 
-    @contextmanager
-    def _working(self, run: Run) -> Iterator[None]:
-        """Somebody else's loop has called: until we return, a standstill is a hang, and an error ends the run."""
-        run.watch.resting = False
-        try:
+
+@contextmanager
+def _working(run: Run) -> Iterator[None]:
+    """Somebody else's loop has called: until we return, a standstill is a hang, and an error ends the run."""
+    run.observer.watchdog.resting = False
+    try:
+        with record_failure(run):
             yield
-        except Exception as error:  # recorded as the end of the run, and raised
-            ending.name_unused(run, error)
-            reason = run.watch.explained(error)
-            ending.fail(run, reason)
-            self._concluded = True
-            raise reason from (None if reason is error else error)
-        finally:
-            run.watch.resting = True
+    finally:
+        run.observer.watchdog.resting = True
 
 
 class DataParallelTrainer(MultiGPUTrainer):

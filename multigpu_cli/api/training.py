@@ -20,9 +20,9 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapted
-from multigpu_cli.run.brought import Brought, make_alike
-from multigpu_cli.run.learner import task_of
-from multigpu_cli.runtime.precision import Precision, choose_format
+from multigpu_cli.run.build import choose_task
+from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
+from multigpu_cli.runtime.precision import Precision, agreed_format
 from multigpu_cli.runtime.world import joined
 from multigpu_cli.tasks.base import Loss
 
@@ -106,15 +106,15 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
 
 def run(config: MultiGPUConfig, inputs: Inputs) -> dict[str, Any]:
     """One whole run of the engine on somebody's objects; returns the summary."""
-    frozen, brought = prepared(config, inputs)
+    frozen, user_objects = prepared(config, inputs)
     meeting = meeting_of(config)
     choice = choice_of(config, frozen, meeting)
     if choice.launch:
-        return run_in_processes(frozen, choice, brought, config.screen)
-    return run_here(frozen, choice, meeting, brought, config.screen)
+        return run_in_processes(frozen, choice, user_objects, config.screen)
+    return run_here(frozen, choice, meeting, user_objects, config.screen)
 
 
-def prepared(config: MultiGPUConfig, inputs: Inputs) -> tuple[Config, Brought]:
+def prepared(config: MultiGPUConfig, inputs: Inputs) -> tuple[Config, UserObjects]:
     """Settings and objects as the engine takes them.
 
     Raises:
@@ -123,7 +123,7 @@ def prepared(config: MultiGPUConfig, inputs: Inputs) -> tuple[Config, Brought]:
     try:
         inputs = inputs.checked(config.seed)
         config = inputs.settings(config)
-        return with_settings(config.frozen(), inputs.names()), inputs.brought(config)
+        return with_settings(config.frozen(), inputs.names()), inputs.user_objects(config)
     except RequestError as error:
         raise in_python(error) from error
 
@@ -156,18 +156,18 @@ def evaluate_with_multi_gpu(
     began = time.perf_counter()
     config = MultiGPUConfig.of(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
-    frozen, brought = prepared(config, Inputs(model, dataset, criterion=criterion))
+    frozen, user_objects = prepared(config, Inputs(model, dataset, criterion=criterion))
     meeting = meeting_of(config)
     choice = choice_of(config, frozen, meeting)
     with ExitStack() as stack:
         patience = choice.timeout or frozen.fault.hang_timeout
         world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
         data = replace(frozen.data, num_workers=0)
-        loader = Loader(dataset, brought.source, data, device=world.device, seed=config.seed)
-        task = task_of(frozen, brought.source, brought)
-        network = adapted(brought.model).to(world.device)
-        make_alike(network, world)
-        precision = Precision(choose_format(frozen.precision.amp, world.device).name, world.device)
+        loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)
+        task = choose_task(frozen, user_objects.source, user_objects)
+        network = adapted(user_objects.model).to(world.device)
+        broadcast_weights(network, world)
+        precision = Precision(agreed_format(frozen.precision.amp, world, [world.device]).name, world.device)
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))
         size = world.size
     accuracy = found.metrics.get("accuracy")

@@ -48,15 +48,21 @@ class Progress:
 
 
 @dataclass
-class Kept:
-    """The live objects that a checkpoint covers."""
+class TrainState:
+    """The live objects that a checkpoint covers.
+
+    Attributes:
+        scheduler: the user's own.
+        restore_warning: what the checkpoint could not bring back, in words.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     precision: Precision
     average: AveragedModel | None
     progress: Progress
-    scheduler: LRScheduler | None = None  # the user's own
+    scheduler: LRScheduler | None = None
+    restore_warning: str = ""
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Plain values and tensors in host memory; see `begin_capture`."""

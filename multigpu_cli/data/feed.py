@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.loader import Batch, StepWork
 from multigpu_cli.planning.batch import BatchPlan
 
 
@@ -22,8 +22,8 @@ class Feed(Protocol):
     where: str
     whole_epochs: bool
 
-    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[Iterator[Batch]]:
-        """The steps of an epoch from step `start` on: each an iterator over this worker's batches."""
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+        """The steps of an epoch from step `start` on: the layout of each, and this worker's batches."""
 
     def follows(self, step: int, plan: BatchPlan) -> int:
         """The step after this one, counted over the run; all ranks ask together."""

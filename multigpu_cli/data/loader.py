@@ -14,7 +14,7 @@ from multigpu_cli.data.base import Fetching, Source
 from multigpu_cli.data.sampler import HELD_OUT, epoch_order
 from multigpu_cli.data.transfer import Fetched, moved, sent
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
     from multigpu_cli.data.items import Items
@@ -39,6 +39,10 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+StepWork = tuple[StepLayout, Iterator[Batch]]
+"""What a worker has to do in one optimizer step, and its micro-batches, in order."""
 
 
 class Loader:
@@ -92,8 +96,8 @@ class Loader:
         """Samples trained in so many steps."""
         return plan.samples_after(step)
 
-    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[Iterator[Batch]]:
-        """The steps of an epoch from step `start` on: each an iterator over this worker's batches.
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+        """The steps of an epoch from step `start` on: the layout of each, and this worker's batches.
 
         Args:
             lanes: micro-batches joined into one batch (DataParallel takes one for each device).
@@ -103,8 +107,8 @@ class Loader:
         chunks = (order[first:stop] for step in steps for _, first, stop in plan.passes(step, rank, lanes))
         batches = self._fetch.stream(chunks, epoch)
         for step in steps:
-            passes = plan.passes(step, rank, lanes)
-            yield (self._finished(next(batches), index, epoch, train=True) for index, _, _ in passes)
+            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, lanes)
+            yield layout, (self._finished(next(batches), index, epoch, train=True) for index, _, _ in layout.passes)
 
     def order(self, epoch: int) -> Tensor:
         """(n,) int64: the sample at each position of an epoch of training."""

@@ -25,6 +25,22 @@ class MicroBatch(NamedTuple):
     stop: int
 
 
+class StepLayout(NamedTuple):
+    """How one optimizer step is divided, as one worker sees it.
+
+    Attributes:
+        step: counted from 0 over the whole run.
+        samples: in its global batch.
+        micro_batches: forward passes of all workers together.
+        passes: forward passes of this worker; it may have none.
+    """
+
+    step: int
+    samples: int
+    micro_batches: int
+    passes: list[MicroBatch]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """The arithmetic of one run's batches.
@@ -113,6 +129,12 @@ class BatchPlan:
         every = self.micro_batches_of(step)
         groups = [every[at : at + lanes] for at in range(0, len(every), lanes)]
         return [MicroBatch(number, group[0].start, group[-1].stop) for number, group in enumerate(groups)]
+
+    def layout(self, number: int, rank: int, lanes: int) -> StepLayout:
+        """The layout of optimizer step `number`, counted from 0 over the run, as `rank` sees it."""
+        step = number % self.steps_per_epoch
+        micro_batches = -(-self.count_in(step) // lanes)
+        return StepLayout(number, self.samples_in(step), micro_batches, self.passes(step, rank, lanes))
 
 
 def plan_batches(

@@ -20,5 +20,6 @@ def test_clearing_memory_turns_to_no_gpu_of_another_rank(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpus, "visible_gpus", lambda: 8)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("emptied"))
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda number: asked.append(f"GPU {number}") or 0)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda number: 0)
     clear_gpu_memory()
     assert asked == ["emptied"]

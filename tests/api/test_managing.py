@@ -90,7 +90,7 @@ def test_what_the_long_form_says_of_ddp_and_loading_reaches_torch(tmp_path: Path
 
     assert each_rank(2, on_two) == [(True, False, 3)] * 2
     with begun(tmp_path / "one", num_workers=1, prefetch_factor=3) as trainer:
-        loader = trainer.run.train._fetch._loader  # type: ignore[union-attr]
+        loader = trainer.run.loaders.train._fetch._loader  # type: ignore[union-attr]
         assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 
 
@@ -172,13 +172,13 @@ def test_fetching_is_a_wait_for_data_and_the_time_before_is_no_training(tmp_path
         _, train_loader, _ = manager.setup_training(network(), slow)
         run = manager.trainer.run
         assert run is not None
-        run.meters = Meters(clock=slow.clock)
+        run.observer.meters = Meters(clock=slow.clock)
         slow.clock.pass_by(1000)
         if by == "epochs":
             manager.train_epoch(train_loader)
         for batch in train_loader if by == "steps" else ():
             manager.trainer.train_step(batch)
-        assert run.meters.seconds == 32
+        assert run.observer.meters.seconds == 32
     line = next(line for line in journal.read(tmp_path / "journal.jsonl") if line["event"] == "train")
     assert (line["step"], line["step_ms"], line["samples_per_second"], line["data_wait_share"]) == (2, 16e3, 1, 1)
 

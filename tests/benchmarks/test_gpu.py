@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_side
+from benchmarks import gpu, gpu_jobs, gpu_side
 from benchmarks.gpu import Turn
-from benchmarks.gpu_jobs import NoData, data_dir, jobs
+from benchmarks.gpu_jobs import CannotRun, data_dir, jobs
 from benchmarks.gpu_side import idle_share
 from tests.monitor.test_meters import Clock
 
@@ -26,6 +26,7 @@ def call(
     """A call of the command on a machine with a GPU: its exit code, the JSON on stdout, and what went to stderr."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA played")
+    monkeypatch.setattr(gpu_jobs, "has_triton_package", lambda: True)
     for folder in ("har", "fashion-mnist"):
         (tmp_path / "data" / folder).mkdir(parents=True)
 
@@ -105,7 +106,7 @@ def test_a_call_ends_in_time_and_the_next_one_goes_on(call: Any, monkeypatch: py
 
 def test_data_that_is_not_there_is_said_and_an_archive_is_unpacked_once(tmp_path: Path) -> None:
     har = jobs()["har"]
-    with pytest.raises(NoData, match=f"no folder har in {tmp_path}: --data names another place"):
+    with pytest.raises(CannotRun, match=f"no folder har in {tmp_path}: --data names another place"):
         data_dir(har, [tmp_path], tmp_path)
     home, scratch = tmp_path / "home", tmp_path / "scratch"
     (home / "har").mkdir(parents=True)
@@ -117,6 +118,16 @@ def test_data_that_is_not_there_is_said_and_an_archive_is_unpacked_once(tmp_path
         found = data_dir(har, [home], scratch)
         assert Path(found["data_dir"], "UCI HAR Dataset", "labels.txt").read_text() == "1 WALKING"
     assert data_dir(jobs()["gpt2"], [], scratch) == {}
+
+
+def test_a_compiled_job_without_triton_is_left_out_and_fails_nothing(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_jobs, "has_triton_package", lambda: False)
+    code, rows, _ = call(good, "har", "har-compiled", "--turns", "1")
+    skipped = "Triton is not installed, and torch.compile needs it for a GPU"
+    said = [(each["job"], each.get("skipped")) for each in rows if "job" in each]
+    assert (code, said) == (0, [("har", None)] * 2 + [("har-compiled", skipped)] * 2)
 
 
 def test_the_share_of_time_without_a_kernel() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.packing import packed, unpacked
-from multigpu_cli.checkpoint.snapshot import Kept, Progress
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
@@ -15,10 +15,10 @@ from multigpu_cli.runtime.precision import Precision
 CPU = torch.device("cpu")
 
 
-def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: int = 0) -> Kept:
+def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-    return Kept(
+    return TrainState(
         model,
         build_optimizer(model, OptimizerConfig(name=optimizer)),
         Precision("off", CPU),
@@ -27,7 +27,7 @@ def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: in
     )
 
 
-def train(live: Kept, steps: int) -> None:
+def train(live: TrainState, steps: int) -> None:
     for _ in range(steps):
         inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(live.progress.step))
         live.model(inputs).square().mean().backward()
@@ -122,7 +122,7 @@ class Remembering(nn.Linear):
 
 def test_a_state_beside_the_weights_is_copied_at_once() -> None:
     model = Remembering(3, 2)
-    live = Kept(model, torch.optim.SGD(model.parameters()), Precision("off", CPU), None, Progress())
+    live = TrainState(model, torch.optim.SGD(model.parameters()), Precision("off", CPU), None, Progress())
     snapshot = live.begin_capture()
     model(torch.randn(8, 3))
     captured = snapshot.finish()["model"]["_extra_state"]

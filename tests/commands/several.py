@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -10,13 +11,18 @@ import main_multi_gpu
 from tests.trained import Agent
 
 
-def outputs(workers: int, words: list[str], folder: Path) -> list[str]:
-    """What each rank printed."""
+def outputs(workers: int, words: list[str], folder: Path, prepare: Callable[[], object] = lambda: None) -> list[str]:
+    """What each rank printed.
+
+    Args:
+        prepare: what each rank does first.
+    """
     fork, agent = get_context("fork"), Agent(workers)
     files = [folder / f"rank{rank}.txt" for rank in range(workers)]
 
     def work(rank: int) -> None:
         os.environ.update(agent.variables(rank))
+        prepare()
         sys.stdout = files[rank].open("w")
         main_multi_gpu.leave(main_multi_gpu.run(words))
 

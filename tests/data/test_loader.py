@@ -57,7 +57,7 @@ def loader(split: Dataset[Any], processes: int | str = 0, seed: int = 42, **chan
 def epoch(
     served: Loader, plan: BatchPlan = PLAN, number: int = 0, *, start: int = 0, rank: int = 0, lanes: int = 1
 ) -> list[list[Batch]]:
-    return [list(work) for work in served.epoch(plan, number, start, rank, lanes)]
+    return [list(work) for _, work in served.epoch(plan, number, start, rank, lanes)]
 
 
 def indices(steps: list[list[Batch]]) -> list[list[list[int]]]:
@@ -158,7 +158,7 @@ def test_an_epoch_can_be_entered_at_any_step(processes: int, closing: list[Loade
 def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next(processes: int, closing: list[Loader]) -> None:
     served = loader(Noisy(), processes)
     closing.append(served)
-    for work in islice(served.epoch(PLAN, 0, 0, 0, 1), 2):
+    for _, work in islice(served.epoch(PLAN, 0, 0, 0, 1), 2):
         list(work)
     again = epoch(served, number=1)
     assert indices(again) == indices(epoch(loader(Noisy()), number=1))
@@ -255,11 +255,12 @@ def test_loader_processes_do_not_die_of_a_signal_to_the_whole_group(closing: lis
     served = loader(Noisy(), 1)
     closing.append(served)
     stream = served.epoch(PLAN, 0, 0, 0, 1)
-    first = list(next(stream))
+    _, work = next(stream)
+    first = list(work)
     maker = int(first[0].inputs["process"][0])
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(maker, number)
-    rest = [list(work) for work in stream]
+    rest = [list(work) for _, work in stream]
     assert len(rest) == 3
     assert {int(batch.inputs["process"][0]) for work in rest for batch in work} == {maker}
 
@@ -331,7 +332,7 @@ def test_a_dataset_may_hand_out_whole_batches(processes: int, closing: list[Load
         assert batch.inputs[:, 0].tolist() == batch.targets.tolist() == batch.indices.tolist()
         assert len(set(batch.inputs[:, 1].tolist())) == 1
     assert len({float(batch.inputs[0, 1]) for batch in batches}) == len(batches)
-    again = [batch for work in loader(Whole()).epoch(PLAN, 0, 1, 0, 1) for batch in work]
+    again = [batch for _, work in loader(Whole()).epoch(PLAN, 0, 1, 0, 1) for batch in work]
     assert [batch.inputs.tolist() for batch in again] == [batch.inputs.tolist() for batch in batches][-len(again) :]
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.mark import mark_of
-from multigpu_cli.run.alike import grouped
+from multigpu_cli.run.data_check import group_ranks
 
 
 def source(inputs: torch.Tensor, targets: torch.Tensor, **more: Any) -> Source:
@@ -22,7 +22,7 @@ HERE = source(INPUTS, TARGETS)
 
 def same(one: Source, other: Source) -> bool:
     marks, sums = zip(*(mark_of(each, 42) for each in (one, other)), strict=True)
-    return grouped(marks, sums) == [0, 0]
+    return group_ranks(marks, sums) == [0, 0]
 
 
 def test_the_same_data_have_the_same_mark() -> None:

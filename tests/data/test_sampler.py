@@ -51,7 +51,7 @@ def trained_by(attempts: list[tuple[int, int]], epochs: int, loader: Loader, siz
         end = min(len(steps) + length, epochs * plan.steps_per_epoch)
         while len(steps) < end:
             epoch, first = divmod(len(steps), plan.steps_per_epoch)
-            ranks = [list(loader.epoch(plan, epoch, first, rank, 1)) for rank in range(workers)]
+            ranks = [[work for _, work in loader.epoch(plan, epoch, first, rank, 1)] for rank in range(workers)]
             rows = list(zip(*ranks, strict=True))[: end - len(steps)]
             steps += [[i for work in row for batch in work for i in batch.indices.tolist()] for row in rows]
     return steps

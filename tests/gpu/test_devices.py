@@ -24,16 +24,19 @@ def start(run: Path) -> journal.Event:
 
 @pytest.mark.parametrize("flags", [{}, {"data_on_device": "off", "ema": "0.9"}, {"exact": "true", "amp": "off"}])
 def test_a_run_on_gpu_1_leaves_gpu_0_alone(flags: dict[str, str], tmp_path: Path) -> None:
-    """Also a byte there is a context of its own, which takes half a gigabyte on a real one."""
+    """Also a byte there, or a stream, is a context of its own, which takes half a gigabyte on a real one."""
     request = OWN | {"gpu_ids": "1", "max_steps": 6, "checkpoint_every": 2, "save_dir": str(tmp_path / "run")} | flags
 
-    def work(sim: Simulated) -> tuple[str, list[int]]:
-        summary = train(resolve(request, [], None), screen="quiet")
-        return summary["status"], [sim.device.memory(number)["peak"] for number in range(2)]
+    def work(sim: Simulated) -> tuple[str, list[int], dict[int, str]]:
+        with sim.record.watching() as events:
+            summary = train(resolve(request, [], None), screen="quiet")
+        peaks = [sim.device.memory(number)["peak"] for number in range(2)]
+        return summary["status"], peaks, {event.device: event.place for event in events}
 
-    status, (first, second) = alone(work)
+    status, (first, second), asked = alone(work)
     assert (status, first) == ("completed", 0)
     assert second > 0
+    assert asked.keys() == {1}, asked
     assert start(tmp_path / "run")["devices"] == ["cuda:1"]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import rehearsal
+from multigpu_cli.run import memory_probe
 from multigpu_cli.tasks.base import Task
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
@@ -39,10 +39,12 @@ def armed(place: str, rank: int = 0) -> Callable[[Simulated], None]:
                 sim.device.fail_allocation(run.world.local_rank, 0, 1)
 
         if place in ("rehearsal", "evaluation"):
-            owner, name = (rehearsal, "_run") if place == "rehearsal" else (Task, "evaluate")
+            owner, name = (memory_probe, "_run_micro_batch") if place == "rehearsal" else (Task, "evaluate")
             _before(owner, name, lambda *given: fail(given[0] if place == "rehearsal" else _Place(given[3])))
         else:
-            _before(engine, "step", lambda run, number, work: _in_step(run, place, fail) if number == 4 else None)
+            _before(
+                engine, "train_step", lambda run, layout, _: _in_step(run, place, fail) if layout.step == 4 else None
+            )
 
     return prepare
 
@@ -64,11 +66,11 @@ def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
     if place == "forward":
-        run.kept.model.register_forward_pre_hook(lambda *_: fail(run))
+        run.state.model.register_forward_pre_hook(lambda *_: fail(run))
     elif place == "after the optimizer":
-        _before(run.nonfinite, "note", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
+        _before(run.observer.nonfinite, "note", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
     else:
-        _before(run.precision, {"backward": "backward", "optimizer": "commit"}[place], lambda *_: fail(run))
+        _before(run.state.precision, {"backward": "backward", "optimizer": "commit"}[place], lambda *_: fail(run))
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -22,18 +22,18 @@ def losses(run: Path) -> list[float]:
 
 def overflowing(sim: Simulated) -> None:
     """Rank 1's gradient of the fifth step is infinite."""
-    real = engine.step
+    real = engine.train_step
 
-    def step(run: Any, number: int, work: Any) -> Any:
-        if number == 4 and run.world.rank == 1:
-            hook = run.trained[0].register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    def step(run: Any, layout: Any, work: Any) -> Any:
+        if layout.step == 4 and run.world.rank == 1:
+            hook = run.trainable_parameters[0].register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
             try:
-                return real(run, number, work)
+                return real(run, layout, work)
             finally:
                 hook.remove()
-        return real(run, number, work)
+        return real(run, layout, work)
 
-    engine.step = step  # type: ignore[assignment]
+    engine.train_step = step  # type: ignore[assignment]
 
 
 def test_an_fp16_overflow_on_one_rank_is_a_skipped_step_on_all(tmp_path: Path) -> None:

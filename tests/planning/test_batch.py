@@ -141,3 +141,14 @@ def test_accumulation_and_global_batch_may_agree() -> None:
 def test_what_is_just_enough_is_taken() -> None:
     plan = plan_batches(samples=4, micro_batch=1, workers=4, global_batch=4, drop_last=True)
     assert (plan.steps_per_epoch, plan.accumulation, plan.left_over) == (1, 1, 0)
+
+
+@given(plan=plans(), epoch=st.integers(0, 3))
+def test_the_layouts_of_all_workers_make_up_the_step(plan: BatchPlan, epoch: int) -> None:
+    for step in range(plan.steps_per_epoch):
+        number = epoch * plan.steps_per_epoch + step
+        layouts = [plan.layout(number, rank, 1) for rank in range(plan.workers)]
+        assert {(each.step, each.samples, each.micro_batches) for each in layouts} == {
+            (number, plan.samples_in(step), plan.count_in(step))
+        }
+        assert [each for layout in layouts for each in layout.passes] == plan.micro_batches_of(step)

@@ -1,4 +1,4 @@
-"""One step of the contract between loop and strategy, as the engine's `step` does it, on a small model."""
+"""One step of the contract between loop and strategy, as the engine's `train_step` does it, on a small model."""
 
 import torch
 from torch import Tensor, nn

@@ -36,8 +36,8 @@ def evaluated(count: int, batch_size: int, precision: str = "off") -> Callable[[
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
         loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
-        learner = Classification(source, TaskConfig())
-        found = learner.evaluate(model, loader, world, Precision(precision, CPU), batch_size)
+        components = Classification(source, TaskConfig())
+        found = components.evaluate(model, loader, world, Precision(precision, CPU), batch_size)
         return [found.metrics, found.samples, found.details]
 
     return work
@@ -88,30 +88,30 @@ class Counting(Task):
 def counting(world: World, count: int = 23) -> tuple[Any, Counting, nn.Module]:
     test = TensorDataset(torch.zeros(count, 2), torch.arange(count).float())
     source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
-    learner, model = Counting(source, TaskConfig()), nn.Linear(2, 2).train()
+    components, model = Counting(source, TaskConfig()), nn.Linear(2, 2).train()
     loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
-    return learner.evaluate(model, loader, world, Precision("off", CPU), 4), learner, model
+    return components.evaluate(model, loader, world, Precision("off", CPU), 4), components, model
 
 
 def test_a_users_own_task_gets_an_exact_mean() -> None:
-    found, learner, model = counting(ALONE)
+    found, components, model = counting(ALONE)
     assert found.metrics == {"loss": 11.0}
     assert (found.samples, found.details) == (23, {})
-    assert learner.seen_training is False
+    assert components.seen_training is False
     assert model.training, "and training goes on as before"
 
 
 def test_a_model_in_evaluation_stays_there() -> None:
-    _, learner, model = counting(ALONE)
+    _, components, model = counting(ALONE)
     model.eval()
-    loader = Loader(learner.source.test, learner.source, DataConfig(), device=CPU, seed=1)  # type: ignore[arg-type]
-    learner.evaluate(model, loader, ALONE, Precision("off", CPU), 4)
+    loader = Loader(components.source.test, components.source, DataConfig(), device=CPU, seed=1)  # type: ignore[arg-type]
+    components.evaluate(model, loader, ALONE, Precision("off", CPU), 4)
     assert not model.training
 
 
 def test_a_lower_loss_is_better_where_a_task_says_nothing() -> None:
-    _, learner, _ = counting(ALONE)
-    assert learner.score({"loss": 1.0}) > learner.score({"loss": 2.0})
+    _, components, _ = counting(ALONE)
+    assert components.score({"loss": 1.0}) > components.score({"loss": 2.0})
 
 
 def test_workers_add_up_without_a_batch_of_their_own() -> None:

@@ -46,13 +46,15 @@ same = nn.Identity()
 
 def test_every_figure_agrees_with_scikit_learn() -> None:
     logits, targets = drawn(500)
-    learner = task()
-    measured = [learner.measure(same, batch(logits[at : at + 64], targets[at : at + 64])) for at in range(0, 500, 64)]
+    components = task()
+    measured = [
+        components.measure(same, batch(logits[at : at + 64], targets[at : at + 64])) for at in range(0, 500, 64)
+    ]
     counts = torch.stack([each.counts for each in measured]).sum(0)
     predicted = logits.argmax(1)
-    details = learner.details(counts)
+    details = components.details(counts)
     assert details["confusion"] == confusion_matrix(targets, predicted, labels=range(CLASSES)).tolist()
-    assert learner.metrics(counts, 500) == {"accuracy": accuracy_score(targets, predicted)}
+    assert components.metrics(counts, 500) == {"accuracy": accuracy_score(targets, predicted)}
     probabilities = logits.double().softmax(1).numpy()
     loss = sum(float(each.loss_sum) for each in measured) / 500
     assert loss == pytest.approx(log_loss(targets, probabilities, labels=range(CLASSES)), rel=1e-9)
@@ -93,8 +95,8 @@ def test_half_precision_logits_are_widened_before_the_loss() -> None:
 def test_classes_have_their_names() -> None:
     names = ("ant", "bee", "cat", "dog", "emu")
     logits, targets = drawn(30)
-    learner = task(names)
-    rows = learner.details(learner.measure(same, batch(logits, targets)).counts)["per_class"]
+    components = task(names)
+    rows = components.details(components.measure(same, batch(logits, targets)).counts)["per_class"]
     assert tuple(row["class"] for row in rows) == names
 
 

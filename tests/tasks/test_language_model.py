@@ -40,15 +40,15 @@ def test_only_targets_that_count_are_summed_and_counted() -> None:
     there = targets != -100
     assert 0 < int(there.sum()) < there.numel()
     assert not there.any(1).all(), "a sample without a single target is among them"
-    learner = task()
-    assert int(learner.units(batch(logits, targets))) == int(there.sum())
+    components = task()
+    assert int(components.units(batch(logits, targets))) == int(there.sum())
     expected = cross_entropy(logits[there], targets[there], reduction="sum")
-    assert torch.allclose(learner.loss_sum(same, batch(logits, targets)), expected)
-    measured = learner.measure(same, batch(logits, targets))
+    assert torch.allclose(components.loss_sum(same, batch(logits, targets)), expected)
+    measured = components.measure(same, batch(logits, targets))
     assert measured.loss_sum.dtype == torch.float64
     assert float(measured.loss_sum) == pytest.approx(float(expected), rel=1e-6)
     right = int((logits[there].argmax(1) == targets[there]).sum())
-    assert learner.metrics(measured.counts, int(there.sum())) == {"accuracy": right / int(there.sum())}
+    assert components.metrics(measured.counts, int(there.sum())) == {"accuracy": right / int(there.sum())}
 
 
 def test_labels_can_be_smoothed_and_half_precision_is_widened() -> None:
@@ -62,9 +62,9 @@ def test_labels_can_be_smoothed_and_half_precision_is_widened() -> None:
 
 def evaluated(world: World) -> Any:
     torch.manual_seed(1)
-    model, learner = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)), task()
-    loader = Loader(VAL, learner.source, DataConfig(), device=CPU, seed=1)
-    found = learner.evaluate(model, loader, world, Precision("off", CPU), 4)
+    model, components = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)), task()
+    loader = Loader(VAL, components.source, DataConfig(), device=CPU, seed=1)
+    found = components.evaluate(model, loader, world, Precision("off", CPU), 4)
     return [found.metrics, found.samples]
 
 
@@ -81,9 +81,9 @@ def test_an_evaluation_is_the_mean_over_tokens_on_any_number_of_workers() -> Non
 
 def test_a_split_without_a_single_target_has_no_loss() -> None:
     nothing = TensorDataset(VAL.tensors[0], torch.full((21, 9), -100))
-    learner = task()
-    loader = Loader(nothing, learner.source, DataConfig(), device=CPU, seed=1)
-    found = learner.evaluate(nn.Embedding(5, 5), loader, World(CPU), Precision("off", CPU), 4)
+    components = task()
+    loader = Loader(nothing, components.source, DataConfig(), device=CPU, seed=1)
+    found = components.evaluate(nn.Embedding(5, 5), loader, World(CPU), Precision("off", CPU), 4)
     assert found.metrics["loss"] != found.metrics["loss"]
 
 

@@ -32,9 +32,9 @@ def task(**config: float) -> tuple[MultiLabel, TensorDataset]:
 
 
 def test_every_figure_agrees_with_scikit_learn() -> None:
-    learner, split = task()
-    loader = Loader(split, learner.source, DataConfig(), device=CPU, seed=1)
-    found = learner.evaluate(nn.Identity(), loader, World(CPU), Precision("off", CPU), 16)
+    components, split = task()
+    loader = Loader(split, components.source, DataConfig(), device=CPU, seed=1)
+    found = components.evaluate(nn.Identity(), loader, World(CPU), Precision("off", CPU), 16)
     logits, targets = drawn()
     said = (logits > 0).long()
     assert found.metrics == pytest.approx(
@@ -64,8 +64,8 @@ def test_the_training_loss_is_summed_and_smoothed() -> None:
 
 
 def test_higher_f1_is_better_and_then_lower_loss() -> None:
-    learner, _ = task()
-    scores = [learner.score({"f1": f1, "loss": loss}) for f1, loss in [(0.5, 0.2), (0.6, 0.9), (0.6, 0.1)]]
+    components, _ = task()
+    scores = [components.score({"f1": f1, "loss": loss}) for f1, loss in [(0.5, 0.2), (0.6, 0.9), (0.6, 0.1)]]
     assert scores == sorted(scores)
 
 

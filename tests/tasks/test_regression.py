@@ -37,10 +37,10 @@ def batch(outputs: Tensor, targets: Tensor) -> Batch:
 @pytest.mark.parametrize(("loss", "torchs"), [("squared", mse_loss), ("absolute", l1_loss), ("huber", huber_loss)])
 def test_a_mean_over_samples_is_torchs_own_mean(shape: tuple[int, ...], loss: str, torchs: object) -> None:
     outputs, targets = drawn(*shape)
-    learner = task(loss=loss)
+    components = task(loss=loss)
     expected = float(torchs(outputs.double(), targets.double()))  # type: ignore[operator]
-    assert float(learner.loss_sum(nn.Identity(), batch(outputs, targets))) / 30 == pytest.approx(expected, rel=1e-6)
-    measured = learner.measure(nn.Identity(), batch(outputs, targets))
+    assert float(components.loss_sum(nn.Identity(), batch(outputs, targets))) / 30 == pytest.approx(expected, rel=1e-6)
+    measured = components.measure(nn.Identity(), batch(outputs, targets))
     assert float(measured.loss_sum) / 30 == pytest.approx(expected, rel=1e-12)
 
 
@@ -57,9 +57,9 @@ def test_an_evaluation_agrees_with_scikit_learn_on_any_number_of_workers() -> No
     split = TensorDataset(inputs, targets)
 
     def evaluated(world: World) -> dict[str, float]:
-        learner = task(split)
-        loader = Loader(split, learner.source, DataConfig(), device=CPU, seed=1)
-        return learner.evaluate(nn.Identity(), loader, world, Precision("off", CPU), 4).metrics
+        components = task(split)
+        loader = Loader(split, components.source, DataConfig(), device=CPU, seed=1)
+        return components.evaluate(nn.Identity(), loader, world, Precision("off", CPU), 4).metrics
 
     alone = evaluated(World(CPU))
     assert each_rank(3, evaluated) == [alone] * 3

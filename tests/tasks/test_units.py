@@ -39,8 +39,8 @@ def test_a_step_is_the_mean_over_its_tokens_whoever_has_how_many() -> None:
     def gradient(world: World) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double()
-        learner = LanguageModel(source, TaskConfig())
-        units, own = Units(learner, world), slice(0, 13) if world.rank == 0 else slice(13 * world.size - 13, 60)
+        components = LanguageModel(source, TaskConfig())
+        units, own = Units(components, world), slice(0, 13) if world.rank == 0 else slice(13 * world.size - 13, 60)
         logits = model(inputs[own]).flatten(0, 1)
         loss = cross_entropy(logits, targets[own].flatten(), reduction="sum", ignore_index=-100)
         (loss / units.expected(60)).backward()

@@ -20,9 +20,10 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.learner import build_learner
-from multigpu_cli.run.parts import Run, assemble
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import assemble_run
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import Rendezvous, World, joined
@@ -54,41 +55,40 @@ def sets(case: Case) -> list[str]:
 
 
 def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
-    """Losses, the first gradient, and buffers and weights at the end, through the engine's own `step`."""
+    """Losses, the first gradient, and buffers and weights at the end, through the engine's own `train_step`."""
     choice = Choice("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    settled = settle(resolve(flags(case, folder), sets(case), None), choice, world)
+    spec = resolve_spec(resolve(flags(case, folder), sets(case), None), choice, world)
     with ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         watch = Watch(world, 600, lambda error: None)
-        run = assemble(build_learner(settled, choice, world), Console("silent"), StopRequest(), watch, stack)
+        run = assemble_run(build_components(spec, world), Console("silent"), StopRequest(), watch, stack)
         found: dict[str, Any] = {"losses": []}
         _keep_first_gradient(run, found)
         batches = run.plan.batches
         while run.progress.step < case.steps:
             epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
-            for work in run.train.epoch(batches, epoch, first, world.rank, 1):
-                losses = engine.step(run, run.progress.step, work).slots(world.device)
-                in_epoch = run.progress.step % batches.steps_per_epoch
-                found["losses"].append(float(total(world, losses).sum()) / batches.samples_in(in_epoch))
+            for layout, work in run.loaders.train.epoch(batches, epoch, first, world.rank, 1):
+                losses = engine.train_step(run, layout, work).slots(world.device)
+                found["losses"].append(float(total(world, losses).sum()) / layout.samples)
                 run.progress.step += 1
                 if run.progress.step == case.steps:
                     break
-        found["state"] = {name: value.clone() for name, value in run.kept.model.state_dict().items()}
+        found["state"] = {name: value.clone() for name, value in run.state.model.state_dict().items()}
     return found
 
 
 def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
-    commit = run.precision.commit
+    commit = run.state.precision.commit
 
     def watched(optimizer: Any, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
-            names = [name for name, p in run.kept.model.named_parameters() if p.requires_grad]
+            names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]
             found["gradient"] = {
                 name: p.grad.clone() for name, p in zip(names, parameters, strict=True) if p.grad is not None
             }
         return commit(optimizer, parameters, max_norm)
 
-    run.precision.commit = watched  # type: ignore[method-assign]
+    run.state.precision.commit = watched  # type: ignore[method-assign]
 
 
 def main(out: Path) -> None:

@@ -36,11 +36,10 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run import record
-from multigpu_cli.run.ending import conclude
-from multigpu_cli.run.learner import build_learner
-from multigpu_cli.run.parts import assemble
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.finalize import finish_completed
+from multigpu_cli.run.session import assemble_run, start_run
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.determinism import be_deterministic
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import Rendezvous, World
@@ -109,19 +108,19 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
     """A whole run by the engine's own parts in this process's world; every line and the bits of its end."""
     config = resolve(settings, [], None)
     choice = Choice("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    settled = settle(config, choice, world, source=source)
+    spec = resolve_spec(config, choice, world, source=source)
     if config.reproducibility.exact:
         be_deterministic()
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        learner = build_learner(settled, choice, world)
-        Path(settled.start.folder).mkdir(parents=True, exist_ok=True)
+        components = build_components(spec, world)
+        Path(spec.start.folder).mkdir(parents=True, exist_ok=True)
         watch = Watch(world, config.fault.hang_timeout, lambda error: None)
-        run = assemble(learner, Console("silent"), StopRequest(), watch, stack)
-        record.open_run(run, [])
+        run = assemble_run(components, Console("silent"), StopRequest(), watch, stack)
+        start_run(run, [])
         assert fit(run) == "completed"
-        end = hash_state({name: part for name, part in run.kept.capture().items() if name != "progress"})
-        ending = conclude(run)
+        end = hash_state({name: part for name, part in run.state.capture().items() if name != "progress"})
+        ending = finish_completed(run)
     return {"end": end, "fingerprint": ending["fingerprint"], "lines": lines(run.folder) if world.main else []}
 
 
@@ -307,8 +306,8 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     cell = Cell("mlp", steps=1).settings(folder)
     trained(ALONE, cell, shortened(open_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("settle", "unfit"):
-        monkeypatch.setattr(f"multigpu_cli.run.{module}.exact_pins", lambda plan: pins)
+    for module in ("spec", "checks"):
+        monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         trained(ALONE, cell | {"max_steps": 2}, shortened(open_source(Config().data, 42), 30))
 

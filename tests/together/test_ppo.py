@@ -8,7 +8,7 @@ import torch
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.unfit import beyond_the_device
+from multigpu_cli.run.checks import check_device
 from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 from tests.tasks.ppo.test_acting import request
@@ -174,4 +174,4 @@ def test_requests_that_can_not_be_carried_out(more: list[str], flags: dict[str, 
 def test_data_parallel_is_refused() -> None:
     gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
     with pytest.raises(RequestError, match="--multi-gpu dp can't act"):
-        raise next(beyond_the_device(request(), Choice("dp", gpus, 0, "as asked"), World(torch.device("cpu"))))
+        raise next(check_device(request(), Choice("dp", gpus, 0, "as asked"), World(torch.device("cpu"))))

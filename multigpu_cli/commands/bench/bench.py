@@ -134,9 +134,9 @@ def run_benchmark(
         hidden = median_overlap(overlaps[count]) if strategy == "ddp" else None
         rungs.append(_summarize_runs(strategy, runs, forecasts[count], hidden, first))
     about = {
-        "model": alone.learner.settled.model,
+        "model": alone.components.spec.model,
         "data": config.data.name,
-        "device": alone.learner.plan.device,
+        "device": alone.components.plan.device,
         "steps": _window_steps(length) * _LINES,
         "repetitions": repetitions,
         "wire": wires[max(workers)].rests_on,
@@ -149,6 +149,8 @@ def why_no_dp(config: Config) -> str:
     """Why nn.DataParallel is not measured too; "" where it is."""
     if (gpus := len(usable_gpus(config.device))) < 2:
         return f"it needs two GPUs, and there is {gpus or 'none'} to use"
+    if config.model.compile != "off":
+        return "it can't be compiled"
     return "it can't be --exact" if config.reproducibility.exact else ""
 
 

@@ -75,7 +75,7 @@ def _measure_rate(loader: Loader, size: int) -> float:
     plan = plan_batches(samples=loader.size, micro_batch=min(size, loader.size), workers=1)
     samples, began, last = 0, 0.0, 0.0
     for epoch in count():
-        for work in loader.epoch(plan, epoch, 0, 0, 1):
+        for _, work in loader.epoch(plan, epoch, 0, 0, 1):
             for batch in work:
                 if loader.device.type == "cuda":
                     torch.cuda.synchronize()

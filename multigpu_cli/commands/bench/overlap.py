@@ -21,9 +21,9 @@ from multigpu_cli.config.pinned import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.drift import check_replicas
 from multigpu_cli.launch import run_in_workers
-from multigpu_cli.run.learner import Learner
+from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.runtime.collectives import gathered
-from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, cuda, usable_gpus, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, joined
 
@@ -74,59 +74,55 @@ def _run_worker(config: Config) -> tuple[float, float]:
     choice = choose(own.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     device = choice.devices[0]
     with joined(meeting, device, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as folder:
-        learner, _ = build_rehearsed(own, choice, world, folder)
-        with closing(learner.train), limit_threads(threads_per_worker(world.size)):
-            seconds = compare_reductions(learner, _STEPS)
-        check_replicas(learner.kept.model, world, _STEPS)
+        components, _ = build_rehearsed(own, choice, world, folder)
+        with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
+            seconds = compare_reductions(components, _STEPS)
+        check_replicas(components.state.model, world, _STEPS)
         all_ranks = torch.stack(gathered(world, torch.tensor(seconds, dtype=torch.float64, device=device)))
         reduction, exposed = (1e3 * each for each in all_ranks.amin(0).tolist())
         return reduction, exposed
 
 
-def compare_reductions(learner: Learner, steps: int) -> tuple[float, float]:
+def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, float]:
     """Seconds of the explicit reduction, and of what overlap leaves; the odd steps are the explicit ones."""
-    device = learner.world.device
+    device = components.world.device
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    stream = iterate_micro_batches(learner)
+    stream = iterate_micro_batches(components)
     overlapped: list[float] = []
     apart: list[float] = []
     reductions: list[float] = []
     for number in range(steps + _WARM_UP):
         explicit, batch = number % 2 == 1, next(stream)
-        learner.set_rates(min(number, learner.plan.schedule.total_steps - 1))
+        components.set_learning_rates(min(number, components.plan.schedule.total_steps - 1))
         dist.barrier()
         wait()
         began = time.perf_counter()
-        learner.strategy.begin(learner.world.size)
-        seed_micro_batch(0, number, batch.index, device)
-        with learner.strategy.accumulating(last=not explicit):
-            with learner.precision.autocast():
-                loss = learner.task.loss_sum(learner.strategy.callable, batch)
-            learner.precision.backward(loss, learner.strategy.loss_factor / (len(batch.indices) * learner.world.size))
+        components.strategy.begin(components.world.size)
+        forward_backward(components, batch, len(batch.indices) * components.world.size, last=not explicit)
         wait()
-        reduced = _reduce_gradients(learner, wait) if explicit else (0.0, 0.0)
+        reduced = _reduce_gradients(components, wait) if explicit else (0.0, 0.0)
         ended = time.perf_counter()
-        learner.strategy.micro_batch_done(learner.world.rank)
-        learner.strategy.finish(idle=False)
-        _, skipped = learner.precision.commit(learner.kept.optimizer, learner.trained, 1.0)
-        learner.strategy.undo(skipped)
+        components.strategy.micro_batch_done(components.world.rank)
+        components.strategy.finish(idle=False)
+        _, skipped = components.state.precision.commit(components.state.optimizer, components.trainable_parameters, 1.0)
+        components.strategy.undo(skipped)
         if number >= _WARM_UP:
             (apart if explicit else overlapped).append(ended - began - reduced[0])
             reductions += [reduced[1]] if explicit else []
     return statistics.median(reductions), statistics.median(overlapped) - statistics.median(apart)
 
 
-def _reduce_gradients(learner: Learner, wait: Callable[[], None]) -> tuple[float, float]:
+def _reduce_gradients(components: TrainComponents, wait: Callable[[], None]) -> tuple[float, float]:
     """Average all gradients over the workers; the seconds of it all, and of the all-reduce alone."""
     began = time.perf_counter()
-    gradients = [p.grad for p in learner.trained if p.grad is not None]
+    gradients = [p.grad for p in components.trainable_parameters if p.grad is not None]
     flat = _flatten_dense_tensors(gradients)
     wait()
     ready = time.perf_counter()
     dist.all_reduce(flat)
     wait()
     reduced = time.perf_counter() - ready
-    flat /= learner.world.size
+    flat /= components.world.size
     for gradient, mean in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
         gradient.copy_(mean)
     wait()

@@ -14,12 +14,14 @@ from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.runtime.collectives import greatest
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 
 LONGEST_WAIT = 60.0  # seconds in a collective
 _ROUNDS = 5
 _SMALL = 8  # bytes
 _SIZES = {"cpu": (2**18, 2**20, 2**24), "cuda": (2**20, 2**24, 2**28)}  # bytes
+_COPIED = 2**28  # bytes
 _MOST_IN_PAIRS = 8  # workers: 28 pairs
 
 
@@ -99,8 +101,23 @@ def judge_allreduce(measured: Mapping[str, Any]) -> Iterator[Finding]:
 
 def check_host_to_device(device: torch.device) -> Finding:
     """Host memory to GPU memory, pinned and pageable."""
-    size = 2**28
-    rates = {}
+    name = f"host to GPU {device.index or 0}"
+    try:
+        rates = _measure_copies(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        evidence = f"its memory is full: {_COPIED / 2**20:.0f} MiB of it could not be had"
+        return Finding(name, "warn", evidence, "nvidia-smi shows who has it")
+    evidence = ", ".join(f"{_format_rate(rate)} {kind}" for kind, rate in rates.items())
+    slow = rates["pinned"] < 5e9
+    fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
+    return Finding(name, "warn" if slow else "ok", evidence, fix, rates)
+
+
+def _measure_copies(device: torch.device) -> dict[str, float]:
+    """Bytes a second, pinned and pageable."""
+    size, rates = _COPIED, {}
     there = torch.empty(size, dtype=torch.uint8, device=device)
     for kind in ("pinned", "pageable"):
         here = torch.ones(size, dtype=torch.uint8, pin_memory=kind == "pinned")
@@ -112,10 +129,7 @@ def check_host_to_device(device: torch.device) -> Finding:
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
         rates[kind] = size / statistics.median(seconds)
-    evidence = ", ".join(f"{_format_rate(rate)} {kind}" for kind, rate in rates.items())
-    slow = rates["pinned"] < 5e9
-    fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
-    return Finding(f"host to GPU {device.index or 0}", "warn" if slow else "ok", evidence, fix, rates)
+    return rates
 
 
 def _sums_correctly(world: World) -> bool:

@@ -11,9 +11,9 @@ from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.learner import Learner, build_learner
-from multigpu_cli.run.rehearsal import rehearse
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.memory_probe import measure_peak_memory, probe_memory
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.sources import acts
@@ -36,22 +36,22 @@ def check_model(config: Config) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
         config = with_settings(config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"})
 
-        def build_with(size: object) -> Learner:
+        def tried(size: object) -> TrainComponents:
             each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
-            learner = build_learner(settle(each, choice, world), choice, world)
-            with closing(learner.train):
-                rehearse(learner)
-                return learner
+            components = build_components(resolve_spec(each, choice, world), world)
+            with closing(components.loaders.train):
+                probe_memory(components)
+                return components
 
         try:
             if config.batch.size != "auto":
-                learner = build_with(config.batch.size)
-                yield _judge_batch_size(learner, int(config.batch.size))
-                if learner.world.device.type != "cuda":
+                components = tried(config.batch.size)
+                yield _judge_batch_size(components, int(config.batch.size))
+                if components.world.device.type != "cuda":
                     return
-            learner = build_with("auto")
-            batches = learner.plan.batches
-            reason = learner.plan.size_because or "the largest that is of use here"
+            components = tried("auto")
+            batches = components.plan.batches
+            reason = components.plan.size_because or "the largest that is of use here"
             yield Finding("largest batch", "ok", f"--batch-size {batches.micro_batch} a device: {reason}")
         except RequestError:
             raise
@@ -59,15 +59,15 @@ def check_model(config: Config) -> Iterator[Finding]:
             yield Finding("model", "fail", error.problem, error.remedy)
 
 
-def _judge_batch_size(learner: Learner, size: int) -> Finding:
-    parameters = sum(p.numel() for p in learner.kept.model.parameters())
-    evidence = f"{learner.settled.model}, {parameters:,} parameters"
-    device = learner.world.device
-    fits = learner.plan.batches.micro_batch
+def _judge_batch_size(components: TrainComponents, size: int) -> Finding:
+    parameters = sum(p.numel() for p in components.state.model.parameters())
+    evidence = f"{components.spec.model}, {parameters:,} parameters"
+    device = components.world.device
+    fits = components.plan.batches.micro_batch
     if fits < size:
         fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
         return Finding("model", "warn", f"{evidence}: --batch-size {size} does not fit, {fits} does", fix)
     if device.type != "cuda":
         return Finding("model", "ok", f"{evidence}: --batch-size {size} runs on the CPU; no GPU to try it on")
-    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    peak, total = measure_peak_memory(components), torch.cuda.get_device_properties(device).total_memory
     return Finding("model", "ok", f"{evidence}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")

@@ -22,7 +22,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.mark import mark_of
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.run.alike import grouped
+from multigpu_cli.run.data_check import group_ranks
 from multigpu_cli.runtime.world import Rendezvous, World
 
 _START = 60.0  # seconds for rank 0 to load torch
@@ -186,7 +186,7 @@ def _compare_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     for node in broken:
         yield Finding(f"data of {node['host']}", "fail", node["data"]["error"])
     whole = [node for node in nodes if not node["data"]["error"]]
-    groups = grouped([node["data"]["exact"] for node in whole], [node["data"]["sums"] for node in whole])
+    groups = group_ranks([node["data"]["exact"] for node in whole], [node["data"]["sums"] for node in whole])
     if len(set(groups)) > 1:
         usual = statistics.mode(groups)
         odd = [node["host"] for node, group in zip(whole, groups, strict=True) if group != usual]

@@ -7,19 +7,19 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.data import Dataset
 
-from multigpu_cli.checkpoint.export import Trained, trained_weights
-from multigpu_cli.commands.inference.load_run import load_run
+from multigpu_cli.checkpoint.export import trained_weights
+from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
-from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.base import Source
 from multigpu_cli.data.unanswered import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_cli_in_workers
-from multigpu_cli.run.learner import build_task
+from multigpu_cli.run.build import build_task
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
-from multigpu_cli.runtime.precision import Precision, choose_format
+from multigpu_cli.runtime.precision import Format, Precision, agreed_format
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.tasks.base import Task
 
@@ -76,7 +76,10 @@ def run_distributed(
         return None
     with joined(meeting, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
         share_threads(world.local_size, cores(), exact=False)
-        part = together(world, lambda: _prepare_pass(request, trained_weights(request.run), world, judged=judged))
+        weights = together(world, lambda: trained_weights(request.run))
+        run = together(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
+        number = _format(run.config, world)
+        part = together(world, lambda: _prepare_pass(request, str(weights.origin), run, world, number, judged=judged))
         try:
             result = work(part)
         finally:
@@ -84,24 +87,30 @@ def run_distributed(
         return result if world.main else None
 
 
-def _prepare_pass(request: InferenceRequest, weights: Trained, world: World, *, judged: bool) -> InferencePass:
-    run = load_run(weights, request.changes, own_code=request.own_code)
+def _format(config: Config, world: World) -> Format:
+    """The same on every worker; fp16 of a run on GPUs is no format for CPUs."""
+    amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
+    return agreed_format(amp, world, [world.device])
+
+
+def _prepare_pass(
+    request: InferenceRequest, origin: str, run: LoadedRun, world: World, number: Format, *, judged: bool
+) -> InferencePass:
     config, name = run.config, _choose_split(run.source, request.split, judged=judged)
     split: Dataset[Any] = getattr(run.source, name)
     guessing = None if judged or name == "new" else unanswered(split, run.source.train)
     changed: dict[str, Any] = {name: guessing} if guessing else {}
     source = replace(run.source, **changed)
-    amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
     task = build_task(config, source)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
     return InferencePass(
-        origin=str(weights.origin),
+        origin=origin,
         split=name,
         world=world,
         model=run.model.to(world.device),
         task=task,
         loader=task.loader(name, config.data, world, config.reproducibility.seed),
-        precision=Precision(choose_format(amp, world.device).name, world.device),
+        precision=Precision(number.name, world.device),
         batch_size=request.batch_size or usual,
         answered=guessing is None and name != "new",
         names=getattr(split, "names", None),

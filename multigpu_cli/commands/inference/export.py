@@ -13,7 +13,7 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.run.learner import first_batch
+from multigpu_cli.run.build import first_batch
 from multigpu_cli.tasks.sources import of_samples
 
 _SAMPLES = 9

@@ -17,7 +17,7 @@ from multigpu_cli.data.base import Source
 from multigpu_cli.data.vocabulary import recalled
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.learner import fresh_model
+from multigpu_cli.run.build import init_model
 from multigpu_cli.tasks.sources import opened
 
 
@@ -78,10 +78,10 @@ def load_run_without_data(weights: Trained, *, own_code: bool) -> LoadedRun:
     return _load_weights(config, source, weights)
 
 
-def _load_weights(config: Config, source: Source, weights: Trained) -> LoadedRun:
-    model = fresh_model(config, source)
-    check_fit(model, weights.state, str(weights.origin))
-    model.load_state_dict(weights.state)
+def _load_weights(config: Config, source: Source, found: Trained) -> LoadedRun:
+    model = init_model(config, source)
+    check_fit(model, found.state, str(found.origin))
+    model.load_state_dict(found.state)
     return LoadedRun(config, source, model.eval())
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from math import ceil
 from typing import Any
 
@@ -20,12 +20,12 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
 from multigpu_cli.planning.speedup import Wire, Work, buckets
-from multigpu_cli.run.learner import Learner, build_learner
-from multigpu_cli.run.rehearsal import rehearse
-from multigpu_cli.run.settle import settle
-from multigpu_cli.run.tracing import Traced, traced
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.compute import forward_backward
+from multigpu_cli.run.memory_probe import probe_memory
+from multigpu_cli.run.profile import MicroBatchProfile, profile_micro_batch
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import gathered, greatest
-from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.strategies.buckets import measured_cap
@@ -49,7 +49,7 @@ class SingleWorkerProfile:
         note: what the rehearsal changed.
     """
 
-    learner: Learner
+    components: TrainComponents
     works: dict[int, Work]
     wire: Wire | None
     memory: Memory
@@ -74,20 +74,22 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
     world = World(choice.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
-        learner, note = build_rehearsed(own, choice, world, folder)
-        with closing(learner.train):
-            size = learner.plan.batches.micro_batch
-            whole, half = traced(learner, size), traced(learner, max(1, size // 2))
+        components, note = build_rehearsed(own, choice, world, folder)
+        with closing(components.loaders.train):
+            size = components.plan.batches.micro_batch
+            whole, half = profile_micro_batch(components, size), profile_micro_batch(components, max(1, size // 2))
             if world.device.type == "cpu":
-                works, wire = _measure_on_cores(learner, config, counts)
+                works, wire = _measure_on_cores(components, config, counts)
             else:
-                works, wire = dict.fromkeys(counts, _measure_alone(learner)), None
+                works, wire = dict.fromkeys(counts, _measure_alone(components)), None
             return SingleWorkerProfile(
-                learner, works, wire, _measure_memory(learner, whole, half), whole.flops_per_sample, note
+                components, works, wire, _measure_memory(components, whole, half), whole.flops_per_sample, note
             )
 
 
-def _measure_on_cores(learner: Learner, config: Config, counts: list[int]) -> tuple[dict[int, Work], Wire | None]:
+def _measure_on_cores(
+    components: TrainComponents, config: Config, counts: list[int]
+) -> tuple[dict[int, Work], Wire | None]:
     """The times of one of so many CPU workers, and the wire between the most of them that have a core each.
 
     Beyond the cores: those of one that has a core to itself, and the wire between as many as there are.
@@ -98,15 +100,15 @@ def _measure_on_cores(learner: Learner, config: Config, counts: list[int]) -> tu
             works[workers], wire = _measure_together(config, workers)
         else:
             with limit_threads(threads_per_worker(workers)):
-                works[workers] = _measure_alone(learner)
+                works[workers] = _measure_alone(components)
     if wire is None and max(counts) > cores() > 1:
         _, wire = _measure_together(config, cores())
     return works, wire
 
 
-def _measure_alone(learner: Learner) -> Work:
-    data, forward, backward, commit = median_step(_time_steps(learner)[None])
-    return Work(data, forward, backward, commit, *_messages_of_step(learner))
+def _measure_alone(components: TrainComponents) -> Work:
+    data, forward, backward, commit = median_step(_time_steps(components)[None])
+    return Work(data, forward, backward, commit, *_messages_of_step(components))
 
 
 def _measure_together(config: Config, workers: int) -> tuple[Work, Wire]:
@@ -129,13 +131,13 @@ def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
     return [*messages, after or 8.0]
 
 
-def _messages_of_step(learner: Learner, world: World | None = None) -> tuple[tuple[float, ...], float]:
+def _messages_of_step(components: TrainComponents, world: World | None = None) -> tuple[tuple[float, ...], float]:
     """Bytes of what a step sends: each message that is under way while backward goes on, and what follows it.
 
     --bucket-cap-mb auto is measured where there is a world to measure it in.
     """
-    config, model = learner.settled.config, learner.kept.model
-    gradient = sum(p.nbytes for p in learner.trained)
+    config, model = components.spec.config, components.state.model
+    gradient = sum(p.nbytes for p in components.trainable_parameters)
     if config.reproducibility.exact:
         return (), float(gradient + sum(buffer.nbytes for buffer in model.buffers()))
     cap: Any = config.communication.bucket_cap_mb
@@ -151,19 +153,19 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
     with joined(Rendezvous.here(), cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
-        learner, _ = build_rehearsed(own, Choice("single", (cpu,), 0, "plan"), alone, place)
-        with closing(learner.train), limit_threads(threads_per_worker(world.size)):
-            messages, after = _messages_of_step(learner, world)
+        components, _ = build_rehearsed(own, Choice("single", (cpu,), 0, "plan"), alone, place)
+        with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
+            messages, after = _messages_of_step(components, world)
             tensors = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
-            times = torch.stack(gathered(world, _time_steps(learner, world, tensors)))
+            times = torch.stack(gathered(world, _time_steps(components, world, tensors)))
         return messages, after, median_step(times)
 
 
-def build_rehearsed(config: Config, choice: Choice, world: World, folder: str) -> tuple[Learner, str]:
+def build_rehearsed(config: Config, choice: Choice, world: World, folder: str) -> tuple[TrainComponents, str]:
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
-    settled = settle(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
-    learner = build_learner(settled, choice, world)
-    return learner, "; ".join(rehearse(learner))
+    spec = resolve_spec(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
+    components = build_components(spec, world)
+    return components, "; ".join(probe_memory(components))
 
 
 @contextmanager
@@ -192,12 +194,12 @@ def median_step(times: Tensor) -> list[float]:
     return seconds
 
 
-def _time_steps(learner: Learner, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
+def _time_steps(components: TrainComponents, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
     """Some seconds of steps after a warm-up: [steps, 4 + messages]; all workers of the world take as many.
 
     An odd number of windows: one of them takes the median time.
     """
-    rows = _steps(learner, world.size if world else 1, messages)
+    rows = _steps(components, world.size if world else 1, messages)
     times = list(islice(rows, _WARM_UP))
     began = time.perf_counter()
     for window in range(1, _WINDOWS + 1):
@@ -209,7 +211,33 @@ def _time_steps(learner: Learner, world: World | None = None, messages: Sequence
     return torch.tensor(times[_WARM_UP:], dtype=torch.float64)
 
 
-def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
+class _PhaseTimer:
+    """Notes when the phases of a step end, and waits for the device to do so."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """A phase ends."""
+        self._wait()
+        self._marks.append(time.perf_counter())
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """Forward ends where backward begins."""
+        if name.endswith("backward"):
+            self.mark()
+
+    def backward_done(self, parameters: list[Tensor]) -> None:
+        self.mark()
+
+    def read(self) -> list[float]:
+        """Seconds between the marks since the last call."""
+        marks, self._marks = self._marks, []
+        return [later - earlier for earlier, later in pairwise(marks)]
+
+
+def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
     """Take steps of one micro-batch each, with what the loop does around them, at rate zero.
 
     Args:
@@ -219,58 +247,45 @@ def _steps(learner: Learner, workers: int, messages: Sequence[Tensor]) -> Iterat
     Yields:
         seconds of a step: data, forward, backward, commit, then each message.
     """
-    device, kept, strategy = learner.world.device, learner.kept, learner.strategy
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    stream = iterate_micro_batches(learner)
-    set_rate(kept.optimizer, 0.0)
-    marks: list[float] = []
-
-    def mark() -> None:
-        wait()
-        marks.append(time.perf_counter())
-
-    for number in count():
-        marks.clear()
-        mark()
+    state, strategy, timer = components.state, components.strategy, _PhaseTimer(components.world.device)
+    stream = iterate_micro_batches(components)
+    set_rate(state.optimizer, 0.0)
+    while True:
+        timer.mark()
         batch = next(stream)
-        mark()
+        timer.mark()
         strategy.begin(workers)
-        seed_micro_batch(0, number, batch.index, device)
-        with learner.precision.autocast():
-            loss = learner.task.loss_sum(strategy.callable, batch)
-        mark()
-        learner.precision.backward(loss, 1.0 / len(batch.indices))
-        mark()
+        forward_backward(components, batch, len(batch.indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)
-            mark()
+            timer.mark()
         strategy.micro_batch_done(batch.index)
         strategy.finish(idle=False)
-        _, skipped = learner.precision.commit(kept.optimizer, learner.trained, 1.0)
+        _, skipped = state.precision.commit(state.optimizer, components.trainable_parameters, 1.0)
         strategy.undo(skipped)
-        mark()
-        data, forward, backward, *sent, commit = (later - earlier for earlier, later in pairwise(marks))
+        timer.mark()
+        data, forward, backward, *sent, commit = timer.read()
         yield [data, forward, backward, commit, *sent]
 
 
-def iterate_micro_batches(learner: Learner) -> Iterator[Batch]:
+def iterate_micro_batches(components: TrainComponents) -> Iterator[Batch]:
     """Those of this rank, epoch after epoch."""
     epoch = 0
     while True:
-        for work in learner.train.epoch(learner.plan.batches, epoch, 0, learner.world.rank, 1):
+        for _, work in components.loaders.train.epoch(components.plan.batches, epoch, 0, components.world.rank, 1):
             yield from work
         epoch += 1
 
 
-def _measure_memory(learner: Learner, whole: Traced, half: Traced) -> Memory:
+def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half: MicroBatchProfile) -> Memory:
     """Weights and buffers, gradients, the optimizer's state as it is after some steps, and what forward keeps."""
-    model = learner.kept.model
-    states = [value for state in learner.kept.optimizer.state.values() for value in state.values()]
+    model = components.state.model
+    states = [value for state in components.state.optimizer.state.values() for value in state.values()]
     points = [(each.samples, float(each.activations)) for each in (half, whole)]
     fixed, slope = line_through(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
     return Memory(
         weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
-        gradients=sum(p.nbytes for p in learner.trained),
+        gradients=sum(p.nbytes for p in components.trainable_parameters),
         optimizer=sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
         fixed=fixed,
         per_sample=slope,

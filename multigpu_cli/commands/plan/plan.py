@@ -86,20 +86,20 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     alone = measure_worker(config, request.workers)
     network, rests_on = _choose_network(request, alone)
     rows = forecast_rows(alone, config, request.workers, network, noise_scale=request.noise_scale, price=request.price)
-    learner, device = alone.learner, alone.learner.world.device
+    components, device = alone.components, alone.components.world.device
     about = {
-        "model": learner.settled.model,
+        "model": components.spec.model,
         "data": config.data.name,
-        "device": learner.plan.device,
-        "precision": learner.precision.name,
-        "parameters": sum(p.numel() for p in learner.kept.model.parameters()),
+        "device": components.plan.device,
+        "precision": components.state.precision.name,
+        "parameters": sum(p.numel() for p in components.state.model.parameters()),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
         "works": {count: asdict(work) for count, work in alone.works.items()},
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     notes = list(_collect_notes(alone, config, request, rows))
-    return Forecast(about, alone.memory, learner.plan.batches.micro_batch, capacity, rows, notes)
+    return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes)
 
 
 def forecast_rows(
@@ -112,7 +112,7 @@ def forecast_rows(
     price: float | None = None,
 ) -> list[Row]:
     """The table for these numbers of workers."""
-    batches, schedule = alone.learner.plan.batches, alone.learner.plan.schedule
+    batches, schedule = alone.components.plan.batches, alone.components.plan.schedule
     return forecast(
         counts,
         [alone.works[count] for count in counts],
@@ -156,7 +156,7 @@ def print_plan(forecast: Forecast, *, as_json: bool) -> None:
 
 
 def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Network, str]:
-    chosen, device = request.interconnect, alone.learner.settled.config.device
+    chosen, device = request.interconnect, alone.components.spec.config.device
     if max(request.workers) == 1:
         return Network(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
@@ -177,7 +177,7 @@ def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[N
 def _collect_notes(alone: SingleWorkerProfile, config: Config, request: PlanRequest, rows: list[Row]) -> Iterator[str]:
     if alone.note:
         yield alone.note
-    if alone.learner.world.device.type == "cpu" and max(request.workers) > cores():
+    if alone.components.world.device.type == "cpu" and max(request.workers) > cores():
         yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
     if config.batch.global_size is None and request.noise_scale is None:
         yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"

@@ -230,7 +230,8 @@ def _check_resume(measurements: Measurements) -> CheckResult:
 
 def _check_exact(measurements: Measurements) -> CheckResult:
     alone, parts = measurements.alone["exact"], measurements.of_workers("exact")
-    if reason := measurements.no_exact or alone.get("refused"):
+    refused = (process["refused"] for process in (alone, *parts) if "refused" in process)
+    if reason := measurements.no_exact or next(refused, ""):
         return CheckResult("", None, f"not possible here: {reason}")
     wrong = [part for part in parts if part != alone]
     if not wrong:

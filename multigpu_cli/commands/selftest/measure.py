@@ -56,8 +56,8 @@ def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
 
 def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
     """What the model says to the same samples with the same seeds, twice, without any other worker."""
-    learner = process.alone.learner()
-    kept, batch = learner.kept, process.batch or first_batch(process)
+    components = process.alone.components()
+    kept, batch = components.state, process.batch or first_batch(process)
     device = process.world.device
     batch = replace(batch, inputs=move_to_device(batch.inputs, device), targets=move_to_device(batch.targets, device))
     start = kept.capture()
@@ -65,9 +65,9 @@ def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
     for _ in range(2):
         kept.restore(start, "selftest")
         seed_micro_batch(process.config.reproducibility.seed, 0, batch.index, device)
-        with ActivationRecorder(kept.model) as heard, learner.precision.autocast(), torch.no_grad():
-            loss = learner.task.loss_sum(kept.model, batch)
-        twice.append([*heard, ["loss", type(learner.task).__name__, compute_checksums(loss)]])
+        with ActivationRecorder(kept.model) as heard, components.state.precision.autocast(), torch.no_grad():
+            loss = components.task.loss_sum(kept.model, batch)
+        twice.append([*heard, ["loss", type(components.task).__name__, compute_checksums(loss)]])
     return {"weights": fingerprint(start["model"]), "outputs": twice[0], "again": twice[1]}
 
 
@@ -85,7 +85,7 @@ class _CountingLoader(Loader):
 
 def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
     """Metrics of the first weights, and the samples that this worker met."""
-    learner = process.learner()
+    components = process.components()
     assert process.source.val is not None
     seed, here = process.config.reproducibility.seed, process.world.local_size
     counted = _CountingLoader(
@@ -96,8 +96,8 @@ def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
         seed=seed,
         workers_here=here,
     )
-    model = learner.kept.for_use()
-    result = learner.task.evaluate(model, counted, process.world, learner.precision, learner.eval_batch)
+    model = components.state.for_use()
+    result = components.task.evaluate(model, counted, process.world, components.state.precision, components.eval_batch)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 
 

@@ -11,10 +11,11 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watch import Watch
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.learner import Learner, build_learner
-from multigpu_cli.run.parts import Run, assemble
-from multigpu_cli.run.rehearsal import warm_up
-from multigpu_cli.run.settle import settle
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.memory_probe import warm_up
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import assemble_run
+from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import Choice, cores
 from multigpu_cli.runtime.world import World
@@ -51,24 +52,25 @@ class SelftestProcess:
         config, device = with_settings(self.config, {"num_workers": 0}), self.world.device
         return replace(self, config=config, choice=Choice("single", (device,), 0, "selftest"), world=World(device))
 
-    def learner(self, **overrides: Any) -> Learner:
+    def components(self, **overrides: Any) -> TrainComponents:
         """Everything that learns, built afresh."""
         config = with_settings(self.config, overrides)
-        settled = settle(config, self.choice, self.world, source=self.source)
+        spec = resolve_spec(config, self.choice, self.world, source=self.source)
         share_threads(self.workers, cores(), exact=config.reproducibility.exact)
-        learner = build_learner(settled, self.choice, self.world)
-        warm_up(learner)
-        return learner
+        components = build_components(spec, self.world)
+        warm_up(components)
+        return components
 
     def run(self, stack: ExitStack, **overrides: Any) -> Run:
         """A run that is ready for its first step."""
-        learner = self.learner(**overrides)
-        watch = Watch(self.world, learner.config.fault.hang_timeout, lambda error: None)
-        return assemble(learner, Console("silent"), StopRequest(), watch, stack)
+        components = self.components(**overrides)
+        watch = Watch(self.world, components.config.fault.hang_timeout, lambda error: None)
+        return assemble_run(components, Console("silent"), StopRequest(), watch, stack)
 
 
 def first_batch(process: SelftestProcess) -> Batch:
     """The first micro-batch of the first step."""
-    learner = process.alone.learner()
-    with closing(learner.train):
-        return next(next(learner.train.epoch(learner.plan.batches, 0, 0, 0, 1)))
+    components = process.alone.components()
+    with closing(components.loaders.train):
+        _, work = next(components.loaders.train.epoch(components.plan.batches, 0, 0, 0, 1))
+        return next(work)

@@ -30,7 +30,7 @@ from multigpu_cli.launch import WorkersFailed, run_cli_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.precision import choose_format
+from multigpu_cli.runtime.precision import agreed_format
 from multigpu_cli.runtime.world import Rendezvous, World, joined
 from multigpu_cli.tasks.registry import TASKS
 from multigpu_cli.tasks.sources import of_samples
@@ -84,6 +84,8 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     """
     length, choice = _parse_steps(steps), _choose_devices(config)
     workers, device = choice.launch, choice.devices[0]
+    precision = agreed_format(config.precision.amp, World(device), choice.devices).name
+    config = replace(with_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepare_run(config, workers, length)
     no_exact = _why_no_exact(fixed)
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
@@ -94,7 +96,6 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
         process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
         alone = measure_all(process, lambda measured: None)
         several = _measure_workers(fixed, choice, length, folder, batch, alone, start)
-    precision = choose_format(config.precision.amp, device).name
     evidence = Measurements(
         alone,
         several,

@@ -12,10 +12,11 @@ from multigpu_cli.checkpoint.packing import packed, unpacked
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
-from multigpu_cli.engine import step
+from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.learner import Learner
-from multigpu_cli.run.parts import Run
+from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.compute import forward_backward
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.collectives import from_main, gathered
 from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 
@@ -23,30 +24,28 @@ _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to
 
 
 def measure_reference(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """Gradients by definition, without strategy and engine: the sum over micro-batches, divided by the samples seen."""
+    """Gradients by definition, one micro-batch at a time on one device: their sum, divided by the samples seen."""
     if process.world.size > 1:
         return {}
-    learner = process.alone.learner()
-    stack.callback(learner.train.close)
-    last = learner.plan.batches.steps_per_epoch - 1
-    return {"first": _compute_definition(learner, 0), "last": _compute_definition(learner, last)}
+    components = process.alone.components(compile="off")
+    stack.callback(components.loaders.train.close)
+    last = components.plan.batches.steps_per_epoch - 1
+    return {"first": _compute_definition(components, 0), "last": _compute_definition(components, last)}
 
 
-def _compute_definition(learner: Learner, number: int) -> Measured:
-    model, precision, seed = learner.kept.model, learner.precision, learner.config.reproducibility.seed
-    scale = _set_modest_scale(learner)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _compute_definition(components: TrainComponents, number: int) -> Measured:
+    scale, seed = _set_modest_scale(components), components.config.reproducibility.seed
+    named = {name: p for name, p in components.state.model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p) for name, p in named.items()}
     missing: set[str] = set()
     samples = seen = 0
-    whole = learner.plan.batches.samples_in(number) * learner.task.units_per_sample
-    for batch in next(learner.train.epoch(learner.plan.batches, 0, number, 0, 1)):
-        seed_micro_batch(seed, number, batch.index, learner.world.device)
-        with precision.autocast():
-            loss = learner.task.loss_sum(model, batch)
-        precision.backward(loss / whole)
+    layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
+    whole = layout.samples * components.task.units_per_sample
+    for batch in work:
+        seed_micro_batch(seed, number, batch.index, components.world.device)
+        forward_backward(components, batch, whole, last=True)
         samples += len(batch)
-        seen += int(learner.task.units(batch))
+        seen += int(components.task.units(batch))
         for name, parameter in named.items():
             if parameter.grad is None:
                 missing.add(name)
@@ -60,15 +59,15 @@ def _compute_definition(learner: Learner, number: int) -> Measured:
 def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
     """What the optimizer would be given in an epoch's first step, in its last, and with a limit that binds."""
     run = process.run(stack, max_grad_norm="off")
-    start = run.kept.capture()
+    start = run.state.capture()
     last = run.plan.batches.steps_per_epoch - 1
     first_gradient, norm = _capture_gradient(run, 0)
-    run.kept.restore(start, "selftest")
+    run.state.restore(start, "selftest")
     last_gradient, _ = _capture_gradient(run, last)
-    run.kept.restore(start, "selftest")
+    run.state.restore(start, "selftest")
     limit = norm / 2
     limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
-    run.settled = replace(run.settled, config=limited)
+    run.spec = replace(run.spec, config=limited)
     clipped, clipped_norm = _capture_gradient(run, 0)
     tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.main else {}
     shares = [run.plan.batches.share(last, rank) for rank in range(run.plan.batches.workers)]
@@ -83,10 +82,10 @@ def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
 def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
     """The gradient with which the optimizer is called in a step: reduced, unscaled, clipped; and the norm reported."""
     _set_modest_scale(run)
-    named = {name: p for name, p in run.kept.model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in run.state.model.named_parameters() if p.requires_grad}
     seen: dict[str, Tensor] = {}
 
-    optimizer = run.kept.optimizer
+    optimizer = run.state.optimizer
 
     def note(*_: Any) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
@@ -94,19 +93,18 @@ def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
         seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
 
     hook = optimizer.register_step_pre_hook(note)
-    batches = run.plan.batches
-    epoch = run.train.epoch(batches, 0, number, run.world.rank, run.strategy.lanes)
-    outcome = step(run, number, next(epoch))
+    epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.lanes)
+    outcome = train_step(run, *next(epoch))
     hook.remove()
     return seen, float(outcome.norm)
 
 
-def _set_modest_scale(learner: Learner) -> float:
+def _set_modest_scale(components: TrainComponents) -> float:
     """For fp16, start from a loss scale that does not overflow in the first step; returns it, 1 for other formats."""
-    state = learner.precision.state_dict()
+    state = components.state.precision.state_dict()
     if not state:
         return 1.0
-    learner.precision.load_state_dict(state | {"scale": _LOSS_SCALE})
+    components.state.precision.load_state_dict(state | {"scale": _LOSS_SCALE})
     return _LOSS_SCALE
 
 
@@ -115,12 +113,12 @@ def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
     half = process.steps // 2
     whole = process.run(stack)
     advance(whole, half)
-    state = from_main(process.world, unpacked(packed(whole.kept.capture()), "selftest"))  # as a checkpoint would
+    state = from_main(process.world, unpacked(packed(whole.state.capture()), "selftest"))  # as a checkpoint would
     advance(whole, process.steps)
     again = process.run(stack)
-    again.kept.restore(state, "selftest")
+    again.state.restore(state, "selftest")
     advance(again, process.steps)
-    ends = [run.kept.capture() for run in (whole, again)]
+    ends = [run.state.capture() for run in (whole, again)]
     return {
         "whole": hash_state(ends[0]),
         "resumed": hash_state(ends[1]),
@@ -143,9 +141,9 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
         if "deterministic" not in str(error) or process.world.size > 1:
             raise
         return {"refused": str(error).splitlines()[0]}
-    assert run.val is not None
-    result = run.task.evaluate(run.kept.for_use(), run.val, process.world, run.precision, run.eval_batch)
-    return {"end": hash_state(run.kept.capture()), "losses": losses, "metrics": dict(result.metrics)}
+    assert run.loaders.val is not None
+    result = run.task.evaluate(run.state.for_use(), run.loaders.val, process.world, run.state.precision, run.eval_batch)
+    return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
 
 
 def advance(run: Run, until: int) -> list[float]:
@@ -153,8 +151,8 @@ def advance(run: Run, until: int) -> list[float]:
     batches, progress, losses = run.plan.batches, run.progress, []
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        for work in run.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
-            sums = step(run, progress.step, work).slots(run.world.device)
+        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+            sums = train_step(run, layout, work).slots(run.world.device)
             losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
             progress.step += 1
             if progress.step == until:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.loader import Batch, StepWork
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.keys import key
 from multigpu_cli.runtime.collectives import total
@@ -97,8 +97,8 @@ class Rollouts:
         seen = Seen(observations, nothing, torch.zeros(shape[1], self._memory, device=device), 0)
         yield Batch(seen, Decisions(actions, *[nothing] * 4), torch.arange(batch_size), 0)
 
-    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[Iterator[Batch]]:
-        """The steps of an update, each an iterator over this worker's micro-batches.
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+        """The steps of an update: the layout of each, and this worker's micro-batches.
 
         Args:
             epoch: the update.
@@ -111,8 +111,8 @@ class Rollouts:
                 return
             if step == start or step % self._parts == 0:
                 self._deal(epoch, step // self._parts)
-            passes = plan.passes(step, rank, lanes)
-            yield (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in passes)
+            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, lanes)
+            yield layout, (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in layout.passes)
 
     def follows(self, step: int, plan: BatchPlan) -> int:
         """The step after this one: the next epoch's first where a pass has moved the policy too far; the same on all

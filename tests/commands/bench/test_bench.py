@@ -186,6 +186,7 @@ def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.Monk
         (1, {}, "it needs two GPUs, and there is 1 to use"),
         (2, {"gpu_ids": "1"}, "it needs two GPUs, and there is 1 to use"),
         (2, {"exact": True}, "it can't be --exact"),
+        (2, {"compile": "default"}, "it can't be compiled"),
         (2, {}, ""),
     ):
         monkeypatch.setattr(devices, "visible_gpus", lambda gpus=gpus: gpus)

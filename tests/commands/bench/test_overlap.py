@@ -33,9 +33,9 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
 
     def work(world: World) -> list[float]:
         choice = Choice("ddp", (torch.device("cpu"),), 0, "test")
-        learner, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
-        first = [p.detach().clone() for p in learner.trained]
-        strategy = learner.strategy
+        components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
+        first = [p.detach().clone() for p in components.trainable_parameters]
+        strategy = components.strategy
         around = strategy.accumulating
 
         def accumulating(*, last: bool) -> Any:
@@ -45,10 +45,12 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
         strategy.accumulating = accumulating  # type: ignore[method-assign]
         monkeypatch.setattr(overlap_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         monkeypatch.setattr(dist, "all_reduce", slow)
-        reduction, exposed = compare_reductions(learner, 8)
+        reduction, exposed = compare_reductions(components, 8)
         monkeypatch.undo()
-        check_replicas(learner.kept.model, world, 8)
-        moved = any(not torch.equal(p, before) for p, before in zip(learner.trained, first, strict=True))
+        check_replicas(components.state.model, world, 8)
+        moved = any(
+            not torch.equal(p, before) for p, before in zip(components.trainable_parameters, first, strict=True)
+        )
         return [reduction, exposed, moved]
 
     assert each_rank(2, work) == [[50, 20, True]] * 2
@@ -59,14 +61,14 @@ def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypa
     def work(world: World) -> list[list[float]]:
         choice, found = Choice("ddp", (torch.device("cpu"),), 0, "test"), []
         for apart in (True, False):
-            learner, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
+            components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
             if not apart:  # every step is DDP's own
-                strategy = learner.strategy
+                strategy = components.strategy
                 real = strategy.accumulating
                 strategy.accumulating = lambda *, last, real=real: real(last=True)  # type: ignore[method-assign]
                 monkeypatch.setattr(overlap_module, "_reduce_gradients", lambda *_: (0.0, 0.0))
-            compare_reductions(learner, 4)
-            found.append(torch.cat([p.detach().flatten() for p in learner.trained]).tolist())
+            compare_reductions(components, 4)
+            found.append(torch.cat([p.detach().flatten() for p in components.trainable_parameters]).tolist())
         return found
 
     for explicit, overlapped in each_rank(2, work):

@@ -23,7 +23,7 @@ from multigpu_cli.runtime.devices import Choice
 from multigpu_cli.runtime.world import World
 from tests.gloo import each_rank
 
-OWN = {"data": "tests.own:tensors", "model": "tests.run.test_tracing:plain"}
+OWN = {"data": "tests.own:tensors", "model": "tests.run.test_profile:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:
@@ -66,10 +66,10 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
 
 
 def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two real workers; the messages are DDP's buckets, and the buffers as doubles."""
+    """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
     monkeypatch.setattr(measure, "cores", lambda: 2)
     alone = measure_worker(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2, 4])
-    model, two = alone.learner.kept.model, alone.works[2]
+    model, two = alone.components.state.model, alone.works[2]
     assert two.messages == (4 * sum(p.numel() for p in model.parameters()),)
     assert two.after == 8 * sum(buffer.numel() for buffer in model.buffers()) > 0
     assert min(two.data, two.forward, two.backward, two.commit) > 0
@@ -100,7 +100,7 @@ def test_a_step_sends_what_the_settings_say(flags: dict[str, Any], messages: tup
 def test_the_size_of_buckets_is_measured_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measured_cap", lambda model, world: world.size)
     config = resolve(OWN | {"batch_size": "4"}, [f"model.args.width={2**17}"], None)
-    messages, _ = measure._messages_of_step(measure_worker(config, [1]).learner, World(torch.device("cpu"), size=2))
+    messages, _ = measure._sent(measure_worker(config, [1]).components, World(torch.device("cpu"), size=2))
     assert [size / 2**20 for size in messages] == [2, 2, 0.5]
 
 
@@ -152,10 +152,10 @@ def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytes
 
     def taken(world: World) -> list[float]:
         torch.set_num_threads(1)
-        learner, _ = measure.build_rehearsed(config, Choice("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path))
-        with closing(learner.train):
+        components, _ = measure.build_rehearsed(config, Choice("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path))
+        with closing(components.loaders.train):
             messages = [torch.zeros(1), torch.zeros(2)]
-            rows = islice(measure._steps(learner, world.size, messages), 8)
+            rows = islice(measure._steps(components, world.size, messages), 8)
             return torch.tensor(list(rows)).median(0).values.tolist()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(torch.distributed, "all_reduce", late)

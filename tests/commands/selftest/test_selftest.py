@@ -293,6 +293,13 @@ def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
     ]
 
 
+def test_what_the_workers_refuse_is_no_fault_either() -> None:
+    """One worker has nothing against --exact, where several on unlike GPUs have."""
+    several = [worker | {"exact": {"refused": "--exact: other bits"}} for worker in evidence().workers]
+    *_, exact = run_checks(evidence()._replace(workers=several))
+    assert (exact.holds, exact.figures) == (None, "not possible here: --exact: other bits")
+
+
 def test_distances_are_relative_to_the_largest_entry() -> None:
     one = {"a": torch.tensor([1.0]), "b": torch.tensor([100.0])}
     assert relative_distance({"a": torch.tensor([2.0]), "b": torch.tensor([100.0])}, one) == pytest.approx(0.01)
@@ -353,7 +360,7 @@ def test_the_table_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("flag", ["--dry-run", "--quiet", "--version"])
 def test_an_option_that_does_nothing_here_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_multi_gpu.run(["selftest", flag]) == 2
-    assert f"selftest {flag}" in capsys.readouterr().err
+    assert f"selftest does not accept {flag}" in capsys.readouterr().err
 
 
 def test_the_door_of_the_workers_is_theirs_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigpu_cli import engine
 from multigpu_cli.checkpoint.packing import tensors_in
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import record
 from multigpu_cli.runtime.devices import Choice
 from tests.gpu.front_door import ALONE, command, figures, run, same_weights
 from tests.gpu.in_process import train
@@ -29,21 +29,21 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         live: dict[int, list[Tensor]] = {}
-        real = record.save
+        real = engine.save_checkpoint
 
         def save(run: Any, live: dict[int, list[Tensor]] = live, real: Any = real) -> None:
             torch.cuda.synchronize()
-            parts = [run.kept.model.state_dict(), run.kept.average.state_dict(), run.kept.optimizer.state_dict()]
+            parts = [run.state.model.state_dict(), run.state.average.state_dict(), run.state.optimizer.state_dict()]
             live[run.progress.step] = [tensor.detach().cpu().clone() for tensor in tensors_in(parts)]
             real(run)
 
-        record.save = save
+        engine.save_checkpoint = save
         try:
             flags = {"model": "mlp", "max_steps": "70", "checkpoint_every": str(_EVERY), "keep": "100", "ema": "0.9"}
             sets = (f"model.args.width={width}", "model.args.depth=4")
             train(folder / str(number), Choice("single", (device,), 0, "one GPU"), sets, **flags)
         finally:
-            record.save = real
+            engine.save_checkpoint = real
         for step, tensors in live.items():
             _same_bytes(folder / str(number) / "checkpoints" / f"step_{step:08d}", tensors)
         assert len(live) >= 70 // _EVERY, f"checkpoints of steps {list(live)}"

@@ -47,21 +47,21 @@ def none_in_steady_steps(folder: Path) -> dict[str, Any]:
 @contextmanager
 def _watching() -> Iterator[list[int]]:
     """Every step but the first ones, in the mode in which a host sync is an error; yields their numbers."""
-    real, seen = engine.step, []
+    real, seen = engine.train_step, []
 
-    def step(run: Any, number: int, work: Any) -> Any:
-        if number < _FIRST:
-            return real(run, number, work)
+    def step(run: Any, layout: Any, work: Any) -> Any:
+        if layout.step < _FIRST:
+            return real(run, layout, work)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = real(run, number, work)
+            found = real(run, layout, work)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        seen.append(number)
+        seen.append(layout.step)
         return found
 
-    engine.step = step
+    engine.train_step = step
     try:
         yield seen
     finally:
-        engine.step = real
+        engine.train_step = real

@@ -19,17 +19,17 @@ from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 def one_nccl_rank(folder: Path) -> dict[str, Any]:
     """Under torchrun; and in this process, where the backend of the group can be seen."""
     seen: list[str] = []
-    real = engine.step
+    real = engine.train_step
 
     def step(*given: Any) -> Any:
         seen.append(dist.get_backend())
         return real(*given)
 
-    engine.step = step
+    engine.train_step = step
     try:
         check_device(train(folder / "here", ONE_RANK, max_steps="20", amp="bf16"), "ddp", "bf16")
     finally:
-        engine.step = real
+        engine.train_step = real
     assert set(seen) == {"nccl"}, f"backend {set(seen)}"
     done = run(folder / "torchrun", *words(DIGITS), "--multi-gpu", "ddp", "--amp", "bf16", ranks=1)
     return holds(done, "ddp", "bf16") | {"backend": "nccl"}

@@ -605,6 +605,14 @@ Tensor& set_storage(Tensor& self, Storage storage, SymInt offset, SymIntArrayRef
   return self;
 }
 
+Tensor& set_whole_storage(Tensor& self, Storage storage) {
+  int64_t count = int64_t(storage.nbytes()) / self.itemsize();
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  self.unsafeGetTensorImpl()->set_storage_offset(0);
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(std::vector<int64_t>{count});
+  return self;
+}
+
 void record_stream(Tensor& self, Stream stream) {
   tell("record_stream", "record_stream", self.get_device(), stream.id(), self.nbytes());
 }
@@ -998,6 +1006,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("resize_", resize_);
   m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", dropout_as_on_cpu);

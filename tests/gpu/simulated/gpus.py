@@ -18,7 +18,7 @@ compiler the test is skipped, and where CI is set in the environment it fails. A
 GPU lands when its stream is waited for, not before, and until then its target holds 0xFF bytes (NaN). What is not
 simulated: speed (kernels run at once, on the CPU), Triton and so torch.compile, CUDA graphs, CUDA's own bits (they are
 the CPU's), races between kernels of two streams, cuDNN, memory that a kernel needs only while it runs, NCCL that hangs
-or aborts, memory shared between processes, the profiler's view of kernels.
+or aborts, memory shared between processes, torch.load onto a GPU, the profiler's view of kernels.
 """
 
 import json

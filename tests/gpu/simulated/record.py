@@ -71,7 +71,9 @@ class Record:
 
 
 def _place() -> str:
-    frame = innermost = sys._getframe(2)
+    frame = innermost = sys._getframe(1).f_back
+    if innermost is None:
+        return "a thread of torch's own"
     while frame is not None:
         name = frame.f_code.co_filename
         for folder in _OURS:

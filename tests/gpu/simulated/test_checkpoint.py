@@ -8,25 +8,25 @@ import pytest
 import torch
 from torch import nn
 
+from multigpu_cli import engine
 from multigpu_cli.checkpoint.packing import packed
-from multigpu_cli.checkpoint.snapshot import Kept, Progress
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
-from multigpu_cli.run import record
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, trained
 from tests.gpu.simulated.install import Simulated
 
 
-def kept(device: torch.device, optimizer: str, precision: str) -> Kept:
+def kept(device: torch.device, optimizer: str, precision: str) -> TrainState:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
     built = build_optimizer(model, OptimizerConfig(name=optimizer))
-    return Kept(model, built, Precision(precision, device), averaged(model, 0.9), Progress())
+    return TrainState(model, built, Precision(precision, device), averaged(model, 0.9), Progress())
 
 
-def train(live: Kept) -> None:
+def train(live: TrainState) -> None:
     live.precision.backward(live.model(torch.randn(8, 3, device=live.precision.device)).square().mean())
     set_rate(live.optimizer, 0.05)
     live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
@@ -34,7 +34,7 @@ def train(live: Kept) -> None:
     live.average.update_parameters(live.model)
 
 
-def captures(sim: Simulated, live: Kept) -> None:
+def captures(sim: Simulated, live: TrainState) -> None:
     """Three checkpoints, each by the writer's thread while the next forward pass is under way; checks them."""
     captured: dict[str, Any] | None = None
     for _ in range(3):
@@ -70,15 +70,15 @@ def test_every_copy_is_on_the_stream_that_is_waited_for(number: int) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
     def look(sim: Simulated) -> None:
-        save = record.save
+        save = engine.save_checkpoint
 
         def noted(run: Any) -> None:
-            live[f"step_{run.progress.step}"] = fingerprint(run.kept.model.state_dict())
+            live[f"step_{run.progress.step}"] = fingerprint(run.state.model.state_dict())
             (tmp_path / "live.json").write_text(json.dumps(live))
             save(run)
 
         live: dict[str, str] = {}
-        record.save = noted
+        engine.save_checkpoint = noted
 
     flags = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9", "ema": "0.9"}
     ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, **flags)

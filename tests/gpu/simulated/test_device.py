@@ -1,6 +1,7 @@
 """The simulated GPUs themselves: they must show what a real one shows, or the tests on them prove nothing."""
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -205,6 +206,18 @@ def test_a_copy_beside_the_step_may_be_as_late_as_its_stream() -> None:
         torch.cuda.synchronize()
         assert first.tolist() == [2, 2, 2]
         assert second.tolist() == [1, 1, 1]
+
+    alone(work)
+
+
+def test_torch_save_brings_tensors_to_the_host() -> None:
+    def work(sim: Simulated) -> None:
+        file, tensor = io.BytesIO(), torch.randn(4, 3, device="cuda").t()
+        torch.save({"weights": tensor, "row": tensor[1]}, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True, map_location="cpu")
+        assert torch.equal(found["weights"], tensor.cpu())
+        assert torch.equal(found["row"], tensor[1].cpu())
 
     alone(work)
 
@@ -429,3 +442,16 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert Path(places.pop().strip()).read_text() == "library\n"
     assert Path(f"{compiler}.calls").read_text() == "once\n"
     assert build.built().read_text() == "library\n"
+
+
+def test_a_wait_in_a_thread_of_torchs_own_is_recorded() -> None:
+    """No line of Python asks for it there."""
+
+    def work(sim: Simulated) -> list[str]:
+        weights = torch.ones(4, device="cuda", requires_grad=True)
+        loss = weights[torch.tensor([True, False, True, True], device="cuda")].sum()
+        with sim.record.watching() as events:
+            loss.backward()
+        return [event.place for event in events if event.kind == "sync"]
+
+    assert set(alone(work)) == {"a thread of torch's own"}

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.gpu.simulated.gpus import front_door, trained
+from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
 
 
@@ -45,12 +48,15 @@ class Hungry(nn.Module):
         return logits
 
 
-def test_what_did_not_fit_is_not_the_peak_of_what_goes_on(tmp_path: Path) -> None:
-    flags = {"batch_size": 20, "global_batch_size": 20, "max_steps": 4, "log_interval": 1, "multi_gpu": "none"}
-    flags |= {"model": "tests.gpu.simulated.test_monitoring:Hungry", "data": "tests.own:tensors"}
-    ended = trained(1, save_dir=str(tmp_path), **flags)
-    assert (ended.error, [fault["kind"] for fault in ended.summary["faults"]]) == ("", ["out of memory"])
-    assert ended.summary["faults"][0]["step"] > 0
+HALVED = {"batch_size": 20, "global_batch_size": 20}
+
+
+@pytest.mark.parametrize(("batch", "halvings"), [(HALVED, 1), ({"batch_size": "auto"}, 0)], ids=["halved", "auto"])
+def test_what_did_not_fit_is_not_the_peak_of_what_goes_on(batch: dict[str, Any], halvings: int, tmp_path: Path) -> None:
+    flags = batch | {"max_steps": 4, "log_interval": 1, "multi_gpu": "none", "data": "tests.own:tensors"}
+    ended = trained(1, save_dir=str(tmp_path), model="tests.gpu.simulated.test_monitoring:Hungry", **flags)
+    assert (ended.error, [fault["kind"] for fault in ended.summary["faults"]]) == ("", ["out of memory"] * halvings)
+    assert all(fault["step"] > 0 for fault in ended.summary["faults"])
     assert 0 < ended.summary["peak_memory_bytes"][0] < 2**20
 
 
@@ -79,9 +85,23 @@ def test_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:
+    def note_end(sim: Simulated) -> None:
+        def noted(real: Any, how: str) -> Any:
+            def end(*given: Any) -> Any:
+                with open(tmp_path / "ends", "a") as file:
+                    print(how, file=file)
+                return real(*given)
+
+            return end
+
+        dist.ProcessGroup.abort = noted(dist.ProcessGroup.abort, "aborted")  # type: ignore[method-assign]
+        dist.destroy_process_group = noted(dist.destroy_process_group, "destroyed")
+
     flags = {"model": "tests.greedy:net", "data": "tests.own:tensors", "batch_size": 10, "epochs": 4}
-    ended = trained(2, save_dir=str(tmp_path), **flags, sets=["model.args.after=6", "model.args.limit=5"])
-    assert "ran out of memory at step" in ended.error
+    sets = ["model.args.after=6", "model.args.limit=5", "model.args.rank=1"]
+    ended = trained(2, prepare=note_end, save_dir=str(tmp_path / "run"), **flags, sets=sets)
+    assert "rank 1 ran out of memory at step" in ended.error
+    assert (tmp_path / "ends").read_text().split() == ["aborted"] * 2
 
 
 def test_exact_is_refused_on_unlike_gpus(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from multigpu_cli import engine
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.parts import Outcome, Run
+from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.compute import StepResult
+from multigpu_cli.run.run import Run
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
@@ -27,20 +29,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refuse_waits(sim: Simulated) -> None:
     """From here on in this process, a steady step in which the host waits is an error that names the lines."""
-    real = engine.step
+    real = engine.train_step
 
-    def step(run: Run, number: int, work: Iterator[Batch]) -> Outcome:
+    def step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
         with sim.record.watching() as events:
-            outcome = real(run, number, work)
+            outcome = real(run, layout, work)
         waits = {
             f"{event.what} of {event.bytes} bytes, {event.place}"
             for event in events
             if event.kind in ("sync", "pageable") and not event.thread.startswith("checkpoint")
         }
-        assert number < STEADY or not waits, f"step {number} waits for the GPU: {waits}"
+        assert layout.step < STEADY or not waits, f"step {layout.step} waits for the GPU: {waits}"
         return outcome
 
-    engine.step = step
+    engine.train_step = step
 
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -65,7 +65,7 @@ def task(model: nn.Module, *sets: str, groups: int = 3, workers: int = 1, rank: 
 
 
 def steps_of(made: PPO, plan: BatchPlan, epoch: int = 0) -> list[list[Batch]]:
-    return [list(work) for work in made.rollouts.epoch(plan, epoch, 0, made.rollouts.world.rank, 1)]
+    return [list(work) for _, work in made.rollouts.epoch(plan, epoch, 0, made.rollouts.world.rank, 1)]
 
 
 def test_a_step_has_one_micro_batch_of_each_group_and_a_pass_every_decision_once() -> None:
@@ -157,7 +157,7 @@ def test_workers_have_contiguous_groups_and_some_may_have_none() -> None:
 def test_a_pass_that_moves_the_policy_too_far_ends_the_epoch() -> None:
     made, plan = task(Memoryless(), "task.args.target_kl=0.01")
     told = []
-    for number, work in enumerate(made.rollouts.epoch(plan, 0, 0, 0, 1)):
+    for number, (_, work) in enumerate(made.rollouts.epoch(plan, 0, 0, 0, 1)):
         for batch in work:
             if number:  # the first pass's second step moves
                 made.rollouts._model.inner.weight.data.normal_()

@@ -1,0 +1,142 @@
+"""When checkpoints are due, and how one is written while training goes on."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.checkpoint.best import Best
+from multigpu_cli.checkpoint.lock import check_ours
+from multigpu_cli.checkpoint.snapshot import Snapshot
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.config.schema import CheckpointConfig
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.drift import check_replicas
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.run import Run
+
+
+class CheckpointSchedule:
+    """When checkpoints are due: at the end of each epoch, or every so many steps or minutes."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        text = config.every or ""
+        self._minutes = float(text[:-1]) if text.endswith("m") else None
+        self._steps = int(text) if text.isdigit() else None
+        self._last, self._waits = time.monotonic(), False
+
+    def due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
+        """By step number, and so the same on every rank: from when it is, until one is saved."""
+        now = step // self._steps > before // self._steps if self._steps else epoch_ended and self._minutes is None
+        self._waits |= now
+        return self._waits
+
+    def overdue(self) -> bool:
+        """By this rank's clock: the ranks have to agree on it."""
+        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
+
+    def saved(self) -> None:
+        self._last, self._waits = time.monotonic(), False
+
+
+@dataclass
+class Checkpointer:
+    """Where checkpoints go, and what has to be written with the next one.
+
+    Attributes:
+        saved_step: that of the newest checkpoint.
+        best: host copy of the best weights, until a checkpoint has written them.
+        best_sent: those that the checkpoint in flight writes.
+        best_sum: SHA-256 of the best weights that were written, on rank 0.
+        snapshot: the state that was written last, or is being written.
+    """
+
+    store: Store
+    writer: Writer
+    schedule: CheckpointSchedule
+    saved_step: int
+    best: dict[str, Tensor] | None = None
+    best_in_flight: dict[str, Tensor] | None = None
+    best_sha256: str = ""
+    snapshot: dict[str, Any] | None = None
+
+
+def save_checkpoint(run: "Run") -> None:
+    """Copy what must survive, and have it written while training goes on; rank 0 does, the others have nothing more.
+
+    best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
+    """
+    run.observer.watchdog.at(run.progress.step, "saving")
+    checkpointer = run.checkpointer
+    checkpointer.saved_step = run.progress.step
+    with run.observer.meters.paused():
+        run.observer.loss.read()
+        check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
+        more = run.task.state(run.world)
+        if run.world.main:
+            _save_on_main_rank(run, more)
+    checkpointer.schedule.saved()
+
+
+def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    finish_pending_checkpoint(run)
+    checkpointer, watchdog = run.checkpointer, run.observer.watchdog
+    step, best, snapshot = run.progress.step, checkpointer.best, _capture_state(run, more)
+    best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
+    stalled = time.perf_counter() - began
+
+    def write() -> None:
+        check_ours(run.folder)
+        weights = run.folder / "best.pt"
+        if best is not None:
+            checkpointer.best_sha256 = save_weights(weights, best, run.spec.label(), best_metrics, watchdog.moved)
+        facts = run.spec.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
+        so_far = Best(weights, checkpointer.best_sha256) if best_metrics else None
+        size = checkpointer.store.save(step, snapshot.state, facts, so_far)
+        seconds = time.perf_counter() - began
+        stall = stalled + checkpointer.writer.waited
+        run.log.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
+        run.log.console.detail(
+            f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
+        )
+
+    checkpointer.writer.submit(snapshot.finish, write)
+    stalled = time.perf_counter() - began
+
+
+def finish_pending_checkpoint(run: "Run") -> None:
+    """Wait for the checkpoint before; what could not be written is written with the next one."""
+    checkpointer = run.checkpointer
+    if error := checkpointer.writer.settle():
+        run.log_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
+    elif checkpointer.best is checkpointer.best_in_flight:
+        checkpointer.best = None
+    checkpointer.best_in_flight = None
+
+
+def _capture_state(run: "Run", task: dict[str, Any]) -> Snapshot:
+    """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
+    live = run.progress
+    before, live.train_seconds = live.train_seconds, live.train_seconds + run.observer.meters.seconds
+    snapshot = run.state.begin_capture(run.checkpointer.snapshot, task)
+    run.checkpointer.snapshot, live.train_seconds = snapshot.state, before
+    return snapshot
+
+
+def wait_for_last_checkpoint(run: "Run") -> None:
+    """Wait for the last checkpoint.
+
+    Raises:
+        TrainingError: it could not be written; earlier ones are as they were.
+    """
+    if error := run.checkpointer.writer.settle():
+        raise TrainingError(
+            f"the last checkpoint could not be written to {run.folder}: {error}",
+            remedy="make room, or mend the folder, and run the same command again: it goes on from the one before",
+        )

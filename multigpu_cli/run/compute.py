@@ -1,0 +1,65 @@
+"""Forward and backward of one micro-batch, and what a step of several gives."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.run.build import TrainComponents
+
+
+class Observer(Protocol):
+    """Follows a micro-batch through forward and backward, and changes nothing."""
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """What begins: "forward", "backward", or "last backward" where gradients are reduced meanwhile."""
+
+    def backward_done(self, parameters: list[Tensor]) -> None:
+        """`.grad` has this micro-batch's share."""
+
+
+class StepResult(NamedTuple):
+    """What one step has given: numbers that stay on the device until someone looks.
+
+    Attributes:
+        micro_batches: of the step, over all workers.
+        losses: () loss sums of this worker's micro-batches, by their number in the step.
+        norm: () of the global gradient.
+        skipped: () 1 where the optimizer skipped the step.
+    """
+
+    micro_batches: int
+    losses: dict[int, Tensor]
+    norm: Tensor
+    skipped: Tensor
+
+    def slots(self, device: torch.device) -> Tensor:
+        """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
+        slots = torch.zeros(self.micro_batches, dtype=torch.float64, device=device)
+        for number, loss in self.losses.items():
+            slots[number] = loss
+        return slots
+
+
+def forward_backward(
+    components: TrainComponents, batch: Batch, divisor: float, *, last: bool, observer: Observer | None = None
+) -> Tensor:
+    """Add one micro-batch's share of the step's gradient to `.grad`; returns its loss sum, ().
+
+    Args:
+        divisor: what the step's loss is the mean over: samples, or other units, of the global batch.
+        last: of this worker in the step, so gradients are reduced during its backward pass.
+    """
+    strategy, precision = components.strategy, components.state.precision
+    if observer:
+        observer.phase("forward", batch)
+    with strategy.accumulating(last=last):
+        with precision.autocast():
+            loss = components.task.loss_sum(strategy.callable, batch)
+        if observer:
+            observer.phase("last backward" if last else "backward", batch)
+        precision.backward(loss, strategy.loss_factor / divisor)
+    if observer:
+        observer.backward_done(components.trainable_parameters)
+    return loss.detach()

@@ -1,0 +1,75 @@
+"""Evaluations: exact passes over a split, the best weights so far, and early stopping."""
+
+from math import isnan
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from multigpu_cli.checkpoint.weights import host_copy
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import OutOfMemory
+from multigpu_cli.run.memory_probe import halve_eval_batch
+from multigpu_cli.run.train_log import check_nonfinite
+from multigpu_cli.runtime.memory import free_memory
+from multigpu_cli.tasks.base import Evaluation
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.run import Run
+
+
+def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
+    """One exact pass over a split with the weights for use, journalled."""
+    model, progress = run.state.for_use(), run.progress
+    moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.at(progress.step, "evaluating"))
+    with run.observer.meters.paused():
+        result = _evaluate_in_batches(run, model, loader)
+        moving.remove()
+        entry = run.log.journal.write(
+            "eval", epoch=run.epoch, step=progress.step, split=split, samples=result.samples, **result.metrics
+        )
+        run.log.console.eval(entry)
+    run.progress.last |= {f"{split}_{name}": value for name, value in result.metrics.items()}
+    return result
+
+
+def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evaluation:
+    """In batches that fit into every rank's memory."""
+    while True:
+        try:
+            return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch)
+        except OutOfMemory:
+            text = halve_eval_batch(run)
+        free_memory(run.world.device)
+        run.log_fault("out of memory", text)
+
+
+def evaluate_epoch(run: "Run") -> None:
+    """At the end of an epoch: evaluate, keep the best weights, and stop early where nothing improves any more."""
+    progress = run.progress
+    check_nonfinite(run)
+    run.observer.loss.read()
+    if reached := run.task.enough():
+        progress.stopped_early = True
+        run.log.console.note(f"ending early: {reached}")
+    last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
+    if run.loaders.val is None or not (last or run.task.evaluates(run.epoch)):
+        return
+    result = evaluate(run, "val", run.loaders.val)
+    score = list(run.task.score(result.metrics))
+    if _is_better(score, progress.score):
+        progress.score, progress.stale_epochs = score, 0
+        named = {f"val_{name}": value for name, value in result.metrics.items()}
+        progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
+        if run.world.main:
+            with run.observer.meters.paused():
+                run.checkpointer.best = host_copy(run.state.for_use().state_dict())
+    elif progress.best:
+        progress.stale_epochs += 1
+        if run.config.length.patience and progress.stale_epochs >= run.config.length.patience:
+            progress.stopped_early = True
+            run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
+
+
+def _is_better(score: list[float], best: list[float]) -> bool:
+    """Whether a score is the greatest so far: one with NaN in it never is, and any other beats it."""
+    return not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best)

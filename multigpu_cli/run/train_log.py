@@ -1,0 +1,208 @@
+"""The `train` lines of the journal: metrics of all ranks, with one small collective a line; and skipped steps."""
+
+import math
+import platform
+import resource
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.errors import TrainingError, counted
+from multigpu_cli.monitor.noise_scale import Norms
+from multigpu_cli.planning.peaks import peak_flops
+from multigpu_cli.run.checkpointing import finish_pending_checkpoint
+from multigpu_cli.run.compute import StepResult
+from multigpu_cli.runtime.collectives import gathered
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.run import Run
+
+_OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
+
+
+def log_step(run: "Run", outcome: StepResult) -> None:
+    """One `train` line: here the host waits for the numbers of the steps since the last one."""
+    run.observer.watchdog.at(run.progress.step, "logging")
+    run.observer.loss.read()
+    rows = torch.stack(gathered(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
+    steps, rates = run.observer.meters.steps_so_far, run.observer.meters.read()
+    progress, batches = run.progress, run.plan.batches
+    fields: dict[str, Any] = {
+        "step": progress.step,
+        "epoch": run.epoch,
+        "samples": run.loaders.train.samples_after(progress.step, batches),
+        "loss": run.observer.loss.last,
+        "mean_loss": run.observer.loss.mean_since_line(),
+        "lr": float(run.state.optimizer.param_groups[0]["lr"]),
+        **gradient_fields(run, rows, float(outcome.norm)),
+        "samples_per_second": rates["samples_per_second"],
+        **run.units.rate(rates["samples_per_second"]),
+        "step_ms": rates["step_ms"],
+        **combine_ranks(rows, rates, steps),
+        **device_fields(run, rates["samples_per_second"]),
+        **run.task.told(steps * rates["step_ms"] / 1e3),
+    }
+    run.log.console.train(run.log.journal.write("train", **fields))
+    if blank := describe_new_unknowns(run, fields):
+        run.log.console.note(blank)
+    if run.checkpointer.writer.done:
+        finish_pending_checkpoint(run)
+    check_nonfinite(run)
+
+
+def check_nonfinite(run: "Run") -> None:
+    """Journal the steps that were skipped since the last look.
+
+    Raises:
+        TrainingError: too many, or any with --nonfinite stop.
+    """
+    skipped = run.observer.nonfinite.read()
+    if not skipped:
+        return
+    samples = _list_samples(run, skipped[-1])
+    last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
+    text = f"{counted(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
+    run.log_fault("nonfinite", text, samples=samples)
+    try:
+        run.observer.nonfinite.judge(skipped)
+    except TrainingError as error:
+        error.problem += f", of samples {_first_samples(samples)}"
+        raise
+
+
+def _list_samples(run: "Run", step: int) -> list[int]:
+    """The global batch of a step, by sample number: the same on every rank, without asking the others."""
+    batches = run.plan.batches
+    epoch, in_epoch = divmod(step, batches.steps_per_epoch)
+    order = run.loaders.train.order(epoch)
+    first = in_epoch * batches.global_batch
+    return [int(number) for number in order[first : first + batches.samples_in(in_epoch)]]
+
+
+def _first_samples(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
+
+
+def measure_rank(run: "Run", peak: int) -> Tensor:
+    """(k,) float64 on the device of this rank: memory, waits, use of the CPU, and what its GPU says; NaN: unknown.
+
+    Args:
+        peak: bytes.
+    """
+    wait = run.strategy.waited()
+    values = [float(peak), run.observer.meters.waited("data_wait"), math.nan if wait is None else wait]
+    values.append(math.nan if (small := run.observer.noise.small_norm()) is None else small)
+    values.append(run.observer.meters.at_work() / run.plan.threads)
+    if run.world.device.type == "cuda":
+        values.append(float(torch.cuda.memory_reserved(run.world.device)))
+        values += run.log.sampler.read() if run.log.sampler else [math.nan] * len(_OF_A_GPU)
+    return torch.tensor(values, dtype=torch.float64, device=run.world.device)
+
+
+def gradient_fields(run: "Run", rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
+    """The gradient's norm, and its noise scale so far.
+
+    Args:
+        norm: of the global batch's gradient.
+    """
+    small = [row[3] for row in rows if not math.isnan(row[3])]
+    if small:
+        run.observer.noise.add(_pair_norms(run, small, norm))
+    noise = run.observer.noise.value()
+    scale = {"noise_scale": noise.value, "noise_scale_spread": noise.spread} if noise else {}
+    return {"grad_norm": norm} | scale
+
+
+def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
+    """What the plan says of the step just done makes of the norms: every rank does it, also one that did not look.
+
+    A first micro-batch of several is never short. Its loss was divided by the units that were expected in the step, and
+    it has its share of those that there were.
+
+    Args:
+        small, large: norms of the gradients that ranks looked at, and of the global batch's.
+    """
+    batches = run.plan.batches
+    samples = batches.samples_in((run.progress.step - 1) % batches.steps_per_epoch)
+    first = batches.micro_batch * run.strategy.lanes
+    scale = run.units.expected(samples) / (max(1, int(run.units.last)) * first / samples)
+    return Norms(sum((scale * norm) ** 2 for norm in small) / len(small), large**2, first, samples)
+
+
+def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:
+    """The fields of a `train` line.
+
+    A step takes all workers equally long, so a worker's own time is what it did not spend waiting for the others. The
+    least wait of all is the communication that nothing hides; what the others wait longer, they wait for stragglers.
+
+    Args:
+        rows: what `measure_rank` returned, rank by rank.
+        rates: of the window, from rank 0's meters.
+        steps: in the window.
+    """
+    peaks, data, waits, _, cpu, *more = zip(*rows, strict=True)
+    seconds = rates["step_ms"] / 1e3
+    fields: dict[str, Any] = {
+        "data_wait_share": _share(sum(data) / len(data), steps * seconds),
+        "comm_share": None,
+        "memory": [int(peak) for peak in peaks],
+        "cpu_utilisation": [100 * _share(each, steps * seconds) for each in cpu],
+    }
+    if not any(map(math.isnan, waits)):
+        least, mean = min(waits), sum(waits) / len(waits)
+        fields["comm_share"] = _share(least, seconds)
+        fields["straggler_share"] = _share(mean - least, seconds)
+        fields["own_ms"] = [1e3 * max(0.0, seconds - wait) for wait in waits]
+    for name, values in zip(("memory_reserved", *_OF_A_GPU), more, strict=False):
+        fields[name] = [None if math.isnan(value) else value for value in values]
+    return fields
+
+
+def describe_new_unknowns(run: "Run", fields: Mapping[str, Any]) -> str:
+    """What NVML does not say of which GPUs, in words; "" where nothing has gone blank since this was last asked.
+
+    Args:
+        fields: of a `train` line.
+    """
+    blank = {(name, rank) for name in _OF_A_GPU for rank, value in enumerate(fields.get(name, ())) if value is None}
+    new, run.log.unknown_gpu_fields = blank - run.log.unknown_gpu_fields, run.log.unknown_gpu_fields | blank
+    if not new:
+        return ""
+    ranks = sorted({rank for _, rank in new})
+    names = ", ".join(name for name in _OF_A_GPU if any(name == each for each, _ in new))
+    sampler = run.log.sampler
+    why = f" ({sampler.missing})" if sampler and sampler.missing and run.world.rank in ranks else ""
+    return f"{names} of the GPU of rank {', '.join(map(str, ranks))}: not known{why}, null in the journal"
+
+
+def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
+    """How a step's time is spread over the run so far, and the model's share of what its devices could compute."""
+    times = run.observer.meters.step_ms()
+    fields = {"step_p50_ms": times["p50"], "step_p95_ms": times["p95"]}
+    peak = peak_flops(run.plan.device, run.state.precision.name)
+    if peak and run.log.flops_per_sample:
+        fields["mfu"] = run.log.flops_per_sample * samples_per_second / (peak * run.plan.batches.workers)
+    return fields
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def compiler_fields(run: "Run") -> dict[str, Any]:
+    """What --compile took before the first step, and what it left out; the console shows it too."""
+    report = run.compiled.report() if run.compiled else {}
+    if report:
+        breaks = "; ".join(report["graph_breaks"]) or "none"
+        run.log.console.note(f"compiled in {report['seconds']:.1f} s; graph breaks: {breaks}")
+    return {"compile": report} if report else {}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU's allocator, or of this process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024

@@ -1,0 +1,115 @@
+"""The user's own model, data, loss and optimizer, in place of what a configuration names: for the Python API."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from multigpu_cli.checkpoint.snapshot import TrainState
+from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
+from multigpu_cli.data.base import Source
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.build import adapted
+from multigpu_cli.runtime.collectives import decided, from_main
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import Loss
+
+
+@dataclass(frozen=True)
+class UserObjects:
+    """What somebody brings to a run; it is trained in place.
+
+    Attributes:
+        source: the dataset.
+        model: on any device; all ranks begin with rank 0's weights.
+        criterion: outputs and targets → loss; None takes the task that the configuration or the dataset names.
+        optimizer: over the model's parameters; None takes the configuration's.
+        scheduler: of that optimizer; without one the optimizer's rates stay as they are.
+        each: when the scheduler steps: "epoch" or "step".
+        ddp: further arguments of DistributedDataParallel.
+    """
+
+    source: Source
+    model: nn.Module
+    criterion: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: LRScheduler | None = None
+    each: str = "epoch"
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        live = (self.model, self.criterion, self.optimizer, self.scheduler)
+        return ", ".join(getattr(each, "__name__", type(each).__name__) for each in live if each is not None)
+
+    @property
+    def parts_by_name(self) -> tuple[str, ...]:
+        """The parts that are made from what the settings name."""
+        return () if self.criterion else ("task",)
+
+    def explain_rate(self) -> str:
+        """Where the learning rate comes from, for the plan."""
+        moved = f", moved by {type(self.scheduler).__name__} after each {self.each}" if self.scheduler else ""
+        return f"that of your {type(self.optimizer).__name__}{moved}"
+
+    def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The user's optimizer, its state on the device where the model is by now.
+
+        Raises:
+            RequestError: it does not move exactly the parameters that learn, or steps in another way than others.
+        """
+        if self.optimizer is None:
+            return None
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise RequestError("optimizer: LBFGS evaluates the loss several times a step", remedy="another optimizer")
+        moved = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
+        strange = moved - {id(p) for p in model.parameters()}
+        if left or strange:
+            what = f"does not move {', '.join(left[:4])}" if left else f"moves {len(strange)} parameter(s) not its own"
+            raise RequestError(
+                f"optimizer: it {what}",
+                remedy="make it from this model's parameters(); what must not learn: requires_grad_(False)",
+            )
+        if self.optimizer.state:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # which brings it to the parameters' device
+        return self.optimizer
+
+    def step_scheduler(self, state: TrainState, step: int, steps_per_epoch: int) -> None:
+        """Bring the scheduler to where it has to be before optimizer step `step`, counted from 0."""
+        if self.scheduler is None:
+            return
+        wanted = step if self.each == "step" else step // steps_per_epoch
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # it was, before a resume
+            while state.progress.scheduled < wanted:
+                if isinstance(self.scheduler, ReduceLROnPlateau):
+                    self.scheduler.step(state.progress.last["val_loss"])
+                else:
+                    self.scheduler.step()
+                state.progress.scheduled += 1
+
+    def load_weights(self, folder: str, world: World) -> None:
+        """Put the weights of a completed run into the model."""
+        model = adapted(self.model).to(world.device)
+        files = [Path(folder, name) for name in ("best.pt", "last.pt")]
+        state = decided(world, lambda: read_weights(next((file for file in files if file.is_file()), files[0])))
+        check_fit(model, state, folder)
+        model.load_state_dict(state)
+
+
+def broadcast_weights(model: nn.Module, world: World) -> None:
+    """Rank 0's weights for everybody, before anything is built on them: ranks may have drawn other random numbers."""
+    if world.size > 1:
+        state = model.state_dict()
+        for value in state.values():
+            if isinstance(value, Tensor):
+                dist.broadcast(value, src=0)
+        if extra := extra_state(state):
+            state.update(from_main(world, extra))
+            model.load_state_dict(state)

@@ -1,0 +1,91 @@
+"""--batch-size auto on simulated GPUs of little memory: the largest that fits, and nothing of the search remains."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from multigpu_cli.monitor import journal
+from multigpu_cli.run import memory_probe
+from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.install import Simulated
+from tests.gpu.simulated.machine import Gpu, Machine
+
+MIB = 2**20
+RUN: dict[str, Any] = {
+    "model": "tests.gpu.networks:wide",  # a sample keeps 1 MiB for backward: 8 layers of 32,768 numbers
+    "sets": ("model.args.width=32768", "model.args.depth=8"),
+    "batch_size": "auto",
+    "amp": "off",
+    "max_steps": 3,
+    "data_on_device": "off",
+    "num_workers": 0,
+}
+
+
+class Trial(NamedTuple):
+    """A micro-batch that the rehearsal has run: whether it had room, and the most memory that was in use by then."""
+
+    size: int
+    fits: bool
+    peak: int
+
+
+def noting(folder: Path) -> Callable[[Simulated], None]:
+    """Each rank writes down its trials."""
+
+    def prepare(sim: Simulated) -> None:
+        real = memory_probe._run_micro_batch
+
+        def run(components: Any, size: int) -> None:
+            fits = False
+            try:
+                real(components, size)
+                fits = True
+            finally:
+                device = components.world.device.index
+                with (folder / f"{device}.txt").open("a") as file:
+                    print(size, int(fits), sim.device.memory(device)["peak"], file=file)
+
+        memory_probe._run_micro_batch = run
+
+    return prepare
+
+
+def noted(folder: Path, device: int = 0) -> list[Trial]:
+    lines = (folder / f"{device}.txt").read_text().splitlines()
+    return [Trial(int(size), fits == "1", int(peak)) for size, fits, peak in map(str.split, lines)]
+
+
+def plan_of(run: Path) -> dict[str, Any]:
+    return dict(next(event for event in journal.read(run / "journal.jsonl") if event["event"] == "start")["plan"])
+
+
+@pytest.mark.parametrize("memory", [15 * MIB, 30 * MIB])
+def test_the_largest_power_of_two_that_fits_is_taken(
+    memory: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = RUN | {"save_dir": str(tmp_path / "run"), "multi_gpu": "none", "screen": "normal"}
+    ended = trained(machine=Machine.of(1, memory=memory), prepare=noting(tmp_path), **flags)
+    assert not ended.error, ended.error
+    *_, best, too_many = trials = {trial.size: trial for trial in noted(tmp_path)}.values()
+    assert [trial.size for trial in trials] == [2**power for power in range(len(trials))]
+    assert (best.fits, too_many.fits) == (True, False)
+    plan = plan_of(tmp_path / "run")
+    assert (plan["batch_size"], plan["global_batch_size"]) == (best.size, best.size)
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert f"{best.size} global batch (measured: {too_many.size} does not fit)" in said
+    assert ended.summary["faults"] == []
+    (peak,) = ended.summary["peak_memory_bytes"]
+    assert peak < too_many.peak, "that of the steps, not of the search"
+
+
+def test_gpus_of_unlike_memory_take_what_fits_the_smaller(tmp_path: Path) -> None:
+    machine = Machine((Gpu(memory=60 * MIB), Gpu(memory=20 * MIB)))
+    ended = trained(2, machine=machine, prepare=noting(tmp_path), save_dir=str(tmp_path / "run"), **RUN)
+    assert not ended.error, ended.error
+    larger, smaller = noted(tmp_path, 0), noted(tmp_path, 1)
+    plan, tried = plan_of(tmp_path / "run"), [trial.size for trial in smaller if trial.fits]
+    assert (plan["batch_size"], plan["global_batch_size"]) == (max(tried), 2 * max(tried))
+    assert any(trial.size > max(tried) and trial.fits for trial in larger), "the larger one had room for more"

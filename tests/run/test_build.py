@@ -1,0 +1,105 @@
+"""What learns is built so that it is fast, where its model allows that."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import OutOfMemory, RequestError
+from multigpu_cli.run.build import TrainComponents, _compile_model, build_components
+from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+
+CPU = torch.device("cpu")
+NAMED: dict[str, Any] = {"model": "tests.run.test_build:Late", "data": "tests.run.test_build:Pictures"}
+
+
+class Viewing(nn.Module):
+    """Reads its features as they lie in memory, as many a user's network does."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.convolve, self.classify = nn.Conv2d(1, 4, 3), nn.Linear(4 * 36, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.convolve(images)
+        logits: Tensor = self.classify(features.view(len(images), -1))
+        return logits
+
+
+class Late(nn.Module):
+    """Its layers learn the sizes of their inputs from the first batch."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LazyConv2d(4, 3), nn.LazyConv2d(6, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(num_classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Fetched one by one, and each fetch draws."""
+
+    num_classes = 3
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(1, 8, 8), index % 3
+
+
+def components(folder: Path, *sets: str, **flags: Any) -> TrainComponents:
+    config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
+    choice, world = Choice("single", (CPU,), 0, "a test"), World(CPU)
+    return build_components(resolve_spec(config, choice, world), world)
+
+
+@pytest.mark.parametrize(
+    ("model", "last"),
+    [("convnet", True), ("tests.run.test_build:Viewing", False), ("tests.run.test_build:Late", True)],
+)
+def test_kernels_lie_with_channels_last_where_the_model_can_take_it(model: str, last: bool, tmp_path: Path) -> None:
+    kernels = [p for p in components(tmp_path, model=model).state.model.parameters() if p.ndim == 4]
+    assert [p.is_contiguous(memory_format=torch.channels_last) for p in kernels if p.shape[1] > 1] == [True] * (
+        len(kernels) - 1 if last else 0
+    )
+    assert all(p.is_contiguous() for p in kernels) is not last
+
+
+def test_layers_that_get_their_weights_from_the_first_batch_get_the_same_ones_whoever_fetches_it(
+    tmp_path: Path,
+) -> None:
+    fingerprints = []
+    for processes in (0, 1):
+        made = components(tmp_path, **NAMED, num_workers=processes)
+        fingerprints.append(fingerprint(made.state.model.state_dict()))
+        made.loaders.train.close()
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_a_network_that_does_not_take_two_samples_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="rank 0 ran out of memory"):
+        components(tmp_path, "model.args.evaluation=1", model="tests.awkward:greedy", data="tests.own:tensors")
+
+
+@pytest.mark.parametrize(("kind", "language"), [("cpu", "C++"), ("cuda", "C")])
+def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, kind: str, language: str) -> None:
+    """Triton, on a GPU, would say so only in the first pass, and a container's runtime image has none."""
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RequestError) as raised:
+        _compile_model(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
+    assert f"--compile default on {kind.upper()} needs a {language} compiler" in raised.value.problem

@@ -1,0 +1,158 @@
+"""The mean loss of many steps: that of plain arithmetic, to the last bit on any number of workers and after a kill."""
+
+import json
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.snapshot import Progress
+from multigpu_cli.monitor import journal
+from multigpu_cli.run import loss_meter
+from multigpu_cli.run.loss_meter import LossMeter
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
+from tests.own import sentences
+from tests.trained import trained
+
+ALONE = World(torch.device("cpu"))
+RUN: dict[str, Any] = {
+    "batch_size": 5, "global_batch_size": 25, "epochs": 4, "log_interval": 4, "lr": 0.05
+}  # fmt: skip
+PER_EPOCH = [25, 25, 10]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def lines(folder: str) -> dict[int, dict[str, Any]]:
+    """The train lines by step; the last one of a step counts."""
+    return {event["step"]: event for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "train"}
+
+
+def means(folder: str) -> dict[int, float]:
+    return {step: line["mean_loss"] for step, line in lines(folder).items()}
+
+
+def weighted(losses: dict[int, float], weights: dict[int, int], steps: range) -> float:
+    return math.fsum(losses[step] * weights[step] for step in steps) / sum(weights[step] for step in steps)
+
+
+def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", 2)
+    losses, values = LossMeter(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
+    first = weakref.ref(values[0])
+    losses.add(0, 3, dict(enumerate(values)), 3)
+    values.clear()
+    assert first() is None, "small tensors hold whole blocks of a GPU's memory"
+    losses.read()
+    assert losses.last == 1
+
+
+@pytest.mark.parametrize("loose", [1000, 2])
+def test_each_step_counts_by_its_units_and_each_epoch_for_itself(loose: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", loose)
+    progress = Progress()
+    losses = LossMeter(ALONE, progress, 3)
+    losses.read()
+    assert math.isnan(losses.mean_since_line())
+    losses.add(0, 2, {0: torch.tensor(1.0), 1: torch.tensor([2.0])}, 4)
+    losses.add(1, 2, {0: torch.tensor(math.inf), 1: torch.tensor(-math.inf)}, 4)
+    losses.read()
+    assert math.isnan(losses.last)
+    losses.add(2, 1, {0: torch.tensor(1.5, dtype=torch.float64)}, 1)
+    losses.read()
+    assert (losses.last, progress.last["train_loss"]) == (1.5, 4.5 / 5)
+    losses.add(3, 1, {0: torch.tensor(8.0)}, 4)
+    losses.read()
+    assert (losses.last, progress.last["train_loss"]) == (2.0, 2.0), "another epoch"
+    assert losses.mean_since_line() == 12.5 / 9
+    assert math.isnan(losses.mean_since_line())
+
+
+def test_workers_with_some_of_a_step_or_none_of_it_agree() -> None:
+    values = torch.rand(40, 5, generator=torch.Generator().manual_seed(0))
+
+    def work(world: World) -> tuple[float, ...]:
+        progress = Progress()
+        losses = LossMeter(world, progress, 10)
+        for step, row in enumerate(values):
+            count = 5 if step % 10 else 2
+            share = range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
+            losses.add(step, count, {number: row[number] for number in share}, count)
+            if step % 7 == world.size:
+                losses.read()
+        losses.read()
+        return losses.last, losses.mean_since_line(), progress.last["train_loss"]
+
+    alone = work(ALONE)
+    assert each_rank(3, work) == [alone] * 3
+    counted = [row[: 5 if step % 10 else 2] for step, row in enumerate(values.double())]
+    assert alone[1] == pytest.approx(float(torch.cat(counted).mean()), rel=1e-14)
+    assert alone[2] == pytest.approx(float(torch.cat(counted[30:]).mean()), rel=1e-14)
+
+
+def test_a_line_has_the_mean_since_the_line_before_and_the_summary_that_of_the_last_epoch() -> None:
+    trained(**RUN | {"log_interval": 1}, save_dir="each", exact=True)
+    each = {step: line["loss"] for step, line in lines("each").items()}
+    sizes = {step: PER_EPOCH[(step - 1) % 3] for step in each}
+    finals = []
+    for workers in (1, 2, 3):
+        folder = f"on{workers}"
+        finals.append(trained(workers, **RUN, save_dir=folder, exact=True).summary["final"]["train_loss"])
+        assert means(folder) == {
+            step: pytest.approx(weighted(each, sizes, range(step - 3, step + 1)), rel=1e-12) for step in (4, 8, 12)
+        }
+        assert {step: line["loss"] for step, line in lines(folder).items()} == {step: each[step] for step in (4, 8, 12)}
+        assert means(folder) == means("on1"), "to the last bit"
+    assert finals == [finals[0]] * 3
+    assert finals[0] == pytest.approx(weighted(each, sizes, range(10, 13)), rel=1e-12)
+
+
+def test_tokens_count_as_often_as_there_are() -> None:
+    """Samples have from nine tokens down to none."""
+    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "num_workers": 0}
+    sets = ["model.depth=1", "model.width=16", "model.heads=2"]
+    trained(**RUN | flags | {"log_interval": 1}, save_dir="each", sets=sets, trace_samples=True)
+    trained(2, **RUN | flags, save_dir="two", sets=sets)
+    traced = map(json.loads, Path("each/samples.jsonl").read_text().splitlines())
+    targets = sentences("train", 42).tensors[1]
+    tokens = {line["step"]: int((targets[line["samples"]] >= 0).sum()) for line in traced}
+    each = {step: line["loss"] for step, line in lines("each").items()}
+    wanted = {step: weighted(each, tokens, range(step - 3, step + 1)) for step in (4, 8, 12)}
+    assert means("two") == pytest.approx(wanted, rel=1e-5)
+    assert abs(wanted[4] - weighted(each, dict.fromkeys(each, 1), range(1, 5))) > 1e-4 * wanted[4], "it matters"
+
+
+def test_a_kill_between_two_lines_and_in_an_epoch_changes_neither() -> None:
+    flags = RUN | {"checkpoint_every": "5", "exact": True}
+    undisturbed = trained(**flags, save_dir="whole").summary["final"]
+    deed = {"OWN_DEED": "0:33:SIGKILL", "OWN_PAUSE": "0.02"}  # after the rehearsal, and two epochs of twelve passes
+    assert trained(**flags, save_dir="run", environ=deed).killed == [0]
+    ended = trained(2, **flags, save_dir="run").summary
+    assert ended["resumed_from"] == "run/checkpoints/step_00000005"
+    assert means("run") == means("whole")
+    assert ended["final"] == undisturbed
+
+
+def test_a_step_that_was_skipped_is_left_out() -> None:
+    Path("spoilt.py").write_text(
+        """
+from tests.own import tensors
+
+def dataset(split, seed):
+    inputs, targets = tensors(split, seed).tensors
+    if split == "train":
+        inputs[0] = float("nan")
+    return list(zip(inputs, targets))
+"""
+    )
+    ended = trained(2, **RUN | {"log_interval": 3}, save_dir="run", data="spoilt:dataset")
+    assert ended.error == ""
+    assert all(0 < mean < 3 for mean in means("run").values())
+    assert 0 < ended.summary["final"]["train_loss"] < 3

@@ -1,0 +1,261 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from multigpu_cli.checkpoint.run_folder import leave_note
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.run.checks import check_data
+from multigpu_cli.run.spec import RunSpec, resolve_spec
+from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.world import World
+from tests.gloo import each_rank
+from tests.own import tensors
+
+ALONE = World(torch.device("cpu"))
+SINGLE = Choice("single", (ALONE.device,), 0, "a test")
+OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "save_dir": "run"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(threads)
+
+
+def spec(workers: int = 1, **flags: Any) -> RunSpec:
+    """A request as `workers` self-launched CPU processes would settle it, or one alone."""
+    choice = Choice("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
+    return resolve_spec(resolve(OWN | flags, [], None), choice, ALONE)
+
+
+def saved(found: RunSpec, step: int = 10, workers: int = 1) -> None:
+    """A checkpoint of that run, as training leaves it."""
+    Path("run").mkdir(exist_ok=True)
+    Store(Path("run/checkpoints"), 3).save(step, {}, found.facts() | {"world_size": workers})
+
+
+def test_the_global_batch_and_with_it_the_rate_grow_with_the_workers() -> None:
+    for workers in (1, 2, 4):
+        plan = spec(workers, batch_size=5).plan
+        assert plan.batches.global_batch == 5 * workers
+        assert plan.rate.value == pytest.approx(1e-3 * (5 * workers / 32) ** 0.5)
+
+
+def test_the_plan_says_how_the_network_is_compiled() -> None:
+    pieces = "default, inside DDP: in pieces that end with its buckets, so that these travel during backward"
+    for workers, exact, said in ((2, False, pieces), (2, True, "default"), (1, False, "default")):
+        rows = dict(spec(workers, compile="default", exact=exact).plan.rows())
+        assert rows["torch.compile"] == said
+    assert "torch.compile" not in dict(spec().plan.rows())
+
+
+def test_a_fixed_global_batch_does_not() -> None:
+    plans = [spec(workers, batch_size=5, global_batch_size=20).plan for workers in (1, 2, 4)]
+    assert {plan.batches.global_batch for plan in plans} == {20}
+    assert {plan.rate.value for plan in plans} == {plans[0].rate.value}
+    assert [plan.batches.accumulation for plan in plans] == [4, 2, 1]
+
+
+def test_the_plan_has_a_base_rate_where_the_rate_was_not_given() -> None:
+    rates = [spec(**flags).plan.base_lr for flags in ({}, {"base_lr": 0.2}, {"lr": 0.3})]
+    assert rates == [1e-3, 0.2, None]
+
+
+def test_accumulation_counts_in_the_rate() -> None:
+    assert spec(2, batch_size=5, grad_accum_steps=3, optimizer="sgd").plan.rate.value == pytest.approx(0.1 * 30 / 32)
+
+
+def test_word_of_small_memory_changes_the_micro_batch_of_a_resumed_run_alone() -> None:
+    """The global batch beside it is that of an attempt before the first checkpoint, and perhaps of another command."""
+    saved(spec(2, batch_size=5, grad_accum_steps=2), workers=2)
+    leave_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
+    batches = spec(2).plan.batches
+    assert (batches.micro_batch, batches.global_batch) == (4, 20)
+
+
+def test_a_fixed_global_batch_counts_more_than_that_of_an_attempt_before() -> None:
+    Path("run").mkdir()
+    leave_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
+    assert spec(2).plan.batches.global_batch == 64
+    assert spec(2, global_batch_size=32).plan.batches.global_batch == 32
+
+
+def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
+    first = spec(2, batch_size=5, grad_accum_steps=2)
+    saved(first, workers=2)
+    for workers, accumulation in ((1, 4), (2, 2), (4, 1), (3, 2)):
+        again = spec(workers, batch_size=5, grad_accum_steps=2)
+        assert (again.plan.batches.global_batch, again.plan.batches.accumulation) == (20, accumulation)
+        assert again.plan.rate.value == first.plan.rate.value
+        assert "as the run was started with" in again.plan.rate.because
+        assert again.pinned == first.pinned
+        assert again.plan.start.startswith("goes on from step 10")
+
+
+def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:
+    saved(spec(2, batch_size=5))
+    again = spec(1)
+    assert (again.user_config.rate.lr, again.user_config.batch.global_size) == (None, None)
+    assert (again.config.rate.lr, again.config.batch.global_size) == (again.pinned["lr"], 10)
+    assert again.user_config.batch.size == 5, "the settings of the first command stand where the new one is silent"
+
+
+def test_precision_is_that_of_the_start() -> None:
+    saved(spec(amp="bf16"))
+    again = spec()
+    assert again.plan.precision == "bf16"
+    with pytest.raises(RequestError, match="--amp off differs from bf16"):
+        spec(amp="off")
+
+
+def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
+    saved(spec(epochs=4))
+    again = spec(epochs=9)
+    assert again.plan.schedule.total_steps == 9 * again.plan.batches.steps_per_epoch
+    assert not again.same_length
+    assert spec(epochs=4).same_length
+
+
+def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
+    saved(spec(epochs=4), step=8)
+    assert not spec(epochs=4).nothing_to_do, "without a summary it did not end"
+    Path("run/summary.json").write_text('{"status": "stopped"}')
+    assert not spec(epochs=4).nothing_to_do
+    Path("run/summary.json").write_text('{"status": "completed"}')
+    assert spec(epochs=4).nothing_to_do
+    assert not spec(epochs=5).nothing_to_do
+
+
+def test_other_data_is_refused() -> None:
+    found = spec()
+    facts = found.facts() | {"world_size": 1, "samples": 1234}
+    Path("run").mkdir(exist_ok=True)
+    Store(Path("run/checkpoints"), 3).save(10, {}, facts)
+    with pytest.raises(RequestError, match="60 training samples now, but run was started with 1234"):
+        spec()
+
+
+def arrays(folder: str, **changed: float) -> dict[str, Any]:
+    """A dataset in a folder, of which the first number of some arrays is another; the flags that name it."""
+    found = {f"X_{split}": numpy.linspace(0, 1, 120).reshape(40, 3) for split in ("train", "val", "test")}
+    found |= {name.replace("X", "y"): numpy.arange(40) % 2 for name in found}
+    for name, value in changed.items():
+        found[name].flat[0] = value
+    Path(folder).mkdir(exist_ok=True)
+    numpy.savez(Path(folder, "data.npz"), **found)
+    return {"data": "npz", "data_dir": folder}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"X_train": 0.1}, "other training samples in --data-dir here than"),
+        ({"y_train": 1}, "other training samples in"),
+        ({"X_val": 0.1, "X_test": 0.1}, "other validation samples, other test samples in"),
+        ({"y_test": 2}, "other classes, tokens or scales, other test samples in"),
+    ],
+)
+def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, float], named: str) -> None:
+    saved(spec(**arrays("here")))
+    assert spec(**arrays("here")).start.checkpoint, "written again, but the same"
+    with pytest.raises(RequestError) as refused:
+        spec(**arrays("here", **changed))
+    assert named in refused.value.problem
+    assert "run was started with" in refused.value.problem
+    assert "--resume never and another --save-dir" in str(refused.value)
+
+
+def test_data_may_move_to_another_folder() -> None:
+    saved(spec(**arrays("here")))
+    assert spec(**arrays("there")).start.checkpoint
+
+
+def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
+    found = spec(**arrays("here"))
+    facts = found.facts() | {"world_size": 1}
+    del facts["data"]
+    Path("run").mkdir()
+    Store(Path("run/checkpoints"), 3).save(10, {}, facts)
+    assert spec(**arrays("here", X_train=0.1)).start.checkpoint
+
+
+def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
+    def work(world: World) -> str:
+        data = arrays(f"here{world.rank}", X_train=float(world.rank))
+        try:
+            resolve_spec(resolve(OWN | data, [], None), Choice("ddp", (world.device,), 0, "a test"), world)
+        except RequestError as error:
+            return error.problem
+        return ""
+
+    for told in each_rank(2, work):
+        assert told.startswith("--data npz: rank 1 and the others see different data: other contents")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "named"),
+    [
+        ({"sync_bn": True}, 1, "--sync-bn works with ddp on GPUs only"),
+        ({"amp": "fp16"}, 1, "--amp fp16 needs a GPU"),
+        ({"early_stopping_patience": 2, "data": "tests.own:no_validation"}, 1, "needs a validation split"),
+        ({"grad_compression": "bf16"}, 2, "--grad-compression bf16 needs NCCL"),
+        ({"global_batch_size": 2}, 3, "--global-batch-size 2 is below the number of workers"),
+        ({"drop_last": True, "global_batch_size": 61}, 1, "--drop-last leaves nothing"),
+        ({"warmup_epochs": 20.0}, 1, "--warmup-epochs 20 never ends within --epochs 20"),
+        ({"data": "tests.own:nowhere"}, 1, "has no 'nowhere'"),
+        ({"resume": "elsewhere"}, 1, "--resume elsewhere: no checkpoint there"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: int, named: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        spec(workers, **flags)
+    assert named in refused.value.problem
+    assert not Path("run").exists()
+
+
+def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
+    uneven, wish = spec(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
+    (told,) = check_data(wish, uneven.plan, uneven.source, uneven.start, uneven.mark)
+    assert "--sync-bn needs the same number of micro-batches" in told.problem
+
+
+def test_what_is_wrong_with_device_and_data_is_told_together() -> None:
+    with pytest.raises(RequestError) as refused:
+        spec(amp="fp16", sync_bn=True, data="har")
+    assert all(flag in str(refused.value) for flag in ("--amp fp16", "--sync-bn", "--data har needs --data-dir"))
+
+
+def channels(split: str, seed: int, mode: str) -> Any:
+    return tensors(split, seed)
+
+
+def test_flags_without_effect_here_are_named() -> None:
+    assert spec(mode="average").plan.idle == ["--mode"]
+    assert spec(mode="average", data="tests.run.test_spec:channels").plan.idle == []
+    assert spec(bucket_cap_mb=5, data_on_device="on").plan.idle == ["--bucket-cap-mb", "--data-on-device"]
+    assert spec(2, bucket_cap_mb=5).plan.idle == []
+
+
+def test_dataparallel_counts_its_devices_as_workers() -> None:
+    devices = (torch.device("cuda", 0), torch.device("cuda", 1))
+    choice = Choice("dp", devices, 0, "a test")
+    plan = resolve_spec(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE).plan
+    assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
+
+
+def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> None:
+    found = resolve_spec(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE)
+    assert (found.model, found.task) == ("convnet", "classification")
+    assert found.user_config.model.name is None
+    assert found.pinned["model"] == "convnet"
+    assert found.plan.contents == "convnet on digits (1,258 training samples), classification"
+    assert spec().plan.contents == "tests.own:net on tests.own:tensors (60 training samples), classification"

@@ -1,0 +1,187 @@
+"""What a train line says of time: against sleeps that were planted."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from multigpu_cli.run import session, train_log
+from multigpu_cli.run.train_log import combine_ranks, peak_memory
+from multigpu_cli.runtime.world import World
+from tests.monitor.test_tensorboard import stored
+from tests.own import sentences, tensors
+from tests.run.test_profile import plain
+from tests.trained import trained
+
+NAN = math.nan
+
+
+def last_line(folder: Path) -> dict[str, Any]:
+    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    found: dict[str, Any] = [event for event in events if event["event"] == "train"][-1]
+    return found
+
+
+def test_waits_are_told_apart() -> None:
+    """Ten steps of 100 ms; rank 0 waits 30 ms of each for the others, rank 1 10 ms."""
+    rows = [(100.0, 0.1, 0.03, NAN, 0.7), (200.0, 0.3, 0.01, NAN, 0.9)]
+    fields = combine_ranks(rows, {"step_ms": 100.0}, 10)
+    assert fields == {
+        "data_wait_share": pytest.approx(0.2),
+        "comm_share": pytest.approx(0.1),
+        "straggler_share": pytest.approx(0.1),
+        "own_ms": [pytest.approx(70), pytest.approx(90)],
+        "memory": [100, 200],
+        "cpu_utilisation": [pytest.approx(70), pytest.approx(90)],
+    }
+
+
+def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
+    fields = combine_ranks([(100.0, 0.0, NAN, NAN, 0.0)], {"step_ms": 5.0}, 2)
+    assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100], "cpu_utilisation": [0.0]}
+
+
+def test_a_worker_tells_what_it_measured_of_itself() -> None:
+    run: Any = SimpleNamespace(
+        strategy=SimpleNamespace(waited=lambda: None),
+        observer=SimpleNamespace(
+            meters=SimpleNamespace(waited=lambda reason: {"data_wait": 0.5}[reason], at_work=lambda: 6.0),
+            noise=SimpleNamespace(small_norm=lambda: 2.5),
+        ),
+        plan=SimpleNamespace(threads=4),
+        world=World(torch.device("cpu")),
+    )
+    told = train_log.measure_rank(run, 1000)
+    assert told.dtype == torch.float64
+    assert told.tolist() == pytest.approx([1000, 0.5, NAN, 2.5, 6 / 4], nan_ok=True)
+
+
+def test_a_gpu_adds_its_own() -> None:
+    fields = combine_ranks([(1.0, 0.0, NAN, NAN, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
+    assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
+    assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
+
+
+def test_what_nvml_does_not_say_is_told_once() -> None:
+    log = SimpleNamespace(unknown_gpu_fields=frozenset(), sampler=SimpleNamespace(missing="x"))
+    run: Any = SimpleNamespace(log=log, world=SimpleNamespace(rank=0))
+    usual = {"gpu_utilisation": [1.0, 1.0], "gpu_power": [1.0, 1.0], "loss": None}
+    assert train_log.describe_new_unknowns(run, {"loss": None}) == "", "no GPU, no gap"
+    assert train_log.describe_new_unknowns(run, usual) == ""
+    gap = usual | {"gpu_power": [1.0, None], "gpu_utilisation": [1.0, None]}
+    assert train_log.describe_new_unknowns(run, gap) == (
+        "gpu_utilisation, gpu_power of the GPU of rank 1: not known, null in the journal"
+    )
+    assert (
+        train_log.describe_new_unknowns(run, gap)
+        == train_log.describe_new_unknowns(run, usual)
+        == train_log.describe_new_unknowns(run, gap)
+        == ""
+    )
+    assert "gpu_power of the GPU of rank 0: not known (x)" in train_log.describe_new_unknowns(
+        run, gap | {"gpu_power": [None, None]}
+    )
+
+
+def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in (train_log, session):
+        monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
+    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "epochs": 2}
+    flags |= {"batch_size": 10, "log_interval": 3}  # an epoch
+    sets = ["model.depth=1", "model.width=16", "model.heads=2"]
+    assert not trained(2, save_dir=str(tmp_path), num_workers=0, **flags, sets=sets).error
+    line = last_line(tmp_path)
+    flops = 9 * 6 * (12 * 16 * 16 + 5 * 16)  # a sample's tokens, forward and backward, by the weights that they meet
+    assert line["mfu"] == pytest.approx(flops * line["samples_per_second"] / (2 * 1e9))
+    tokens = int((sentences("train", 42).tensors[1] != -100).sum())
+    assert tokens < 9 * 60, "not all of them count"
+    assert line["tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / 60)
+
+
+def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
+    """Twenty milliseconds in each of rank 1's passes, and nothing on the wire."""
+    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "36", "log_interval": "12", "batch_size": "10"}
+    trained(2, **flags | {"model": "tests.own:slow_rank"})
+    line = last_line(tmp_path / "a")
+    fast, slow = line["own_ms"]
+    assert 15 < slow - fast < 60
+    assert 2 * line["straggler_share"] * line["step_ms"] == pytest.approx(slow - fast, rel=0.01)
+    assert line["straggler_share"] > line["comm_share"]
+    assert max(line["cpu_utilisation"]) < 60, "asleep, or waiting for the one that is"
+    assert line["step_p50_ms"] > 20
+
+
+def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
+    """Ten samples of a millisecond each in every step."""
+    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
+    trained(1, **flags | {"data": "tests.own:SlowItems", "num_workers": "0"})
+    line = last_line(tmp_path / "a")
+    assert 10 < line["data_wait_share"] * line["step_ms"] < 80
+    assert line["data_wait_share"] > 0.5
+    assert line["comm_share"] is None
+
+
+@pytest.mark.parametrize(("workers", "global_batch"), [(1, 10), (1, 25), (2, 20), (2, 15)])
+def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, workers: int, global_batch: int) -> None:
+    """Micro-batch and global batch of a step then have the same mean gradient, whatever losses were multiplied by.
+
+    Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two. With 25 in
+    a step the last one of an epoch has 10.
+    """
+    flags: dict[str, Any] = {"model": "tests.run.test_profile:plain", "lr": 1e-2}
+    flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 12, "log_interval": 2}
+    trained(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.own:OneSample"})
+    line = last_line(tmp_path / "a")
+    assert line["noise_scale"] < 1e-4
+    assert line["noise_scale_spread"] < 1e-4
+    trained(workers, save_dir=str(tmp_path / "b"), **flags)
+    assert last_line(tmp_path / "b")["noise_scale"] > 0.1, "and others have some"
+
+
+def test_tokens_that_do_not_count_do_not_hide_the_noise(tmp_path: Path) -> None:
+    """Half of the tokens count: the loss is divided by all of them at first, and the gradient set right afterwards."""
+    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "lr": 1e-4}
+    flags |= {"batch_size": 5, "grad_accum_steps": 2, "max_steps": 6, "log_interval": 1, "save_dir": str(tmp_path)}
+    trained(1, **flags, sets=["model.depth=1", "model.width=16", "model.heads=2"])
+    assert last_line(tmp_path)["noise_scale"] > 0.1
+
+
+def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> None:
+    """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
+    flags = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30", "weight_decay": "0"}
+    flags |= {"model": "tests.run.test_profile:plain", "warmup_epochs": "0", "schedule": "constant"}
+    ended = trained(2, save_dir=str(tmp_path), **flags)
+    assert not ended.error
+    line = last_line(tmp_path)
+    model = plain((6,), 3)
+    model.load_state_dict(torch.load(tmp_path / "last.pt", weights_only=True)["model"])
+    inputs, targets = tensors("train", 42).tensors
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert (line["lr"], line["samples"], line["epoch"]) == (1e-30, 60, 1)
+    assert line["samples_per_second"] == pytest.approx(60 / (line["step_ms"] / 1e3))
+    assert all(0 < now <= peak for now, peak in zip(line["memory"], ended.summary["peak_memory_bytes"], strict=True))
+    board = stored(tmp_path / "tensorboard")
+    tags = board.Tags()
+    for tag in ("train/loss", "system/memory/0", "system/memory/1", "system/cpu_utilisation/1", "final/test_loss"):
+        assert tag in tags["scalars"]
+    assert "custom_scalars__config__" in tags["tensors"]
+    files = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
+    assert b"_hparams_/session_start_info" in files, "the settings beside the final metrics"
+    assert board.Scalars("train/loss")[0].value == pytest.approx(line["loss"])
+    assert b"per device" in board.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_memory_of_a_process_is_what_the_kernel_says() -> None:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * int(status["VmHWM"].split()[0]), rel=0.02)
