@@ -15,8 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 try:
     import typer
@@ -24,35 +25,26 @@ except ModuleNotFoundError as missing:  # the first command of whoever has not c
     way_out = "make quickstart, then: source .venv/bin/activate (or: pip install .)"
     sys.exit(f"error: {sys.executable} has no package {missing.name!r}\n  try: {way_out}")
 
-from multigpu_cli.commands import explained, seeing, using
-from multigpu_cli.commands.completion import run_argument
-from multigpu_cli.commands.options import Command, Group, with_train_options, without_idle, written
+from multigpu_cli.commands import errors_text
+from multigpu_cli.commands.cli import app
+from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.causes import is_consequence
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.parent import die_with_parent
 
-Action = Callable[[], int]
-
 _INTERRUPTED = 130
 _GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
 _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
 
-app = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
 
 @app.callback(invoke_without_command=True)
 @with_train_options
-def _front_door(context: typer.Context, **values: Any) -> Action | None:
+def _front_door(context: typer.Context, **values: Any) -> Callable[[], int] | None:
     """Train a model on one, two or many GPUs; without a command, this trains."""
     if context.invoked_subcommand is None:
-        return lambda: _train(values)
-    if flags := written(values):
+        return partial(_train, values)
+    if flags := list_given_flags(values):
         raise RequestError(
             f"{flags[0]} stands before the command {context.invoked_subcommand!r}",
             remedy=f"options of a command come after it: {context.invoked_subcommand} {flags[0]} …",
@@ -60,116 +52,18 @@ def _front_door(context: typer.Context, **values: Any) -> Action | None:
     return None
 
 
-@app.command(cls=Command)
-def recipes(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> Action:
-    """List the recipes that --config takes by name."""
-
-    def listing() -> int:
-        from multigpu_cli.commands.recipes import listed, show
-
-        show(listed(), as_json=as_json)
-        return 0
-
-    return listing
-
-
-@app.command(cls=Command)
-@with_train_options
-def selftest(
-    context: typer.Context,
-    *,
-    steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of the runs that are compared")] = "4",
-    results: Annotated[str | None, typer.Option(hidden=True)] = None,
-    **values: Any,
-) -> Action:
-    """Check on your own model and data that 1 worker and several do the same; exit code 0 only if all holds."""
-
-    def test() -> int:
-        from multigpu_cli.commands.request import requested
-        from multigpu_cli.commands.selftest import examined, show, work
-
-        config = requested(without_idle("selftest", values), os.environ)
-        if results is not None:
-            work(config, Path(results), os.environ)
-            return 0
-        report = examined(config, steps, os.environ)
-        show(report, as_json=values["json"])
-        return 0 if report.holds else FAILED
-
-    return test
-
-
-@app.command(cls=Command)
-def verify(
-    run_a: Annotated[str, run_argument("RUN_A", "folder of a run")],
-    run_b: Annotated[str, run_argument("RUN_B", "folder of another run")],
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-) -> Action:
-    """Say whether two runs are the same to the last bit, and if not, at which step they part."""
-
-    def verdict() -> int:
-        from multigpu_cli.commands.verify import compared, show
-
-        show(found := compared(run_a, run_b), as_json=as_json)
-        return 0 if found.same else FAILED
-
-    return verdict
-
-
-@app.command(cls=Command)
-def checkpoints(
-    run: Annotated[str, run_argument("RUN", "folder of a run")],
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-) -> Action:
-    """List a run's checkpoints and verify them; exit code 0 if it could go on and nothing is damaged."""
-
-    def listing() -> int:
-        from multigpu_cli.commands.checkpoints import examined, healthy, show
-
-        show(run, found := examined(run), as_json=as_json)
-        return 0 if healthy(found) else FAILED
-
-    return listing
-
-
-@app.command(cls=Command)
-def export(
-    checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
-    to: Annotated[str, typer.Option(metavar="FILE", help="….safetensors, ….pt, ….pt2 or ….onnx")],
-    data_dir: Annotated[str | None, typer.Option(metavar="DIR", help="where the run's dataset is now")] = None,
-    own_code: Annotated[bool, typer.Option(help="import the code of yours that the run names")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-) -> Action:
-    """Write trained weights, or the whole network, for other programs, and check what was written."""
-
-    def exporting() -> int:
-        from multigpu_cli.commands.export_request import target_of
-
-        target = target_of(to, checkpoint)
-        from multigpu_cli.commands.export import exported, show  # torch loads here
-
-        show(exported(checkpoint, target, data_dir=data_dir, own_code=own_code), as_json=as_json)
-        return 0
-
-    return exporting
-
-
-seeing.add_to(app, os.environ)
-using.add_to(app, os.environ)
-
-
 def _train(values: Mapping[str, Any]) -> int:
     if values["version"]:
-        _print(_version())
+        _print_on_main(_format_version())
         return 0
-    from multigpu_cli.commands.request import requested
+    from multigpu_cli.commands.requests import build_config
 
-    screen = _screen(values)
-    config = requested(values, os.environ)
+    screen = _choose_screen(values)
+    config = build_config(values, os.environ)
     if values["print_config"]:
         from multigpu_cli.config.sources import dump
 
-        _print(dump(config).rstrip())
+        _print_on_main(dump(config).rstrip())
         return 0
     gc.disable()  # what torch makes while it loads is there to stay: going through it costs half a second
     from train_multi_gpu import train  # torch loads here
@@ -178,12 +72,12 @@ def _train(values: Mapping[str, Any]) -> int:
     return 0 if values["dry_run"] else {"completed": 0, "failed": FAILED, "stopped": STOPPED}[summary["status"]]
 
 
-def _print(text: str) -> None:
-    if _rank() == 0:
+def _print_on_main(text: str) -> None:
+    if _read_rank() == 0:
         print(text)
 
 
-def _screen(values: Mapping[str, Any]) -> str:
+def _choose_screen(values: Mapping[str, Any]) -> str:
     if values["verbose"] and (values["quiet"] or values["json"]):
         raise RequestError(
             f"--verbose together with {'--quiet' if values['quiet'] else '--json'}", remedy="one of them"
@@ -191,7 +85,7 @@ def _screen(values: Mapping[str, Any]) -> str:
     return next((name for name in ("json", "quiet", "verbose") if values[name]), "normal")
 
 
-def _version() -> str:
+def _format_version() -> str:
     from importlib import metadata
 
     def of(package: str) -> str:
@@ -208,36 +102,37 @@ def run(argv: Sequence[str]) -> int:
     if verdict := elastic.earlier_verdict(os.environ):
         elastic.write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
-    code, message = _outcome(argv)
+    code, message = _run_command(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
         elastic.remember(os.environ, elastic.Verdict(code, message))
     return code
 
 
-def _outcome(argv: Sequence[str]) -> tuple[int, str]:
+def _run_command(argv: Sequence[str]) -> tuple[int, str]:
     """The exit code, and what was said about it."""
     try:
-        action = typer.main.get_command(app).main(args=list(argv), prog_name=_name(), standalone_mode=False)
-        code = action() if callable(action) else int(action or 0)
+        command: Any = typer.main.get_command(app)
+        call = command.main(args=list(argv), prog_name=_program_name(), standalone_mode=False, obj=os.environ)
+        code = (call() if callable(call) else call) or 0
     except _UsageError as error:
-        return _said(WRONG_REQUEST, explained.usage(error), error, argv)
+        return _report_error(WRONG_REQUEST, errors_text.describe_usage_error(error), error, argv)
     except elastic.Over as over:  # it was said when it happened
         elastic.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except TrainingError as error:
-        return _said(error.exit_code, explained.foreseen(error), error, argv)
+        return _report_error(error.exit_code, errors_text.describe_known_error(error), error, argv)
     except (KeyboardInterrupt, typer.Abort) as error:
-        return _said(_INTERRUPTED, "interrupted", error, argv)
+        return _report_error(_INTERRUPTED, "interrupted", error, argv)
     except BrokenPipeError:
         return FAILED, "the reader of our output has gone"
     except Exception as error:  # the door is where every error ends, and none may end as our traceback
-        return _said(FAILED, explained.unexpected(error), error, argv)
+        return _report_error(FAILED, errors_text.describe_unexpected_error(error), error, argv)
     if code == STOPPED:
         elastic.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""
 
 
-def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
+def _report_error(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
     whole = "".join(traceback.format_exception(error))
     follows = getattr(error, "consequence", False)
@@ -247,7 +142,7 @@ def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) ->
         message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
     elastic.write_error(os.environ, code, message, message if foreseen or lost else whole)
-    rank = _rank()
+    rank = _read_rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message
     first = rank == 0 or (follows and os.environ.get("LOCAL_RANK") == "0")  # nobody to wait for on its node
@@ -256,17 +151,17 @@ def _said(code: int, message: str, error: BaseException, argv: Sequence[str]) ->
     known = getattr(error, "shared", False)  # rank 0 says it for all
     if rank == 0 or (not known and (not at_the_door or os.environ.get("LOCAL_RANK") == "0")):
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        text = whole + message if "--debug" in argv else explained.shortened(message, columns)
+        text = whole + message if "--debug" in argv else errors_text.shorten_message(message, columns)
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     return code, message
 
 
-def _rank() -> int:
+def _read_rank() -> int:
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdecimal() else 0
 
 
-def _name() -> str:
+def _program_name() -> str:
     program = Path(sys.argv[0]).name
     return f"python {program}" if program.endswith(".py") else program
 

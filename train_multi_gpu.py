@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigpu_cli import engine
-from multigpu_cli.commands import explained
+from multigpu_cli.commands import errors_text
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserved_stdout
@@ -144,7 +144,7 @@ def _last_words(aside: Aside | None, error: TrainingError) -> None:
     """For a process that ends where no exception can be raised any more."""
     if aside:
         aside.end()
-    message = explained.foreseen(error)
+    message = errors_text.describe_known_error(error)
     again = "" if error.consequence else elastic.note_failure(os.environ, message.splitlines()[0], error.failed_at)
     elastic.write_error(os.environ, error.exit_code, message)
     Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

@@ -1,5 +1,6 @@
 """Starting one process per GPU ourselves, with torch's own elastic agent: what torchrun does, without typing it."""
 
+import atexit
 import logging
 import os
 import signal
@@ -8,7 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,10 +26,14 @@ from multigpu_cli.config.environment import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
+from multigpu_cli.faults.causes import is_consequence
+from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.aside import quoted
 from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.parent import die_with_parent
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
+_GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -39,9 +45,8 @@ class WorkersFailed(TrainingError):
     """
 
     def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
-        super().__init__(
-            problem, remedy="the same command again: it goes on from the last checkpoint" if problem else ""
-        )
+        again = "the same command again: it goes on from the last checkpoint"
+        super().__init__(problem, remedy="" if killed is None else again)
         self.exit_code = exit_code
         self.killed = killed
 
@@ -58,7 +63,7 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     config = with_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:
-        _run_to_the_end(config, choice, screen, run_folder)
+        _run_until_done(config, choice, screen, run_folder)
     except WorkersFailed as failed:
         reports = run_folder.glob("logs/crash_*.txt")
         if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
@@ -71,77 +76,103 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     return read_summary(run_folder) or {}
 
 
-def _run_to_the_end(config: Config, choice: Choice, screen: str, run_folder: Path) -> None:
+def _run_until_done(config: Config, choice: Choice, screen: str, run_folder: Path) -> None:
     """Start again after out-of-memory, beside --max-restarts: the workers have left word of smaller micro-batches."""
     while True:
         before = read_note(run_folder)
         try:
-            return _run_workers(config, choice, screen)
+            return _run_training(config, choice, screen)
         except WorkersFailed:
             if read_note(run_folder) == before:
                 raise
 
 
-def _run_workers(config: Config, choice: Choice, screen: str) -> None:
+def _run_training(config: Config, choice: Choice, screen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
         flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        _run_front_doors(choice, flags, max_restarts=config.fault.max_restarts)
+        _launch_cli(choice, flags, max_restarts=config.fault.max_restarts)
 
 
-def run_alone(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run the front door with these words in one process, and wait for it; what it printed.
 
     Raises:
         WorkersFailed: it ended with a non-zero exit code.
     """
-    words, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
-    with subprocess.Popen(words, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
+    command, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
+    with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            printed, said = process.communicate()
+            printed, complaint = process.communicate()
         except BaseException:
             process.terminate()  # it ends its own workers
             process.wait()
             raise
     if process.returncode:
-        failed = WorkersFailed(process.returncode, said.rpartition("error: ")[2].strip() or "the front door failed")
-        failed.remedy = ""  # its own stands in what it said
-        raise failed
+        raise WorkersFailed(process.returncode, complaint.rpartition("error: ")[2].strip() or "the front door failed")
     return printed
 
 
-def run_workers(choice: Choice, argv: Sequence[str]) -> None:
+def run_cli_in_workers(choice: Choice, argv: Sequence[str]) -> None:
     """Run the front door with these words in `choice.launch` processes on this machine, and wait for them.
 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
         KeyboardInterrupt: a signal ended them.
     """
+    with _raising_interrupts():
+        _launch_cli(choice, argv, max_restarts=0)
+
+
+@contextmanager
+def _raising_interrupts() -> Iterator[None]:
+    """A signal that ended the workers ends the caller as Ctrl-C does."""
     try:
-        _run_front_doors(choice, argv, max_restarts=0)
+        yield
     except SignalException as stopped:
         raise KeyboardInterrupt from stopped
 
 
-def _run_front_doors(choice: Choice, argv: Sequence[str], *, max_restarts: int) -> None:
+def _launch_cli(choice: Choice, argv: Sequence[str], *, max_restarts: int) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        _launch(_agent(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
+        _launch(_build_launch_config(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
 
 
-def run_function(
+def run_in_workers(
     choice: Choice, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
     """Call a function of some module with these arguments in `choice.launch` processes; what each rank returned.
 
     Raises:
-        WorkersFailed: some call raised, or its process ended.
+        WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
+        KeyboardInterrupt: a signal ended them.
     """
-    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        return _launch(_agent(choice, max_restarts, logs), choice, function, *arguments)
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs, _raising_interrupts():
+        config = _build_launch_config(choice, max_restarts, logs)
+        return _launch(config, choice, _call_in_worker, os.getpid(), function, *arguments)
 
 
-def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
+def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call it as a started process; whoever only lost its peers lets them tell their error first."""
+    die_with_parent(parent)  # it may have gone while torch was loaded here
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        if getattr(error, "consequence", False) or is_consequence(error):
+            time.sleep(_GRACE)
+        if not isinstance(error, TrainingError):
+            raise
+        elastic.write_error(os.environ, error.exit_code, str(error))
+        sys.exit(error.exit_code)
+    if str(getattr(function, "__module__", "")).startswith(
+        "multigpu_cli."
+    ):  # nobody else's exit handlers are passed over
+        atexit.register(os._exit, 0)  # past torch's exit, where gloo now and then aborts what is done
+    return result
+
+
+def _build_launch_config(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -158,15 +189,16 @@ def _agent(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
 
 
 def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | str, *arguments: Any) -> dict[int, Any]:
-    for name in ("torch.distributed.elastic", server.__name__):  # the workers speak for themselves
+    quiet = ("torch.distributed.elastic", "torch.multiprocessing.spawn", server.__name__)
+    for name in quiet:  # the workers speak for themselves
         logging.getLogger(name).setLevel(logging.CRITICAL)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent leaves its own behind
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(choice, before)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible_devices(choice, before)
         return elastic_launch(launch, entry)(*arguments) or {}
     except ChildFailedError as failure:
-        raise _told(failure, speaks=isinstance(entry, str)) from failure
+        raise _worker_error(failure, speaks=isinstance(entry, str)) from failure
     finally:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             for number, handler in handlers.items():
@@ -178,7 +210,7 @@ def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | st
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _told(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
+def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     """The exit code of the first worker that failed; one that a signal ended could not say so itself.
 
     The agent ends the others with SIGTERM: they come last, whatever their clocks say.
@@ -191,13 +223,13 @@ def _told(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     )
     if first.exitcode >= 0:
         message: Any = first.message  # of a function that raised: a dict with its traceback
-        said = message.get("message", "") if isinstance(message, dict) else message
-        return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {said}")
+        text = message.get("message", "") if isinstance(message, dict) else message
+        return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {text}")
     name = signal.Signals(-first.exitcode).name
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 
 
-def _visible(choice: Choice, before: str | None) -> str:
+def _visible_devices(choice: Choice, before: str | None) -> str:
     """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees, nothing where that is the CPU."""
     if choice.devices[0].type == "cpu":
         return ""

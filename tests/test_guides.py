@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import main_multi_gpu
-from multigpu_cli.commands.request import requested
+from multigpu_cli.commands.requests import build_config
 from multigpu_cli.config.schema import SETTINGS
 from tests.test_house_rules import FLOOR, module_of, room_of
 from tests.test_readme import NO_COMMANDS, copied, is_reason, run
@@ -227,7 +227,7 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         environment = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     if "data" in context.params:
-        requested(context.params, environment)
+        build_config(context.params, environment)
 
 
 def test_every_block_is_run_or_says_why_not() -> None:

@@ -207,6 +207,8 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, HOME, "def late():\n    from multigpu_cli.tasks.base import Task"),
     (imports_point_down, HOME, "from ..strategies import base"),
     (imports_point_down, "multigpu_cli/optimizers.py", "import train_multi_gpu"),
+    (imports_point_down, "multigpu_cli/commands/bench/home.py", "import train_multi_gpu"),
+    (imports_point_down, "multigpu_cli/data/text/home.py", "from multigpu_cli.models.text import mlp"),
     (imports_point_down, "multigpu_cli/attic/home.py", ""),
     (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.base import Source"),
     (no_grab_bags, "multigpu_cli/data/image_utils.py", ""),
@@ -237,11 +239,12 @@ PLANTED: list[tuple[Rule, str, str]] = [
 ]
 ALLOWED: list[tuple[Rule, str, str]] = [
     (imports_point_down, HOME, "from multigpu_cli.runtime import world\nfrom multigpu_cli.data import base\nimport os"),
+    (imports_point_down, "multigpu_cli/commands/bench/home.py", "from multigpu_cli.commands.plan import measure"),
     (imports_point_down, "main_multi_gpu.py", "import train_multi_gpu\nfrom multigpu_cli.errors import RequestError"),
     (low_floors_know_no_torch, "main_multi_gpu.py", "def late():\n    import torch"),
     (low_floors_know_no_torch, HOME, "import torch"),
     (functions_are_short, HOME, LONG.removesuffix("    x = 1\n")),
-    (only_the_console_prints, "multigpu_cli/commands/doctor.py", "print('fine')"),
+    (only_the_console_prints, "multigpu_cli/commands/doctor/doctor.py", "print('fine')"),
     (the_environment_is_read_in_one_place, HOME, "os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from multigpu_cli.checkpoint.run_folder import leave_note
 from multigpu_cli.config import environment
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
-from multigpu_cli.launch import WorkersFailed, run_alone, run_workers, self_launch
+from multigpu_cli.launch import WorkersFailed, run_cli, run_cli_in_workers, run_in_workers, self_launch
 from multigpu_cli.runtime.devices import Choice
+from tests.forked import exit_code
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
 ON_CPU = Choice("ddp", (CPU,) * 2, 2, "a test")
@@ -196,7 +199,7 @@ def test_a_signal_ends_a_command_whose_workers_it_ended_and_the_agent_keeps_no_h
     agent.ending, before = end, signal.getsignal(signal.SIGINT)
     (tmp_path / "request.yaml").touch()
     with pytest.raises(KeyboardInterrupt):
-        run_workers(ON_CPU, ["bench", "--config", str(tmp_path / "request.yaml")])
+        run_cli_in_workers(ON_CPU, ["bench", "--config", str(tmp_path / "request.yaml")])
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -212,7 +215,7 @@ time.sleep(60)"""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "_FRONT_DOOR", tmp_path / "door.py")
     with pytest.raises(KeyboardInterrupt), interruptible():
-        run_alone([], os.environ)
+        run_cli([], os.environ)
     assert (tmp_path / "ended").exists()
 
 
@@ -239,3 +242,37 @@ def test_other_failures_beside_an_old_note_are_not(agent: Agent) -> None:
     agent.ending = failed((1, 1), (-15, 2))
     with pytest.raises(WorkersFailed):
         self_launch(asked(save_dir="run"), ON_CPU, "normal")
+
+
+def fail_on_rank_1() -> None:
+    """Rank 0 loses its peer before that peer's error is out."""
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("[127.0.0.1]:1234: Connection closed by peer")
+    time.sleep(0.5)
+    raise RequestError("--data nothing: planted", remedy="something")
+
+
+def test_the_error_of_a_called_function_is_that_of_the_rank_at_fault(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(WorkersFailed) as failed:
+        run_in_workers(ON_CPU, fail_on_rank_1)
+    assert str(failed.value) == "rank 1: --data nothing: planted\n  try: something"
+    assert failed.value.exit_code == 2
+    assert "planted" not in capfd.readouterr().err, "whoever started them says it, once"
+
+
+def test_a_worker_whose_starter_has_gone_meanwhile_does_no_work(tmp_path: Path) -> None:
+    """It would go on beside whatever is started next: loading torch takes seconds in which nobody watches."""
+    gone, work = os.getppid(), (tmp_path / "worked").touch
+    assert exit_code(lambda: launch._call_in_worker(gone, work)) == 1
+    assert not (tmp_path / "worked").exists()
+
+
+def test_a_signal_ends_the_caller_of_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: Any) -> None:
+        raise SignalException("told to stop", signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "elastic_launch", lambda config, entry: end)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_workers(ON_CPU, fail_on_rank_1)

@@ -15,7 +15,7 @@ from multigpu_cli.api.settings import MultiGPUConfig, in_python
 from multigpu_cli.checkpoint.run_folder import with_folder
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.launch import run_function
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
@@ -100,7 +100,7 @@ def run_in_processes(config: Config, choice: Choice, user_objects: UserObjects, 
             remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
             "the top of a module, no lambdas",
         ) from error
-    answers = run_function(
+    answers = run_in_workers(
         choice,
         _worker,
         config,

@@ -7,7 +7,7 @@ from typing import Any
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.launch import run_function
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.speedup import ASSUMED, Network, Work, buckets, forecast
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
@@ -55,7 +55,7 @@ def launch_distributed_training(
     """
     wanted = DeviceConfig(multi_gpu="ddp", nproc_per_node=num_gpus)
     choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=None)
-    answers = run_function(choice, function, *arguments, max_restarts=max_restarts)
+    answers = run_in_workers(choice, function, *arguments, max_restarts=max_restarts)
     return [answers[rank] for rank in sorted(answers)]
 
 

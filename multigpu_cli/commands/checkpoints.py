@@ -8,7 +8,7 @@ from multigpu_cli.checkpoint.listing import Entry, listed
 from multigpu_cli.monitor.journal import valid_json
 
 
-def examined(run: str) -> list[Entry]:
+def verify_checkpoints(run: str) -> list[Entry]:
     """All checkpoints of a run folder, verified.
 
     Raises:
@@ -17,16 +17,16 @@ def examined(run: str) -> list[Entry]:
     return listed(Path(run))
 
 
-def healthy(entries: list[Entry]) -> bool:
+def is_healthy(entries: list[Entry]) -> bool:
     """Whether a run could go on, and nothing in the folder is damaged."""
     return any(entry.resumes for entry in entries) and all(entry.state != "damaged" for entry in entries)
 
 
-def show(run: str, entries: list[Entry], *, as_json: bool) -> None:
+def print_checkpoints(run: str, entries: list[Entry], *, as_json: bool) -> None:
     """Print one line each."""
     if as_json:
-        found = {"run": run, "healthy": healthy(entries), "checkpoints": [asdict(entry) for entry in entries]}
-        print(valid_json(found, indent=2))
+        content = {"run": run, "healthy": is_healthy(entries), "checkpoints": [asdict(entry) for entry in entries]}
+        print(valid_json(content, indent=2))
         return
     width = max((len(entry.name) for entry in entries), default=0)
     now = time.time()
@@ -35,18 +35,17 @@ def show(run: str, entries: list[Entry], *, as_json: bool) -> None:
         verdict = (
             "whole, a run goes on from here" if entry.resumes else ": ".join(filter(None, (entry.state, entry.reason)))
         )
-        print(
-            f"{entry.name:<{width}}  {_size(entry.bytes):>9}  {_age(now - entry.written):>12}  {workers:<10}  {verdict}"
-        )
+        size, age = _format_size(entry.bytes), _format_age(now - entry.written)
+        print(f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}")
     if not any(entry.resumes for entry in entries):
         print(f"{run} has no checkpoint that a run could go on from")
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
             count = int(seconds / length)

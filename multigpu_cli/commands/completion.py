@@ -19,42 +19,45 @@ Offer = Callable[[str], list[str]]
 """From incomplete (Typer knows the parameter by this name) to what could stand there."""
 
 
-def of(key: str, metavar: str) -> Offer | None:
+def offer_for(key: str, metavar: str) -> Offer | None:
     """What an option offers; None leaves it to the shell, which offers files.
 
     Args:
         metavar: how help shows the value; the words in auto|on|off are offered.
     """
     offers: dict[str, Offer] = {
-        "data": _among([*DATASETS, *ENVIRONMENTS]),
-        "model": _among(MODELS),
-        "task": _among(TASKS),
-        "config": lambda incomplete: _among(available())(incomplete),  # late: reads folders
-        "set": _among(f"{key}=" for key in SETTINGS),
-        "save_dir": run_folders,
-        "resume": lambda incomplete: [*_among(("auto", "never"))(incomplete), *run_folders(incomplete)],
+        "data": _complete_from([*DATASETS, *ENVIRONMENTS]),
+        "model": _complete_from(MODELS),
+        "task": _complete_from(TASKS),
+        "config": lambda incomplete: _complete_from(available())(incomplete),  # late: reads folders
+        "set": _complete_from(f"{key}=" for key in SETTINGS),
+        "save_dir": complete_run_folders,
+        "resume": lambda incomplete: [
+            *_complete_from(("auto", "never"))(incomplete),
+            *complete_run_folders(incomplete),
+        ],
     }
-    words = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
-    return offers.get(key) or (_among(words) if words else None)
+    choices = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
+    return offers.get(key) or (_complete_from(choices) if choices else None)
 
 
 def run_argument(metavar: str, help: str) -> Any:
     """Declare the positional argument that is the folder of a run."""
-    return typer.Argument(metavar=metavar, help=help, autocompletion=run_folders)
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_run_folders)
 
 
-def run_folders(incomplete: str) -> list[str]:
+def complete_run_folders(incomplete: str) -> list[str]:
     """The folders of runs beside what stands there, a floor below, or where runs go by default."""
     head, slash, name = incomplete.rpartition("/")
     place, begun = Path(head + slash or "."), glob.escape(name)
     patterns = [f"{begun}*/journal.jsonl", f"{begun}*/*/journal.jsonl"]
     if not slash and "checkpoints".startswith(name):
         patterns.append("checkpoints/*/*/journal.jsonl")
-    found = {file.parent.relative_to(place) for pattern in patterns for file in place.glob(pattern)}
-    return sorted(f"{head}{slash}{folder}" for folder in found)
+    folders = {file.parent.relative_to(place) for pattern in patterns for file in place.glob(pattern)}
+    return sorted(f"{head}{slash}{folder}" for folder in folders)
 
 
-def _among(words: Iterable[str]) -> Offer:
+def _complete_from(words: Iterable[str]) -> Offer:
     known = sorted(words)
 
     def offered(incomplete: str) -> list[str]:

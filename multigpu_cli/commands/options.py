@@ -1,7 +1,8 @@
 """The settings as command-line options: one table for training and for every command that needs a configuration."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -25,8 +26,17 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
     ("version", bool, "", "print the version and stop"),
 )
 
+_INFERENCE: dict[str, Any] = {
+    "data": Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")],
+    "data_dir": Annotated[str | None, typer.Option(metavar="DIR", help="where the data is now")],
+    "set": Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of the data: data.args.…")],
+    "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")],
+    "batch_size": Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: twice the run's)")],
+    "nproc_per_node": Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")],
+}
 
-class _AsWritten:
+
+class _RawText:
     """Stands in for Typer's own reading of values: ours are text, and kinds.py reads them for every source alike."""
 
     def coerce(self, value: Any, **_: Any) -> Any:
@@ -38,7 +48,11 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse without Typer's reading of values."""
-        return super().parse_args(_unread(self, ctx), args)
+        return super().parse_args(_skip_typer_reading(self, ctx), args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Hand the call back, for the front door to make: inside click, Ctrl-C and a broken pipe end in click's way."""
+        return partial(super().invoke, ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one section a panel, in the order of the table."""
@@ -59,7 +73,7 @@ class Group(TyperGroup):
                 f"{wish.pop()}: shells complete the installed program only",
                 remedy="pip install . and then multigpu --install-completion",
             )
-        return super().parse_args(_unread(self, ctx), args)
+        return super().parse_args(_skip_typer_reading(self, ctx), args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one section a panel, then the sub-commands."""
@@ -82,41 +96,48 @@ class Group(TyperGroup):
 
 
 def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a Typer command all train options; it receives them as keywords, absent ones as None, False or empty.
+    """Give a Typer command all train options; it receives them as keywords, absent ones as None, False or empty."""
+    extra = [_build_option(name, kind, metavar, help, _CALL) for name, kind, metavar, help in _EXTRA]
+    return _with_options(command, [*extra, *(_build_setting_option(each) for each in SETTINGS.values() if each.flag)])
 
-    Its own keyword-only parameters stay, and are listed first.
-    """
-    own = [p for p in inspect.signature(command).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    extra = [_option(name, kind, metavar, help, _CALL) for name, kind, metavar, help in _EXTRA]
-    settings = [_of(setting) for setting in SETTINGS.values() if setting.flag]
-    command.__signature__ = inspect.Signature([context, *own, *extra, *settings])  # type: ignore[attr-defined]
+
+def with_inference_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a Typer command the options of a pass over a dataset; it receives them as keywords, absent ones as None."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(name, keyword, default=None, annotation=each) for name, each in _INFERENCE.items()]
+    return _with_options(command, more)
+
+
+def _with_options(command: Callable[..., Any], more: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """In the place of **values; the command's own parameters stay, and are listed first."""
+    own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
     return command
 
 
-def written(values: Mapping[str, Any]) -> list[str]:
+def list_given_flags(values: Mapping[str, Any]) -> list[str]:
     """The flags that stand on the command line."""
     return ["--" + key.replace("_", "-") for key, value in values.items() if value not in (None, False, [])]
 
 
-def without_idle(command: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def reject_idle_flags(command: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of a command that takes those of a training, but can do nothing with some of them."""
     idle = {name: values[name] for name in ("dry_run", "print_config", "quiet", "verbose", "version")}
-    if flags := written(idle):
-        raise RequestError(f"{command} {flags[0]}: there is no such thing", remedy=f"{command} without {flags[0]}")
+    if flags := list_given_flags(idle):
+        raise RequestError(f"{command} does not accept {flags[0]}", remedy=f"{command} without {flags[0]}")
     return values
 
 
-def _of(setting: Setting) -> inspect.Parameter:
+def _build_setting_option(setting: Setting) -> inspect.Parameter:
     kind: Any = bool if setting.default is False else list[str] if setting.default == () else str
-    default = "" if setting.default in (None, False, ()) else f" [default: {_plain(setting.default)}]"
-    return _option(setting.key, kind, setting.kind.metavar, setting.help + default, setting.panel)
+    default = "" if setting.default in (None, False, ()) else f" [default: {_format_default(setting.default)}]"
+    return _build_option(setting.key, kind, setting.kind.metavar, setting.help + default, setting.panel)
 
 
-def _unread(command: Any, ctx: Any) -> Any:
+def _skip_typer_reading(command: Any, ctx: Any) -> Any:
     """Typer 0.29 would load pydantic to read values: 0.1 s of CPU a call. (Other versions know no such name.)"""
     for option in command.get_params(ctx):
-        option._runtime_param = _AsWritten()
+        option._runtime_param = _RawText()
     return ctx
 
 
@@ -130,11 +151,11 @@ def _write_panels(command: Any, ctx: Any, formatter: Any) -> None:
             formatter.write_dl(records)
 
 
-def _plain(value: Any) -> str:
+def _format_default(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspect.Parameter:
+def _build_option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     option = typer.Option(
         flag,
@@ -142,7 +163,7 @@ def _option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspec
         help=help,
         rich_help_panel=panel,
         show_default=False,
-        autocompletion=completion.of(name, metavar),
+        autocompletion=completion.offer_for(name, metavar),
     )
     default = False if kind is bool else None
     annotation = bool if kind is bool else kind | None

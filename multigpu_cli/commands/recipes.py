@@ -14,12 +14,12 @@ class Recipe(NamedTuple):
     path: str
 
 
-def listed() -> list[Recipe]:
+def list_recipes() -> list[Recipe]:
     """All recipes, by name."""
     return [Recipe(name, description(path), str(path)) for name, path in sorted(available().items())]
 
 
-def show(recipes: list[Recipe], *, as_json: bool) -> None:
+def print_recipes(recipes: list[Recipe], *, as_json: bool) -> None:
     """Print them as JSON or one a line."""
     if as_json:
         print(json.dumps([recipe._asdict() for recipe in recipes], indent=2))

@@ -59,13 +59,13 @@ class Status:
     alarms: list[str] = field(default_factory=list)
 
 
-def chosen(names: Sequence[str]) -> list[Path]:
+def find_runs(names: Sequence[str]) -> list[Path]:
     """The run folders that these names stand for; without names, those under checkpoints/.
 
     Raises:
         RequestError: no run there.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for name in names or [HOME]:
         here = runs_under(Path(name))
         if not here:
@@ -73,17 +73,17 @@ def chosen(names: Sequence[str]) -> list[Path]:
                 f"{name}: no run there, that is no journal.jsonl in it or up to two levels below",
                 remedy="the --save-dir of a run, or a folder of runs",
             )
-        found += [run for run in here if run not in found]
-    return found
+        runs += [run for run in here if run not in runs]
+    return runs
 
 
-def status_of(run: Path, now: float) -> Status:
+def read_status(run: Path, now: float) -> Status:
     """What the journal of a run says at time `now` (Unix seconds)."""
     history = history_of(run)
     begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
     attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
     plan, last = history.plan, history.last_train or {}
-    state = _state(run, history, attempt)
+    state = _judge_state(run, history, attempt)
     silent = max(0.0, now - attempt.last)
     saved = history.checkpoints[-1] if history.checkpoints else {}
     back = history.recoveries[-1] if history.recoveries else {}
@@ -98,43 +98,43 @@ def status_of(run: Path, now: float) -> Status:
         step=history.step,
         total_steps=plan.get("total_steps"),
         epoch=last.get("epoch"),
-        loss=_float(last.get("mean_loss")),
+        loss=_parse_float(last.get("mean_loss")),
         val={name: value for name, value in evals.get("val", {}).items() if name in ("loss", "accuracy", "reward")},
-        samples_per_second=_float(last.get("samples_per_second")),
-        eta_seconds=_eta(history, attempt, now) if state in _RUNNING else None,
+        samples_per_second=_parse_float(last.get("samples_per_second")),
+        eta_seconds=_estimate_eta(history, attempt, now) if state in _RUNNING else None,
         checkpoint_step=saved.get("step"),
         checkpoint_age=max(0.0, now - saved["time"]) if saved else None,
         silent_seconds=silent,
         attempts=len(history.attempts),
         recovery_seconds=back.get("seconds"),
         lost_steps=back.get("lost_steps"),
-        alarms=list(_alarms(history, attempt, state, silent)),
+        alarms=list(_list_alarms(history, attempt, state, silent)),
     )
 
 
-def watch(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
+def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
     """Show the runs once, or again and again until none of them is at work."""
     while True:
-        found = [status_of(run, time.time()) for run in chosen(names)]
+        statuses = [read_status(run, time.time()) for run in find_runs(names)]
         if as_json:
-            print(valid_json([asdict(status) for status in found], indent=None if repeat else 2), flush=True)
+            print(valid_json([asdict(status) for status in statuses], indent=None if repeat else 2), flush=True)
         else:
-            text = printable("\n".join(lines(found)))
+            text = make_printable("\n".join(format_statuses(statuses)))
             print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
-        if not repeat or not any(status.state in _RUNNING for status in found):
+        if not repeat or not any(status.state in _RUNNING for status in statuses):
             return
         time.sleep(_REFRESH)
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Text without control characters: a journal may come from somebody else, and a terminal would obey them."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
-def lines(found: Sequence[Status]) -> Iterator[str]:
+def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
     """Two lines a run, and one more for each alarm."""
-    wide = max(len(status.run) for status in found)
-    for status in found:
+    wide = max(len(status.run) for status in statuses)
+    for status in statuses:
         total = f"/{status.total_steps:,}" if status.total_steps else ""
         parts = [f"{status.run:<{wide}}  {status.state:<9}  step {status.step:,}{total}"]
         parts += [f"epoch {status.epoch}"] if status.epoch is not None else []
@@ -158,7 +158,7 @@ def lines(found: Sequence[Status]) -> Iterator[str]:
         yield from (f"  ! {alarm}" for alarm in status.alarms)
 
 
-def _state(run: Path, history: History, attempt: Attempt) -> str:
+def _judge_state(run: Path, history: History, attempt: Attempt) -> str:
     if attempt.end:
         return str(attempt.end.get("status"))
     if is_locked(run):
@@ -167,7 +167,7 @@ def _state(run: Path, history: History, attempt: Attempt) -> str:
     return "died"
 
 
-def _eta(history: History, attempt: Attempt, now: float) -> float | None:
+def _estimate_eta(history: History, attempt: Attempt, now: float) -> float | None:
     """Seconds to the planned end, at the pace of this attempt's last lines."""
     recent = [event for _, event in sorted(history.train.items()) if event["time"] >= attempt.start["time"]][-20:]
     total = history.plan.get("total_steps")
@@ -181,7 +181,7 @@ def _eta(history: History, attempt: Attempt, now: float) -> float | None:
     return max(0.0, left)
 
 
-def _alarms(history: History, attempt: Attempt, state: str, silent: float) -> Iterator[str]:
+def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) -> Iterator[str]:
     if state in _RUNNING:
         patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
         if silent > patience:
@@ -204,6 +204,6 @@ def _alarms(history: History, attempt: Attempt, state: str, silent: float) -> It
         yield f"the loss is {loss}"
 
 
-def _float(value: Any) -> float | None:
+def _parse_float(value: Any) -> float | None:
     """A number of the journal; non-finite ones stand there as words."""
     return None if value is None else float(value)

@@ -10,12 +10,13 @@ from multigpu_cli.config.pinned import settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.journal import read, valid_json
+from multigpu_cli.monitor.history import history_of
+from multigpu_cli.monitor.journal import valid_json
 
-_RESOLVED = (  # of the plan in the `start` event: what these words of a config stand for
+_RESOLVED = (  # of the plan in the `start` event: what _SETTINGS_OF_THE_PLAN stand for
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
 )
-_WORDS_FOR_THEM = (
+_SETTINGS_OF_THE_PLAN = (
     "data model task batch_size grad_accum_steps global_batch_size drop_last lr base_lr base_batch_size lr_scaling "
     "schedule warmup_epochs amp"
 )
@@ -24,7 +25,7 @@ _TRAIN = ("loss", "grad_norm", "lr", "samples")
 _POSITION = {"event", "time", "epoch", "step", "split"}
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """Where two journals differ first.
 
     Attributes:
@@ -64,31 +65,31 @@ class Comparison:
     runs: tuple[str, str]
     same: bool
     fingerprints: tuple[str | None, str | None]
-    parting: Parting | None
+    parting: Divergence | None
     agreed_until: int
     lines: int
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
+        fields = asdict(self)
         if self.parting:
-            found["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
-        return found
+            fields["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
+        return fields
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """What a run folder says.
 
     Attributes:
-        words: the settings by key.
+        settings: by key.
         start: the last `start` event.
         lines: (step, order, what) → fields; after a resume, those of the steps that count.
         summary: summary.json, or empty.
     """
 
     folder: str
-    words: dict[str, Any]
+    settings: dict[str, Any]
     start: dict[str, Any]
     lines: dict[tuple[int, int, str], dict[str, Any]]
     summary: dict[str, Any]
@@ -98,131 +99,127 @@ class Trace:
         return self.summary.get("fingerprint") if self.summary.get("status") == "completed" else None
 
 
-def compared(run_a: str, run_b: str) -> Comparison:
+def compare_runs(run_a: str, run_b: str) -> Comparison:
     """Compare two run folders.
 
     Raises:
         RequestError: no run there, two runs that were never meant to be the same, or one that is not over and shows no
             difference so far.
     """
-    a, b = _opened(run_a), _opened(run_b)
-    if differing := list(_apart(a, b)):
+    a, b = _open_run(run_a), _open_run(run_b)
+    if differing := list(_list_setting_differences(a, b)):
         listed = "\n".join(f"    {line}" for line in differing)
         raise RequestError(
             f"{run_a} and {run_b} are runs of different settings, so nothing can be said about them:\n{listed}",
             remedy="two runs that differ in the number of workers only, or in where and how they ran",
         )
     both = [place for place in sorted(a.lines) if place in b.lines]
-    parting = next(_differences(a, b, both), None)
+    parting = next(_find_divergences(a, b, both), None)
     before = [step for step, _, _ in both if parting is None or step < parting.step]
     prints = (a.fingerprint, b.fingerprint)
     if None in prints and not parting:
-        raise _not_over(a if a.fingerprint is None else b, len(both))
+        raise _unfinished_error(a if a.fingerprint is None else b, len(both))
     same = None not in prints and prints[0] == prints[1]
-    notes = list(_notes(a, b))
+    notes = list(_list_notes(a, b))
     return Comparison((run_a, run_b), same, prints, parting, max(before, default=0), len(both), notes)
 
 
-def show(found: Comparison, *, as_json: bool) -> None:
+def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
     """Print the verdict, and where the runs part."""
     if as_json:
-        print(valid_json(found.as_dict(), indent=2))
+        print(valid_json(comparison.as_dict(), indent=2))
         return
-    print("\n".join(_lines(found)))
+    print("\n".join(_format_comparison(comparison)))
 
 
-def _lines(found: Comparison) -> Iterator[str]:
-    parting, (a, b) = found.parting, found.runs
-    if found.same:
-        yield f"same: {found.fingerprints[0]}"
-        yield f"  {_agreeing(found)}" if not parting else "  the final weights are equal, but the journals are not"
+def _format_comparison(comparison: Comparison) -> Iterator[str]:
+    parting, (a, b) = comparison.parting, comparison.runs
+    if comparison.same:
+        yield f"same: {comparison.fingerprints[0]}"
+        yield (
+            f"  {_describe_agreement(comparison)}"
+            if not parting
+            else "  the final weights are equal, but the journals are not"
+        )
     else:
-        yield "different: " + " and ".join(print or "not completed" for print in found.fingerprints)
+        yield "different: " + " and ".join(print or "not completed" for print in comparison.fingerprints)
     if parting:
-        upto = f", equal up to step {found.agreed_until}" if found.agreed_until else ""
+        upto = f", equal up to step {comparison.agreed_until}" if comparison.agreed_until else ""
         yield f"  they part at step {parting.step}{upto}: {parting.what} {parting.name}"
         wide = max(len(a), len(b))
-        yield from (f"    {run:<{wide}}  {value!r}" for run, value in zip(found.runs, parting.values, strict=True))
+        yield from (f"    {run:<{wide}}  {value!r}" for run, value in zip(comparison.runs, parting.values, strict=True))
         if parting.relative is not None:
             yield f"    relative difference {parting.relative:.2g}"
-    elif not found.same:
-        yield f"  {_agreeing(found)}: --log-interval 1 shows where"
-    yield from (f"  note: {note}" for note in found.notes)
+    elif not comparison.same:
+        yield f"  {_describe_agreement(comparison)}: --log-interval 1 shows where"
+    yield from (f"  note: {note}" for note in comparison.notes)
 
 
-def _agreeing(found: Comparison) -> str:
-    return (
-        f"all {found.lines} journal lines that both have agree" if found.lines else "no journal line of both to compare"
-    )
+def _describe_agreement(comparison: Comparison) -> str:
+    lines = comparison.lines
+    return f"all {lines} journal lines that both have agree" if lines else "no journal line of both to compare"
 
 
-def _opened(folder: str) -> Trace:
+def _open_run(folder: str) -> RunTrace:
     path = Path(folder)
     if not (path / "journal.jsonl").is_file():
         raise RequestError(f"{folder} holds no run: there is no journal.jsonl", remedy="the --save-dir of a run")
-    start: dict[str, Any] = {}
-    lines: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for entry in read(path / "journal.jsonl"):
-        match entry["event"]:
-            case "start":
-                start = entry
-                lines = lines if entry.get("resumed_from") else {}
-            case "resume":
-                lines = {place: line for place, line in lines.items() if place[0] <= entry["step"]}
-            case "train":
-                lines[entry["step"], 0, "train"] = {name: entry.get(name) for name in _TRAIN}
-            case "eval":
-                split = entry["split"]
-                fields = {name: value for name, value in entry.items() if name not in _POSITION}
-                lines[entry["step"], 1 + (split == "test"), split] = fields
-    words = settings(resolve({}, [], str(path / "config.yaml")))
-    return Trace(folder, words, start, lines, _summary(path))
+    history = history_of(path)
+    start = history.attempts[-1].start if history.attempts else {}
+    lines = {(step, 0, "train"): {name: event.get(name) for name in _TRAIN} for step, event in history.train.items()}
+    for (step, split), event in history.evals.items():
+        fields = {name: value for name, value in event.items() if name not in _POSITION}
+        lines[step, 1 + (split == "test"), split] = fields
+    config = resolve({}, [], str(path / "config.yaml"))
+    return RunTrace(folder, settings(config), start, lines, _read_summary(path))
 
 
-def _summary(path: Path) -> dict[str, Any]:
+def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((path / "summary.json").read_text())
+        summary = json.loads((path / "summary.json").read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise RequestError(f"{path / 'summary.json'} is damaged: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
-def _apart(a: Trace, b: Trace) -> Iterator[str]:
+def _list_setting_differences(a: RunTrace, b: RunTrace) -> Iterator[str]:
     """The settings that make two runs different ones, with both values."""
     plans = (a.start.get("plan", {}), b.start.get("plan", {}))
-    yield from _unequal(_RESOLVED.split(), *plans)
-    passed_over = {*_WORDS_FOR_THEM.split(), *_SHOULD_NOT_MATTER.split()}
-    words = [key for key, setting in SETTINGS.items() if not setting.free and key in a.words and key not in passed_over]
-    yield from _unequal(words, a.words, b.words)
+    yield from _list_unequal(_RESOLVED.split(), *plans)
+    passed_over = {*_SETTINGS_OF_THE_PLAN.split(), *_SHOULD_NOT_MATTER.split()}
+    keys = [
+        key for key, setting in SETTINGS.items() if not setting.free and key in a.settings and key not in passed_over
+    ]
+    yield from _list_unequal(keys, a.settings, b.settings)
 
 
-def _notes(a: Trace, b: Trace) -> Iterator[str]:
+def _list_notes(a: RunTrace, b: RunTrace) -> Iterator[str]:
     """What should not change the numbers, or only their rounding."""
-    yield from _unequal(_SHOULD_NOT_MATTER.split(), a.words, b.words)
-    yield from _unequal(["world_size", "versions", "devices"], a.start, b.start)
-    yield from _unequal(["device", "threads"], a.start.get("plan", {}), b.start.get("plan", {}))
+    yield from _list_unequal(_SHOULD_NOT_MATTER.split(), a.settings, b.settings)
+    yield from _list_unequal(["world_size", "versions", "devices"], a.start, b.start)
+    yield from _list_unequal(["device", "threads"], a.start.get("plan", {}), b.start.get("plan", {}))
     sizes = {a.start.get("world_size"), b.start.get("world_size")}
-    if len(sizes) > 1 and not (a.words["exact"] and b.words["exact"]):
+    if len(sizes) > 1 and not (a.settings["exact"] and b.settings["exact"]):
         yield "without --exact, another number of workers adds up in another order: equal to rounding only"
 
 
-def _unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+def _list_unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     for name in names:
         if one.get(name) != other.get(name):
             yield f"{name}: {one.get(name)} and {other.get(name)}"
 
 
-def _differences(a: Trace, b: Trace, places: list[tuple[int, int, str]]) -> Iterator[Parting]:
+def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str]]) -> Iterator[Divergence]:
     for place in places:
         one, other = a.lines[place], b.lines[place]
         for name in sorted(one.keys() | other.keys()) if place[1] else _TRAIN:
             if one.get(name) != other.get(name):
-                yield Parting(place[0], place[2], name, (one.get(name), other.get(name)))
+                yield Divergence(place[0], place[2], name, (one.get(name), other.get(name)))
 
 
-def _not_over(run: Trace, lines: int) -> RequestError:
+def _unfinished_error(run: RunTrace, lines: int) -> RequestError:
     status = run.summary.get("status", "not over")
     agree = f"its {lines} journal lines agree with the other's" if lines else "it has no journal line to compare"
     return RequestError(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.completion import of, run_folders
+from multigpu_cli.commands.completion import complete_run_folders, offer_for
 
 PROGRAM = """
 import sys
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(shell: str, line: str) -> str:
+def completions(shell: str, line: str) -> str:
     """The answer to a shell in which somebody has typed the line."""
     words = line.split(" ")
     environ = {
@@ -64,14 +64,17 @@ def test_a_script_is_not_completed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_names_are_offered_to_every_shell(shell: str, folder: Path) -> None:
-    told = asked(shell, "multigpu --data fa")
+    told = completions(shell, "multigpu --data fa")
     assert "fashion-mnist" in told
     assert "digits" not in told
 
 
 def test_sub_commands_and_their_runs_are_offered(folder: Path) -> None:
-    assert asked("bash", "multigpu sta").split() == ["status"]
-    assert asked("bash", "multigpu status ").split() == ["checkpoints/digits/20260101-000000-abcd", "mine"]
+    assert completions("bash", "multigpu sta").split() == ["status"]
+    assert completions("bash", "multigpu status ").split() == [
+        "checkpoints/digits/20260101-000000-abcd",
+        "mine",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,18 +91,18 @@ def test_sub_commands_and_their_runs_are_offered(folder: Path) -> None:
     ],
 )
 def test_each_option_offers_what_it_takes(key: str, metavar: str, start: str, offered: list[str], folder: Path) -> None:
-    offer = of(key, metavar)
+    offer = offer_for(key, metavar)
     assert offer is not None
     assert offer(start) == offered
 
 
 def test_files_are_left_to_the_shell() -> None:
-    assert of("data_dir", "PATH") is None
-    assert of("lr", "X") is None
+    assert offer_for("data_dir", "PATH") is None
+    assert offer_for("lr", "X") is None
 
 
 def test_run_folders_keep_the_way_they_are_written(folder: Path) -> None:
-    assert run_folders("checkpoints/") == ["checkpoints/digits/20260101-000000-abcd"]
-    assert run_folders("./m") == ["./mine"]
-    assert run_folders(f"{folder}/m") == [f"{folder}/mine"]
-    assert run_folders("nowhere/x") == []
+    assert complete_run_folders("checkpoints/") == ["checkpoints/digits/20260101-000000-abcd"]
+    assert complete_run_folders("./m") == ["./mine"]
+    assert complete_run_folders(f"{folder}/m") == [f"{folder}/mine"]
+    assert complete_run_folders("nowhere/x") == []

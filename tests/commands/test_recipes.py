@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.commands.recipes import listed, show
+from multigpu_cli.commands.recipes import list_recipes, print_recipes
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +17,20 @@ def _two_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recipes_are_listed_with_the_comment_they_begin_with() -> None:
-    found = {recipe.name: recipe.description for recipe in listed()}
+    found = {recipe.name: recipe.description for recipe in list_recipes()}
     assert (found["a"], found["long_name"]) == ("Trains a, quickly.", "")
 
 
 def test_they_are_shown_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show([recipe for recipe in listed() if recipe.name in ("a", "long_name")], as_json=False)
+    print_recipes([recipe for recipe in list_recipes() if recipe.name in ("a", "long_name")], as_json=False)
     assert capsys.readouterr().out == "a          Trains a, quickly.\nlong_name  \n"
 
 
 def test_they_are_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    show(listed(), as_json=True)
+    print_recipes(list_recipes(), as_json=True)
     assert {"a", "long_name"} <= {recipe["name"] for recipe in json.loads(capsys.readouterr().out)}
 
 
 def test_none_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    show([], as_json=False)
+    print_recipes([], as_json=False)
     assert "./configs" in capsys.readouterr().out

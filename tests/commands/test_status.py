@@ -11,7 +11,7 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.lock import owned
-from multigpu_cli.commands.status import chosen, lines, status_of, watch
+from multigpu_cli.commands.status import find_runs, format_statuses, read_status, watch_runs
 from multigpu_cli.errors import RequestError
 
 PLAN = {"total_steps": 100, "strategy": "ddp", "workers": 2, "device": "cpu"}
@@ -43,11 +43,11 @@ def test_a_run_at_work(tmp_path: Path) -> None:
         line(1032, "checkpoint", step=20),
     ]
     with owned(run(tmp_path / "a", events)):
-        found = status_of(tmp_path / "a", now=1040)
+        found = read_status(tmp_path / "a", now=1040)
     assert (found.state, found.step, found.total_steps, found.alarms) == ("running", 20, 100, [])
     assert found.eta_seconds == 80 * 2 - 10  # 80 steps at the pace between the two lines, ten seconds of which are over
     assert (found.checkpoint_step, found.checkpoint_age, found.silent_seconds) == (20, 8, 8)
-    assert "\n".join(lines([found])).splitlines() == [
+    assert "\n".join(format_statuses([found])).splitlines() == [
         f"{tmp_path}/a  running    step 20/100  epoch 1  loss 1.5  val loss 1.4  val accuracy 0.5  640 samples/s"
         "  2 min 30 s left",
         "  ddp, 2 workers, cpu on node7; checkpoint of step 20, 8 s ago; last line 8 s ago",
@@ -56,23 +56,23 @@ def test_a_run_at_work(tmp_path: Path) -> None:
 
 def test_silence_is_an_alarm_when_it_is_longer_than_usual(tmp_path: Path) -> None:
     with owned(run(tmp_path / "a", BEGUN)):
-        assert status_of(tmp_path / "a", now=1089).alarms == []
-        (alarm,) = status_of(tmp_path / "a", now=1091).alarms
+        assert read_status(tmp_path / "a", now=1089).alarms == []
+        (alarm,) = read_status(tmp_path / "a", now=1091).alarms
         assert alarm == "stalled: nothing written for 1 min 1 s; until now the longest silence was 20 s"
     with owned(run(tmp_path / "b", [*BEGUN, train(1130, 30)])):
-        assert status_of(tmp_path / "b", now=1130 + 299).alarms == [], "it was silent for 100 s before"
-        assert len(status_of(tmp_path / "b", now=1130 + 301).alarms) == 1
+        assert read_status(tmp_path / "b", now=1130 + 299).alarms == [], "it was silent for 100 s before"
+        assert len(read_status(tmp_path / "b", now=1130 + 301).alarms) == 1
     with owned(run(tmp_path / "c", BEGUN[:1])):
-        found = status_of(tmp_path / "c", now=1590)
+        found = read_status(tmp_path / "c", now=1590)
         assert (found.state, found.alarms, found.eta_seconds) == ("starting", [], None)
-        assert "stalled" in status_of(tmp_path / "c", now=1601).alarms[0]
+        assert "stalled" in read_status(tmp_path / "c", now=1601).alarms[0]
 
 
 def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
-    found = status_of(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)]), now=9999)
+    found = read_status(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)]), now=9999)
     assert (found.state, found.eta_seconds, len(found.alarms)) == ("died", None, 1)
     assert "goes on from step 15" in found.alarms[0]
-    assert "starts anew" in status_of(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
+    assert "starts anew" in read_status(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
 
 
 def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
         train(1034, 30, loss="NaN"),
         line(1035, "end", status="failed", step=30),
     ]
-    found = status_of(run(tmp_path / "a", events), now=1040)
+    found = read_status(run(tmp_path / "a", events), now=1040)
     assert found.state == "failed"
     assert found.alarms == [
         "failed: summary.json says why",
@@ -97,7 +97,7 @@ def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
 def test_after_a_restart_the_pace_is_that_of_the_new_attempt(tmp_path: Path) -> None:
     again = [line(5000, "start", plan=PLAN, resumed_from="x"), line(5000, "resume", step=20), train(5001, 30)]
     with owned(run(tmp_path / "a", [*BEGUN, *again])):
-        found = status_of(tmp_path / "a", now=5001)
+        found = read_status(tmp_path / "a", now=5001)
     assert (found.attempts, found.step) == (2, 30)
     assert found.eta_seconds == pytest.approx(70 * 0.01)
 
@@ -105,17 +105,17 @@ def test_after_a_restart_the_pace_is_that_of_the_new_attempt(tmp_path: Path) -> 
 def test_what_a_restart_has_cost_is_said(tmp_path: Path) -> None:
     again = [line(1100, "start", plan=PLAN, resumed_from="x"), line(1100, "resume", step=15), train(1111, 30)]
     cost = line(1105, "recovery", step=16, seconds=75.0, lost_steps=5, cause="rank 1 was killed by SIGKILL")
-    found = status_of(run(tmp_path / "a", [*BEGUN, *again, cost]), now=1112)
+    found = read_status(run(tmp_path / "a", [*BEGUN, *again, cost]), now=1112)
     assert (found.recovery_seconds, found.lost_steps) == (75, 5)
-    assert "; attempt 2, at work again after 1 min 15 s and 5 steps done twice" in "\n".join(lines([found]))
+    assert "; attempt 2, at work again after 1 min 15 s and 5 steps done twice" in "\n".join(format_statuses([found]))
 
 
 def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError, match="checkpoints: no run there"):
-        chosen([])
+        find_runs([])
     run(tmp_path / "checkpoints/digits/one", BEGUN)
-    assert chosen([]) == chosen(["checkpoints", "checkpoints/digits/one"]) == [Path("checkpoints/digits/one")]
+    assert find_runs([]) == find_runs(["checkpoints", "checkpoints/digits/one"]) == [Path("checkpoints/digits/one")]
 
 
 def test_watching_ends_with_the_last_run(
@@ -129,15 +129,15 @@ def test_watching_ends_with_the_last_run(
                 journal.write("\n" + json.dumps(line(time.time(), "end", status="completed", step=100)) + "\n")
 
         monkeypatch.setattr(time, "sleep", let_it_end)
-        watch([str(folder)], as_json=True, repeat=True)
+        watch_runs([str(folder)], as_json=True, repeat=True)
     states = [json.loads(said)[0]["state"] for said in capsys.readouterr().out.splitlines()]
     assert states == ["running", "completed"]
-    watch([str(folder)], as_json=False, repeat=True)
+    watch_runs([str(folder)], as_json=False, repeat=True)
     assert "\x1b" not in capsys.readouterr().out, "only a terminal is painted"
 
 
 def test_a_journal_without_a_line_is_told(tmp_path: Path) -> None:
-    said = "\n".join(lines([status_of(run(tmp_path / "a", []), time.time())]))
+    said = "\n".join(format_statuses([read_status(run(tmp_path / "a", []), time.time())]))
     assert "nothing known yet; no checkpoint yet" in said
     assert "None" not in said
 
@@ -146,7 +146,7 @@ def test_what_a_journal_says_gives_no_orders_to_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     title = line(1040, "fault", kind="x", action="\x1b]0;owned\x07 two\nlines", step=20)
-    watch([str(run(tmp_path / "a", [*BEGUN, title]))], as_json=False, repeat=False)
+    watch_runs([str(run(tmp_path / "a", [*BEGUN, title]))], as_json=False, repeat=False)
     shown = capsys.readouterr().out
     assert "\ufffd]0;owned\ufffd two\nlines" in shown
     assert "\x1b" not in shown

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.verify import compared, show
+from multigpu_cli.commands.verify import compare_runs, print_comparison
 from multigpu_cli.config.pinned import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import dump
@@ -54,10 +54,10 @@ def run(
 
 
 def test_equal_fingerprints_are_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, first=start(workers=4), exact=True))
+    found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, first=start(workers=4), exact=True))
     assert (found.same, found.parting, found.lines) == (True, None, 4)
     assert found.notes[:2] == ["exact: False and True", "world_size: 1 and 4"]
-    show(found, as_json=False)
+    print_comparison(found, as_json=False)
     assert capsys.readouterr().out.startswith(f"same: {'a' * 64}\n  all 4 journal lines that both have agree\n")
 
 
@@ -74,7 +74,7 @@ def test_equal_fingerprints_are_the_same_run(tmp_path: Path, capsys: pytest.Capt
 def test_the_first_step_at_which_they_part_is_named(tmp_path: Path, changed: Line, place: tuple[Any, ...]) -> None:
     altered = [changed if (line["event"], line["step"]) == (changed["event"], 4) else line for line in LINES]
     altered[-1] = train(6, 0.5)
-    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", altered, fingerprint="b" * 64))
+    found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", altered, fingerprint="b" * 64))
     assert not found.same
     assert found.parting is not None
     assert tuple(found.parting) == place
@@ -82,13 +82,13 @@ def test_the_first_step_at_which_they_part_is_named(tmp_path: Path, changed: Lin
 
 
 def test_both_values_and_their_distance_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(2, 2.5)], fingerprint="b" * 64))
-    show(found, as_json=False)
+    found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(2, 2.5)], fingerprint="b" * 64))
+    print_comparison(found, as_json=False)
     out = capsys.readouterr().out
     assert "they part at step 2: train loss\n" in out
     assert f"{tmp_path}/a  2.0\n" in out
     assert f"{tmp_path}/b  2.5\n    relative difference 0.2\n" in out
-    show(found, as_json=True)
+    print_comparison(found, as_json=True)
     parting = json.loads(capsys.readouterr().out)["parting"]
     assert parting == {"step": 2, "what": "train", "name": "loss", "values": [2.0, 2.5], "relative": 0.2}
 
@@ -96,21 +96,21 @@ def test_both_values_and_their_distance_are_shown(tmp_path: Path, capsys: pytest
 def test_after_a_resume_only_the_steps_that_count_are_compared(tmp_path: Path) -> None:
     again = [{"event": "resume", "step": 2, "from_world_size": 2, "world_size": 1}, train(4, 1.5), evaluated(4, 1.4)]
     lost = [train(2, 2.0), train(3, 9.0), train(4, 9.0), start("…"), *again, train(6, 1.0)]
-    assert compared(run(tmp_path / "a", LINES), run(tmp_path / "b", lost)).parting is None
+    assert compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", lost)).parting is None
     from_scratch = [train(2, 9.0), train(6, 9.0), start(None), *LINES]
-    assert compared(run(tmp_path / "c", from_scratch), str(tmp_path / "a")).parting is None
+    assert compare_runs(run(tmp_path / "c", from_scratch), str(tmp_path / "a")).parting is None
 
 
 def test_only_steps_that_both_wrote_are_compared(tmp_path: Path) -> None:
-    found = compared(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(3, 1.7), train(6, 1.0)]))
+    found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(3, 1.7), train(6, 1.0)]))
     assert (found.parting, found.lines, found.agreed_until) == (None, 1, 6)
 
 
 def test_equal_journals_with_other_weights_ask_for_more_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show(
-        compared(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, fingerprint="b" * 64)),
+    print_comparison(
+        compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, fingerprint="b" * 64)),
         as_json=False,
     )
     assert "all 4 journal lines that both have agree: --log-interval 1 shows where" in capsys.readouterr().out
@@ -133,27 +133,27 @@ def test_runs_of_other_settings_are_not_compared(
 ) -> None:
     other = run(tmp_path / "b", LINES, first=start(**plan), **settings)
     with pytest.raises(RequestError) as refused:
-        compared(run(tmp_path / "a", LINES), other)
+        compare_runs(run(tmp_path / "a", LINES), other)
     assert said in refused.value.problem.splitlines()[1]
     assert len(refused.value.problem.splitlines()) == 2
 
 
 def test_the_same_batch_in_other_words_is_compared(tmp_path: Path) -> None:
     other = run(tmp_path / "b", LINES, global_batch_size=64, log_interval=2, num_workers=3, compile="default")
-    assert compared(run(tmp_path / "a", LINES, grad_accum_steps=2), other).same
+    assert compare_runs(run(tmp_path / "a", LINES, grad_accum_steps=2), other).same
 
 
 def test_a_run_that_is_not_over_can_only_be_told_to_be_different(tmp_path: Path) -> None:
     unfinished = run(tmp_path / "b", LINES[:1], fingerprint=None)
     with pytest.raises(RequestError, match="is stopped; so far its 1 journal lines agree"):
-        compared(run(tmp_path / "a", LINES), unfinished)
+        compare_runs(run(tmp_path / "a", LINES), unfinished)
     other = run(tmp_path / "c", [train(2, 7.0)], fingerprint=None)
-    assert not compared(str(tmp_path / "a"), other).same
+    assert not compare_runs(str(tmp_path / "a"), other).same
 
 
 def test_a_folder_without_a_run_is_a_wrong_request(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"holds no run: there is no journal\.jsonl"):
-        compared(str(tmp_path), str(tmp_path))
+        compare_runs(str(tmp_path), str(tmp_path))
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

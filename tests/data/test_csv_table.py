@@ -15,7 +15,7 @@ from tests.trained import trained
 HEAD = "id,size,colour,price,kind"
 
 
-def written(folder: Path, count: int = 200, name: str = "table.csv", seed: int = 0) -> Path:
+def list_given_flags(folder: Path, count: int = 200, name: str = "table.csv", seed: int = 0) -> Path:
     """A table with gaps in numbers and categories; kind follows from size and colour, price from size."""
     draws, lines = random.Random(seed), [HEAD]
     for at in range(count):
@@ -40,7 +40,7 @@ def tensors(split: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
-    source = opened(written(tmp_path), target="kind", ignore=["id", "price"])
+    source = opened(list_given_flags(tmp_path), target="kind", ignore=["id", "price"])
     inputs, targets = tensors(source.train)
     assert [len(part) for part in (source.train, source.val, source.test)] == [160, 20, 20]  # type: ignore[arg-type]
     assert (source.class_names, source.num_classes, source.task) == (("big", "small"), 2, "classification")
@@ -52,7 +52,7 @@ def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
 
 
 def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None:
-    source = opened(written(tmp_path), target="kind", ignore=["id"])
+    source = opened(list_given_flags(tmp_path), target="kind", ignore=["id"])
     train, test = tensors(source.train)[0][:, :2], tensors(source.test)[0][:, :2]
     assert train.double().mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)
     assert train.double().std(0, correction=0).tolist() == pytest.approx([1, 1], rel=1e-5)
@@ -69,7 +69,7 @@ def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None
 
 
 def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
-    written(tmp_path)
+    list_given_flags(tmp_path)
     price = opened(tmp_path, target="price", ignore="id")
     assert (price.task, price.num_classes, price.model) == ("regression", 0, "mlp")
     mean, deviation = price.target_scale or (0, 0)
@@ -83,7 +83,12 @@ def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("target", "best"), [("kind", "test_accuracy"), ("price", "test_mae")])
 def test_it_trains_by_flags_alone(tmp_path: Path, target: str, best: str) -> None:
-    flags = {"data": "csv", "data_dir": str(written(tmp_path)), "save_dir": str(tmp_path / "run"), "num_workers": 0}
+    flags = {
+        "data": "csv",
+        "data_dir": str(list_given_flags(tmp_path)),
+        "save_dir": str(tmp_path / "run"),
+        "num_workers": 0,
+    }
     sets = [f"data.target={target}", f"data.ignore=[id{', price' if target == 'kind' else ', kind'}]"]
     ended = trained(2, **flags, sets=[*sets, "model.args.dropout=0"], epochs=30, base_lr="1e-2")
     assert not ended.error
@@ -109,7 +114,7 @@ def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
 def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
         opened(None)
-    written(tmp_path)
+    list_given_flags(tmp_path)
     with pytest.raises(RequestError, match="which column is the target") as refused:
         opened(tmp_path)
     assert "--set data.target=kind" in refused.value.remedy

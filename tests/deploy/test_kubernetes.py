@@ -9,7 +9,7 @@ import typer
 import yaml
 
 import main_multi_gpu
-from multigpu_cli.commands.request import requested
+from multigpu_cli.commands.requests import build_config
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes.yaml"
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGT]i|m)?")
@@ -160,6 +160,6 @@ def test_its_command_passes_torchruns_parser_and_our_door() -> None:
     given = get_args_parser().parse_args(container["args"])
     assert (given.module, given.training_script) == (True, "main_multi_gpu")
     context = typer.main.get_group(main_multi_gpu.app).make_context("multigpu", given.training_script_args)
-    config = requested(context.params, {})
+    config = build_config(context.params, {})
     assert config.checkpoint.save_dir == "/runs/digits"
     assert config.batch.global_size == 256, "the curve does not depend on how many nodes there are"

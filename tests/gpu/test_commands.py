@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.commands import bench_data, plan_measure
-from multigpu_cli.commands.doctor_model import fitting
-from multigpu_cli.commands.doctor_wire import to_device
+from multigpu_cli.commands.bench import loading
+from multigpu_cli.commands.doctor.allreduce import check_host_to_device
+from multigpu_cli.commands.doctor.model import check_model
+from multigpu_cli.commands.plan import measure
 from multigpu_cli.config.sources import resolve
 from tests.gpu.simulated.gpus import alone, front_door
 from tests.gpu.simulated.install import Simulated
@@ -49,7 +50,7 @@ def test_doctor_says_that_a_gpu_is_full() -> None:
     """Others may have all of its memory: that is why somebody asks the doctor."""
 
     def work(sim: Simulated) -> list[tuple[str, str]]:
-        found = [to_device(torch.device("cuda", number)) for number in range(2)]
+        found = [check_host_to_device(torch.device("cuda", number)) for number in range(2)]
         return [(each.name, each.evidence) for each in found if "memory is full" in each.evidence]
 
     told = alone(work, Machine((Gpu(), Gpu(memory=200 * MIB))))
@@ -64,7 +65,7 @@ def test_doctor_says_what_a_micro_batch_takes() -> None:
     def work(sim: Simulated) -> list[dict[str, str]]:
         sizes = ("64", "256")
         return [
-            {each.name: each.evidence for each in fitting(resolve(flags | {"batch_size": size}, sets, None))}
+            {each.name: each.evidence for each in check_model(resolve(flags | {"batch_size": size}, sets, None))}
             for size in sizes
         ]
 
@@ -78,7 +79,7 @@ def test_doctor_says_what_a_micro_batch_takes() -> None:
 
 def test_plan_rests_on_the_gpu_and_knows_what_its_memory_takes(capsys: pytest.CaptureFixture[str]) -> None:
     def work(sim: Simulated) -> list[tuple[int, str]]:
-        plan_measure._SECONDS = 0
+        measure._SECONDS = 0
         words = ["plan", "--workers", "1,2", "--interconnect", "pcie4", "--model", "mlp"]
         return [(main_multi_gpu.run([*words, *more]), capsys.readouterr().out) for more in (["--json"], [])]
 
@@ -98,12 +99,12 @@ def test_bench_measures_the_loading_onto_a_gpu() -> None:
 
     def work(sim: Simulated) -> tuple[list[float], set[str]]:
         with sim.record.watching() as events:
-            rates = bench_data.loading(config, 1).rates[0]
+            rates = loading.measure_loading(config, 1).rates[0]
         return rates, {event.place.split(":")[0] for event in events if event.kind == "sync"}
 
     (rate,), waits = alone(work, Machine.of(1))
     assert rate > 0
-    assert "multigpu_cli/commands/bench_data.py" in waits
+    assert "multigpu_cli/commands/bench/loading.py" in waits
 
 
 @pytest.mark.slow

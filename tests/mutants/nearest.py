@@ -14,8 +14,13 @@ from tests.mutants.results import add_line, read_lines
 
 _RUNS = ("tests/run/", "tests/api/", "tests/gpu/simulated/", "tests/test_engine.py")
 _NEAR = {
-    "planning": ("tests/planning/", "tests/commands/test_plan.py", *_RUNS),
-    "checkpoint": ("tests/checkpoint/", "tests/commands/test_checkpoints.py", "tests/commands/test_export.py", *_RUNS),
+    "planning": ("tests/planning/", "tests/commands/plan/test_plan.py", *_RUNS),
+    "checkpoint": (
+        "tests/checkpoint/",
+        "tests/commands/test_checkpoints.py",
+        "tests/commands/inference/test_export.py",
+        *_RUNS,
+    ),
     "strategies": ("tests/strategies/", "tests/together/test_exact.py", "tests/together/test_gradients.py", *_RUNS),
     "run": (
         "tests/monitor/",

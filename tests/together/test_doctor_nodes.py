@@ -20,7 +20,7 @@ def three(tmp_path: Path) -> Iterator[list[Host]]:
         yield found
 
 
-def examined(machines: list[Host], *words: str, **environ: str) -> tuple[list[int], str]:
+def run_checks(machines: list[Host], *words: str, **environ: str) -> tuple[list[int], str]:
     """Exit codes of the agents, and what the job said."""
     command = torchrun(str(len(machines)), machines[0], "doctor", "--save-dir", "run", *words)
     agents = [host.start(command, **{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environ) for host in machines]
@@ -35,7 +35,7 @@ def lines(said: str, name: str) -> list[str]:
 def test_nodes_that_are_fit(three: list[Host]) -> None:
     shaped = ["rate", "40mbit", "burst", "64kb", "latency", "400ms"]
     three[0].inside("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shaped)
-    codes, said = examined(three[:2], "--data", "digits")
+    codes, said = run_checks(three[:2], "--data", "digits")
     assert codes == [0, 0], said
     assert "2 nodes: torch" in lines(said, "versions of all")[0]
     assert lines(said, "data")[0].endswith("the same on 2 nodes")
@@ -55,7 +55,7 @@ def test_a_firewall_other_data_and_a_node_out_of_reach(three: list[Host]) -> Non
         code = "import torch; from torch.utils.data import TensorDataset\n"
         code += f"def data(split): return TensorDataset(torch.arange(80.0).view(20, 4) + {start}, torch.arange(20) % 2)"
         (host.folder / "mine.py").write_text(code)
-    codes, said = examined(three, "--data", "mine:data")
+    codes, said = run_checks(three, "--data", "mine:data")
     assert codes == [1, 1, 1], "fail"
     assert "other data on node3" in lines(said, "data")[0]
     assert "to node2 (10.77.0.2): refused" in "".join(lines(said, "from node1"))
@@ -65,7 +65,7 @@ def test_a_firewall_other_data_and_a_node_out_of_reach(three: list[Host]) -> Non
 
 
 def test_an_interface_that_is_not_there(three: list[Host]) -> None:
-    codes, said = examined(three[:2], GLOO_SOCKET_IFNAME="eth7")
+    codes, said = run_checks(three[:2], GLOO_SOCKET_IFNAME="eth7")
     assert codes == [1, 1]
     [line] = lines(said, "interface of node2")
     assert "GLOO_SOCKET_IFNAME=eth7 is no interface with an address here" in line

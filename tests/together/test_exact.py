@@ -24,8 +24,8 @@ from torch.utils.data import TensorDataset
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.commands.selftest_marks import bits
-from multigpu_cli.commands.verify import compared
+from multigpu_cli.commands.selftest.checksums import hash_state
+from multigpu_cli.commands.verify import compare_runs
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.base import Source
@@ -119,7 +119,7 @@ def trained(world: World, settings: dict[str, Any], source: Source | None = None
         run = assemble_run(components, Console("silent"), StopRequest(), watch, stack)
         start_run(run, [])
         assert fit(run) == "completed"
-        end = bits({name: part for name, part in run.state.capture().items() if name != "progress"})
+        end = hash_state({name: part for name, part in run.state.capture().items() if name != "progress"})
         ending = finish_completed(run)
     return {"end": end, "fingerprint": ending["fingerprint"], "lines": lines(run.folder) if world.main else []}
 
@@ -296,7 +296,7 @@ def assert_same_run(disturbed: Path, undisturbed: Path) -> None:
     assert set(trace(disturbed)) == set(range(1, TOTAL + 1))
     times = Counter(sample for samples in trace(disturbed).values() for sample in samples)
     assert times == dict.fromkeys(range(1258), 2)
-    found = compared(str(disturbed), str(undisturbed))
+    found = compare_runs(str(disturbed), str(undisturbed))
     assert (found.same, found.parting) == (True, None), found
     assert found.lines > TOTAL
 

@@ -9,7 +9,7 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.listing import listed
-from multigpu_cli.commands.export import exported
+from multigpu_cli.commands.inference.export import export_run
 from multigpu_cli.monitor import journal
 from tests.trained import trained
 
@@ -47,7 +47,7 @@ def test_what_is_made_of_its_weights_has_it_too(capsys: pytest.CaptureFixture[st
     assert main_multi_gpu.run(["evaluate", "run", "--own-code", "--json"]) == 0
     [said] = [line["loss"] for line in journal.read("run/journal.jsonl") if line.get("split") == "test"]
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(said)
-    assert exported("run", Path("w.pt")).checked == "read back: every bit is the same"
+    assert export_run("run", Path("w.pt")).checked == "read back: every bit is the same"
     assert torch.load("w.pt", weights_only=True)[KEY]["passes"] == kept("run/best.pt")["passes"] > 0
-    assert exported("run", Path("w.safetensors")).checked.endswith(f"takes more than tensors: {KEY}")
+    assert export_run("run", Path("w.safetensors")).checked.endswith(f"takes more than tensors: {KEY}")
     assert set(safetensors.load_file("w.safetensors")) == {"layers.layer.weight", "layers.layer.bias"}

@@ -1,0 +1,135 @@
+"""doctor: whether this machine is fit to train on, by looking, and by measuring what can be measured."""
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multigpu_cli.commands.doctor import allreduce, gpus, nodes, system
+from multigpu_cli.commands.doctor.findings import Finding, format_findings
+from multigpu_cli.commands.doctor.gpus import MachineFacts
+from multigpu_cli.commands.doctor.model import check_model
+from multigpu_cli.commands.doctor.processes import find_gpu_processes
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import FAILED
+from multigpu_cli.launch import WorkersFailed
+from multigpu_cli.monitor import gpu
+from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import Rendezvous, grouped, met
+
+_HOME = "checkpoints"
+_OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
+
+
+def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
+    """Everything that can be found out here.
+
+    Args:
+        config: its devices are measured; its model is tried where one of its settings was given.
+
+    Raises:
+        RequestError: the settings can't be carried out at all.
+    """
+    facts = gather_facts(environ)
+    ddp = replace(config.device, multi_gpu="ddp")
+    choice = choose(ddp, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    save_dir = Path(config.checkpoint.save_dir or _HOME)
+    findings = [*gpus.check_gpus(facts), *system.check_system(save_dir, cores(), max(choice.launch, facts.visible))]
+    findings += _check_devices(choice)
+    findings += _check_allreduce(choice)
+    if config.explicit - _OF_THE_MACHINE:
+        findings += check_model(config)
+    return findings
+
+
+def run_job_checks(config: Config, environ: Mapping[str, str], meeting: Rendezvous) -> tuple[list[Finding], int]:
+    """What can be found out under torchrun, of all its nodes; for rank 0 to show, and everybody's exit code."""
+    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    if blocked := nodes.check_store_connection(meeting):
+        return [blocked], FAILED
+    world, store = met(meeting, choice.devices[0], timeout=allreduce.LONGEST_WAIT)
+    assert world.store is not None
+    here: list[Finding] = []
+    if world.local_rank == 0:
+        seen, save_dir = gather_facts(environ), Path(config.checkpoint.save_dir or _HOME)
+        here = [*gpus.check_gpus(seen), *system.check_system(save_dir, cores(), world.local_size)]
+    findings = [*here, *nodes.check_nodes(world, config, environ, here)]
+    if any(finding.verdict == "fail" for finding in findings[len(here) :]):
+        findings.append(Finding("all-reduce", "not checked", "first what is above"))
+    else:
+        with grouped(world, store, timeout=allreduce.LONGEST_WAIT):
+            findings += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
+    code = FAILED if any(finding.verdict == "fail" for finding in findings) else 0
+    return findings if world.main else [], nodes.agree_on_exit_code(world, code)
+
+
+def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
+    """Ask torch, NVML and the system."""
+    facts = MachineFacts(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        cudnn=str(version) if (version := torch.backends.cudnn.version()) else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        architectures=torch.cuda.get_arch_list(),
+        visible=visible_gpus(),
+        hidden=environ.get("CUDA_VISIBLE_DEVICES"),
+        peers=_list_peer_access(visible_gpus()),
+    )
+    try:
+        nvml = gpu.opened()
+    except gpu.NoNvml as reason:
+        return replace(facts, no_nvml=str(reason), tenants=find_gpu_processes([]))
+    return add_nvml_facts(facts, nvml)
+
+
+def add_nvml_facts(facts: MachineFacts, nvml: Any) -> MachineFacts:
+    """The facts, and what NVML adds to them."""
+    version, newest = gpu.driver(nvml)
+    on_machine = gpu.gpus(nvml)
+    tenants = find_gpu_processes(tenant.pid for each in on_machine for tenant in each.tenants)
+    wires = gpu.links(nvml)
+    return replace(facts, driver=version, driver_cuda=newest, gpus=on_machine, links=wires, tenants=tenants)
+
+
+def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print them, and how many are bad."""
+    if as_json:
+        print(valid_json({"findings": [finding.as_dict() for finding in findings]}, indent=2))
+        return
+    print("\n".join(format_findings(findings)))
+
+
+def _list_peer_access(count: int) -> list[list[bool]] | None:
+    if count < 2:
+        return None
+    every = range(count)
+    return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
+
+
+def _check_devices(choice: Choice) -> Iterator[Finding]:
+    if choice.devices[0].type != "cuda":
+        yield Finding("host to GPU", "not checked", "no GPU")
+    else:
+        yield from map(allreduce.check_host_to_device, choice.devices)
+
+
+def _check_allreduce(choice: Choice) -> Iterator[Finding]:
+    """Real workers: one for each GPU; with fewer than two of them, processes on the CPU."""
+    if choice.devices[0].type == "cuda" and choice.launch < 2:
+        yield Finding("all-reduce (nccl)", "not checked", "one GPU has nobody to talk to; on the CPU instead:")
+    if choice.devices[0].type != "cuda" or choice.launch < 2:
+        count = max(2, choice.launch)
+        choice = Choice("ddp", (torch.device("cpu"),) * count, count, "doctor")
+    try:
+        measured = allreduce.measure_in_workers(choice)
+    except WorkersFailed as failed:
+        evidence = f"{choice.launch} workers could not add up tensors: {failed.problem}"
+        yield Finding("all-reduce", "fail", evidence, "NCCL_DEBUG=INFO before the same command shows where it ended")
+        return
+    yield from allreduce.judge_allreduce(measured)

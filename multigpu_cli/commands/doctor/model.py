@@ -1,0 +1,73 @@
+"""Whether a model fits on one device of this machine, and with which batch: by running it there."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.memory_probe import measure_peak_memory, probe_memory
+from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.sources import acts
+
+_GIB = 2.0**30
+
+
+def check_model(config: Config) -> Iterator[Finding]:
+    """Forward and backward passes of the micro-batch that is asked for, then of larger ones.
+
+    Raises:
+        RequestError: the settings can't be carried out at all.
+    """
+    if acts(config):
+        yield Finding("model", "ok", "it acts in environments: nothing to try before there are rollouts")
+        return
+    alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
+    choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    world = World(choice.devices[0])
+    with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
+        config = with_settings(config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"})
+
+        def tried(size: object) -> TrainComponents:
+            each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
+            components = build_components(resolve_spec(each, choice, world), world)
+            with closing(components.loaders.train):
+                probe_memory(components)
+                return components
+
+        try:
+            if config.batch.size != "auto":
+                components = tried(config.batch.size)
+                yield _judge_batch_size(components, int(config.batch.size))
+                if components.world.device.type != "cuda":
+                    return
+            components = tried("auto")
+            batches = components.plan.batches
+            reason = components.plan.size_because or "the largest that is of use here"
+            yield Finding("largest batch", "ok", f"--batch-size {batches.micro_batch} a device: {reason}")
+        except RequestError:
+            raise
+        except TrainingError as error:
+            yield Finding("model", "fail", error.problem, error.remedy)
+
+
+def _judge_batch_size(components: TrainComponents, size: int) -> Finding:
+    parameters = sum(p.numel() for p in components.state.model.parameters())
+    evidence = f"{components.spec.model}, {parameters:,} parameters"
+    device = components.world.device
+    fits = components.plan.batches.micro_batch
+    if fits < size:
+        fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
+        return Finding("model", "warn", f"{evidence}: --batch-size {size} does not fit, {fits} does", fix)
+    if device.type != "cuda":
+        return Finding("model", "ok", f"{evidence}: --batch-size {size} runs on the CPU; no GPU to try it on")
+    peak, total = measure_peak_memory(components), torch.cuda.get_device_properties(device).total_memory
+    return Finding("model", "ok", f"{evidence}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")

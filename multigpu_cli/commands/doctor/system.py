@@ -1,0 +1,171 @@
+"""The doctor's view of everything that is no GPU: shared memory, limits, ports, disk, cores."""
+
+import os
+import resource
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.errors import counted
+
+_SHM = Path("/dev/shm")
+_GIB = 2.0**30
+_TORCHRUN_PORT = 29500
+_WRITTEN = 64 * 2**20  # bytes
+_LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as torch's store sees a connection from 127.0.0.1
+
+
+def check_system(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
+    """All of them.
+
+    Args:
+        save_dir: where a run would be saved; it need not exist.
+        workers: GPUs, or CPU processes, that share the cores.
+    """
+    yield check_shared_memory(_SHM)
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_ports(_TORCHRUN_PORT)
+    yield check_host_name(socket.gethostname())
+    yield check_reverse_lookups(_time_lookups())
+    yield check_disk(save_dir)
+    yield check_cores(cores, workers)
+
+
+def check_shared_memory(place: Path) -> Finding:
+    """Loader processes hand batches over through it, and NCCL connects processes by it."""
+    if not place.is_dir():
+        return Finding("shared memory", "not checked", f"there is no {place} here")
+    usage = shutil.disk_usage(place)
+    evidence = f"{place}: {usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} free"
+    small = usage.free < _GIB
+    fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {place}, or --num-workers 0" if small else ""
+    return Finding("shared memory", "warn" if small else "ok", evidence, fix, {"free_bytes": usage.free})
+
+
+def check_open_files(limits: tuple[int, int]) -> Finding:
+    """Each process, loader and connection takes some."""
+    soft, hard = limits
+    evidence = f"{_format_limit(soft)} at once, at most {_format_limit(hard)}"
+    if soft != resource.RLIM_INFINITY and soft < 4096:
+        aim = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
+        return Finding("open files", "warn", evidence, f"ulimit -n {aim}", {"soft": soft})
+    return Finding("open files", "ok", evidence, "", {"soft": soft})
+
+
+def check_ports(usual: int) -> Finding:
+    """Whether a listening socket can be had, and whether torchrun's own default is free."""
+    try:
+        with socket.create_server(("localhost", 0)) as server:
+            free = server.getsockname()[1]
+    except OSError as error:
+        return Finding("ports", "fail", f"no port can be opened on localhost: {error}", "ip link set lo up; /etc/hosts")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", usual)) == 0:
+            fix = "torchrun --standalone, which takes a free one"
+            return Finding("ports", "warn", f"localhost works, but {usual}, torchrun's default, is taken", fix)
+    return Finding("ports", "ok", f"localhost works (got {free}), {usual} is free")
+
+
+def check_host_name(name: str) -> Finding:
+    """torchrun's workers find each other by the machine's name."""
+    began = time.perf_counter()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        fix = f"echo '127.0.1.1 {name}' >> /etc/hosts"
+        return Finding("host name", "warn", f"{name} has no address ({error}): torchrun may not find it", fix)
+    seconds = time.perf_counter() - began
+    evidence = f"{name} is {address}, found in {1e3 * seconds:.0f} ms"
+    slow = seconds > 1
+    return Finding("host name", "warn" if slow else "ok", evidence, f"{name} in /etc/hosts" if slow else "")
+
+
+def check_reverse_lookups(seconds: Sequence[float]) -> Finding:
+    """torch's store looks up the name behind each connection, at both ends, and at its own for one after the other.
+
+    Where a name server does not answer, that is five seconds or more for each, before the first step and in a restart.
+
+    Args:
+        seconds: that look-ups of the loopback's name took.
+    """
+    slowest = max(seconds)
+    evidence = f"the slowest of {len(seconds)} look-ups of {_LOOPBACK[0]} took {1e3 * slowest:.0f} ms"
+    if slowest > 0.5:
+        evidence += "; a run of several workers waits for such look-ups twice for each connection"
+        fix = f"echo '{_LOOPBACK[0]} localhost' >> /etc/hosts, or a name server that answers"
+        return Finding("names of connections", "warn", evidence, fix, {"seconds": slowest})
+    return Finding("names of connections", "ok", evidence, "", {"seconds": slowest})
+
+
+def _time_lookups() -> list[float]:
+    """Seconds of some look-ups, several at a time, as workers ask when they start."""
+
+    def time_lookup(_: int) -> float:
+        began = time.perf_counter()
+        with suppress(OSError):  # no name: the time counts
+            socket.getnameinfo(_LOOPBACK, 0)
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(time_lookup, range(32)))
+
+
+def check_disk(save_dir: Path) -> Finding:
+    """Space and the speed at which a checkpoint reaches the disk."""
+    place = next(path for path in (save_dir, *save_dir.absolute().parents) if path.exists())
+    name = f"disk ({save_dir})"
+    try:
+        rate, flush = _measure_writes(place)
+    except OSError as error:
+        return Finding(name, "fail", f"{place} can't be written: {error.strerror or error}", "another --save-dir")
+    free = shutil.disk_usage(place).free
+    evidence = f"{free / _GIB:.1f} GiB free, {rate / 2**20:.0f} MiB/s with fsync, {1e3 * flush:.1f} ms for a small one"
+    numbers = {"free_bytes": free, "bytes_per_second": rate, "small_fsync_seconds": flush}
+    if free < 5 * _GIB:
+        return Finding(
+            name, "fail" if free < 0.2 * _GIB else "warn", evidence, "make room, or another --save-dir", numbers
+        )
+    if rate < 20 * 2**20:
+        fix = "a local disk for --save-dir, or rarer checkpoints: --checkpoint-every 30m"
+        return Finding(name, "warn", evidence, fix, numbers)
+    return Finding(name, "ok", evidence, "", numbers)
+
+
+def check_cores(cores: int, workers: int) -> Finding:
+    """Loading and launching need CPU time."""
+    evidence = (
+        f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {counted(workers, 'worker')}"
+    )
+    few = cores < 2 * workers
+    fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may be what limits"
+    return Finding("CPU cores", "warn" if few else "ok", evidence, fix if few else "", {"cores": cores})
+
+
+def _measure_writes(place: Path) -> tuple[float, float]:
+    """Bytes a second of a large file, and the median seconds of small ones, each until it is on disk."""
+    block = os.urandom(_WRITTEN)
+    with tempfile.TemporaryFile(dir=place) as file:
+        began = time.perf_counter()
+        file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        rate = len(block) / (time.perf_counter() - began)
+        small = []
+        for _ in range(5):
+            began = time.perf_counter()
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            small.append(time.perf_counter() - began)
+    return rate, statistics.median(small)
+
+
+def _format_limit(number: int) -> str:
+    return "any number" if number == resource.RLIM_INFINITY else f"{number:,}"

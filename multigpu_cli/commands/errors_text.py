@@ -1,0 +1,97 @@
+"""Errors in words: what a user reads on stderr."""
+
+import os
+import traceback
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from multigpu_cli.errors import TrainingError, did_you_mean
+from multigpu_cli.faults.causes import remedy_for
+
+_LONGEST = 15  # lines
+_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--dataset": "--data",
+    "--output-dir": "--save-dir",
+    "--checkpoint-dir": "--save-dir",
+    "--workers": "--nproc-per-node for processes, --num-workers for those that load data",
+    "--num-gpus": "--nproc-per-node for how many, --gpu-ids for which",
+    "--gpus": "--nproc-per-node for how many, --gpu-ids for which",
+    "--accumulate": "--grad-accum-steps",
+    "--gradient-accumulation-steps": "--grad-accum-steps",
+    "--patience": "--early-stopping-patience",
+    "--dropout": "--set model.args.dropout=0.1",
+    "--fp16": "--amp fp16",
+    "--bf16": "--amp bf16",
+    "--local-rank": "--nproc-per-node N, or torchrun in the place of torch.distributed.launch",
+}
+"""What flags of other programs are called here, where no likeness of letters tells."""
+
+
+def describe_usage_error(error: Any) -> str:
+    """Typer's own complaint in our words."""
+    message = (error.message or error.format_message()).rstrip(".")  # a missing argument has only the second
+    return f"error: {message[:1].lower()}{message[1:]}\n  try: {_find_remedy(error)}"
+
+
+def _find_remedy(error: Any) -> str:
+    wrong = str(getattr(error, "option_name", ""))
+    if elsewhere := _ELSEWHERE.get(wrong):
+        return elsewhere
+    if known := getattr(error, "possibilities", None):
+        return did_you_mean(wrong, known)
+    if (missing := getattr(error, "param", None)) is None or error.ctx is None:
+        return "--help lists all options"
+    if missing.opts[0].startswith("--"):
+        return f"{missing.opts[0]} {missing.metavar}"
+    pieces = [error.ctx.command_path, *error.ctx.command.collect_usage_pieces(error.ctx)]
+    return " ".join(pieces).translate(str.maketrans("", "", "{}"))
+
+
+def describe_known_error(error: TrainingError) -> str:
+    """An error that has a name: problem and remedy; several broken rules stand one after the other."""
+    message = str(error)
+    return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in message.splitlines())
+
+
+def describe_unexpected_error(error: Exception) -> str:
+    """Type, message and the lines of code that matter: the user's own, or else ours."""
+    here = str(Path(__file__).resolve().parents[2])
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [
+        frame
+        for frame in frames
+        if frame.filename.startswith((f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu"))
+    ]
+    theirs = [frame for frame in frames if frame not in ours and not _is_installed(frame.filename)]
+    shown = theirs[-3:] or ours[-2:]
+    kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
+    message = str(error).strip().splitlines()[:5]
+    lines = [f"error: {kind}: {type(error).__name__}: {' '.join(message[:1])}"]
+    lines += [f"  {line}" for line in message[1:]]
+    lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
+    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
+    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the whole traceback'}"])
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or file.startswith((str(Path(os.__file__).parent), "<frozen"))
+
+
+def shorten_message(message: str, columns: int | None = None) -> str:
+    """What fits on a screen.
+
+    Args:
+        columns: of the terminal, between words of which lines are folded; None where there is none.
+    """
+    lines = message.splitlines()
+    if len(lines) >= _LONGEST:
+        lines = [*lines[: _LONGEST - 2], f"  … and {len(lines) - _LONGEST + 2} more lines: --debug shows all"]
+    return "\n".join(lines if columns is None else [part for line in lines for part in _fold_line(line, columns)])
+
+
+def _fold_line(line: str, columns: int) -> list[str]:
+    """A word that is longer, a path say, stays whole, so that it can be copied."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

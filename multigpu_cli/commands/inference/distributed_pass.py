@@ -1,0 +1,127 @@
+"""A pass over a dataset with a run's weights, on as many workers as there are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from multigpu_cli.checkpoint.export import trained_weights
+from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
+from multigpu_cli.commands.requests import InferenceRequest
+from multigpu_cli.config.schema import Config, DeviceConfig
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.unanswered import unanswered
+from multigpu_cli.errors import RequestError
+from multigpu_cli.launch import run_cli_in_workers
+from multigpu_cli.run.build import build_task
+from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.determinism import share_threads
+from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.precision import Format, Precision, agreed_format
+from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.tasks.base import Task
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class InferencePass:
+    """What one worker needs for its part of a pass.
+
+    Attributes:
+        origin: the file of the weights.
+        model: on the worker's device, in evaluation mode.
+        batch_size: samples at once, the same on every worker.
+        answered: whether the samples have targets.
+        names: of the samples, where they have some.
+    """
+
+    origin: str
+    split: str
+    world: World
+    model: nn.Module
+    task: Task
+    loader: Any
+    precision: Precision
+    batch_size: int
+    answered: bool
+    names: Sequence[str] | None
+
+
+def run_distributed(
+    request: InferenceRequest,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    work: Callable[[InferencePass], Result],
+    *,
+    judged: bool,
+) -> Result | None:
+    """Do `work` on each worker; its result on rank 0, None on the others and where workers were started for it.
+
+    Args:
+        argv: the command line of a worker.
+        environ: the process environment, for what a launcher has set.
+        judged: the samples' targets are needed.
+
+    Raises:
+        RequestError: the run can't be restored, or has no such split; the same on every rank.
+    """
+    meeting = Rendezvous.from_environment(environ)
+    wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
+    choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    if choice.launch > 1:
+        run_cli_in_workers(choice, argv)
+        return None
+    with joined(meeting, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
+        share_threads(world.local_size, cores(), exact=False)
+        weights = together(world, lambda: trained_weights(request.run))
+        run = together(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
+        number = _format(run.config, world)
+        part = together(world, lambda: _prepare_pass(request, str(weights.origin), run, world, number, judged=judged))
+        try:
+            result = work(part)
+        finally:
+            part.loader.close()
+        return result if world.main else None
+
+
+def _format(config: Config, world: World) -> Format:
+    """The same on every worker; fp16 of a run on GPUs is no format for CPUs."""
+    amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
+    return agreed_format(amp, world, [world.device])
+
+
+def _prepare_pass(
+    request: InferenceRequest, origin: str, run: LoadedRun, world: World, number: Format, *, judged: bool
+) -> InferencePass:
+    config, name = run.config, _choose_split(run.source, request.split, judged=judged)
+    split: Dataset[Any] = getattr(run.source, name)
+    guessing = None if judged or name == "new" else unanswered(split, run.source.train)
+    changed: dict[str, Any] = {name: guessing} if guessing else {}
+    source = replace(run.source, **changed)
+    task = build_task(config, source)
+    usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
+    return InferencePass(
+        origin=origin,
+        split=name,
+        world=world,
+        model=run.model.to(world.device),
+        task=task,
+        loader=task.loader(name, config.data, world, config.reproducibility.seed),
+        precision=Precision(number.name, world.device),
+        batch_size=request.batch_size or usual,
+        answered=guessing is None and name != "new",
+        names=getattr(split, "names", None),
+    )
+
+
+def _choose_split(source: Source, wanted: str | None, *, judged: bool) -> str:
+    """The split that was asked for, else the first that there is: new samples, test, validation, training."""
+    if judged and source.new is not None:
+        raise RequestError("data.args.new: these samples have no targets to compare with", remedy="predict")
+    there = [name for name in ("new", "test", "val", "train") if getattr(source, name) is not None]
+    if wanted and wanted not in there:
+        raise RequestError(f"--split {wanted}: the data has none", remedy=f"--split {' or '.join(there)}")
+    return wanted or there[0]

@@ -1,0 +1,101 @@
+"""A trained network made anew from what a run has left: settings, dataset, model, weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.checkpoint.export import Trained
+from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.config.own_code import check_code
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.vocabulary import recalled
+from multigpu_cli.environments.registry import ENVIRONMENTS
+from multigpu_cli.errors import RequestError
+from multigpu_cli.run.build import init_model
+from multigpu_cli.tasks.sources import opened
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """What is needed to use a run's weights.
+
+    Attributes:
+        config: the settings of the run, without what only matters while it learns.
+        model: on the CPU, in evaluation mode.
+    """
+
+    config: Config
+    source: Source
+    model: nn.Module
+
+
+def load_run(weights: Trained, changes: Mapping[str, Any], *, own_code: bool) -> LoadedRun:
+    """Open the run's dataset, build its network for it, and put the weights in.
+
+    Args:
+        changes: settings that differ from the run's, by key: where the data lies now, or other data.
+        own_code: the user knows the code that the run names, and lets it run.
+
+    Raises:
+        RequestError: code that nobody has allowed, a dataset that is not there, or one that the weights don't fit.
+    """
+    config = _merge_config(weights, changes)
+    check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
+    source = opened(config)
+    before = weights.settings.get("learned")
+    if before is not None and before != source.learned():
+        raise RequestError(
+            f"--data {config.data.name}: its training part gives other classes, scales or tokens than those that "
+            f"{weights.origin} was trained with",
+            remedy="the training data of the run, beside other test data",
+        )
+    return _load_weights(config, source, weights)
+
+
+def load_run_without_data(weights: Trained, *, own_code: bool) -> LoadedRun:
+    """The same by what the run has kept of its data, which need not be there: a source without samples.
+
+    Raises:
+        RequestError: code that nobody has allowed, or a file that says nothing of the data.
+    """
+    built_for = dict(weights.settings.get("built_for", {}))
+    if not built_for:
+        raise RequestError(f"{weights.origin} does not say what it was built for", remedy="weights of a newer run")
+    config = _merge_config(weights, {})
+    config = with_settings(config, {"model": config.model.name or built_for["model"]})
+    command = _make_command_config({}, own_code=own_code)
+    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
+    tokens, shape = built_for.pop("vocabulary", None), tuple(built_for.pop("input_shape"))
+    nothing = TensorDataset(torch.empty(0), torch.empty(0))
+    known = recalled(tokens) if tokens else None
+    source = Source(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
+    return _load_weights(config, source, weights)
+
+
+def _load_weights(config: Config, source: Source, found: Trained) -> LoadedRun:
+    model = init_model(config, source)
+    check_fit(model, found.state, str(found.origin))
+    model.load_state_dict(found.state)
+    return LoadedRun(config, source, model.eval())
+
+
+def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Config:
+    return with_settings(Config(), {**changes, "own_code": own_code})
+
+
+def _merge_config(weights: Trained, changes: Mapping[str, Any]) -> Config:
+    known = {key: value for key, value in weights.settings.items() if key in SETTINGS}
+    if weights.model:
+        known["model"] = weights.model
+    if changes.get("data", known.get("data")) != known.get("data"):
+        known["data.args"] = {}  # they were meant for the run's own dataset
+    args = known.get("data.args", {}) | changes.get("data.args", {})
+    config = with_settings(Config(), known | dict(changes) | {"data.args": args})
+    plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=(), init_from=None)
+    return replace(config, model=plain, data=replace(config.data, num_workers=0))

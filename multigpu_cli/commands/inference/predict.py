@@ -1,0 +1,87 @@
+"""What a run's weights say of each sample, as a table."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
+from multigpu_cli.commands.requests import InferenceRequest
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import from_main, together
+
+Columns = dict[str, list[Any]]
+
+
+class Prediction(NamedTuple):
+    """What was written."""
+
+    file: str
+    split: str
+    rows: int
+    weights: str
+
+
+def predict_run(
+    request: InferenceRequest, target: Path, argv: Sequence[str], environ: Mapping[str, str]
+) -> Prediction | None:
+    """Write one row for each sample of the split, in order; None where others speak.
+
+    Samples may be inputs alone: then the table has no column of targets.
+
+    Raises:
+        RequestError: the run can't be restored, or its task has no predictions.
+    """
+
+    def write(part: InferencePass) -> Prediction:
+        columns = _gather_columns(part)
+        if part.world.main:
+            try:
+                publish(target, _format_csv(columns))
+            except OSError as error:
+                raise RequestError(f"--out {target}: {error.strerror or error}", remedy="another place") from error
+        return Prediction(str(target), part.split, part.loader.size, part.origin)
+
+    return run_distributed(request, argv, environ, write, judged=False)
+
+
+def print_prediction(prediction: Prediction) -> None:
+    """Print what was written."""
+    samples = f"{prediction.rows:,} samples of the {prediction.split} split"
+    print(f"{prediction.file}  {samples}, weights from {prediction.weights}")
+
+
+def _gather_columns(part: InferencePass) -> Columns:
+    """Everybody's rows; ranks have contiguous shares, so their order is that of the samples."""
+    share = together(part.world, lambda: _predict_share(part))
+    whole: Columns = {}
+    for rank in range(part.world.size):
+        for name, values in from_main(part.world, share, source=rank).items():
+            whole.setdefault(name, []).extend(values)
+    return whole
+
+
+@torch.inference_mode()
+def _predict_share(part: InferencePass) -> Columns:
+    rows: Columns = {}
+    for batch in part.loader.held_out(part.batch_size, part.world.rank, part.world.size):
+        with part.precision.autocast():
+            columns = part.task.predictions(part.model, batch)
+        numbers = batch.indices.tolist()
+        named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
+        for name, values in ({"sample": numbers} | named | columns).items():
+            if part.answered or not name.startswith("target"):
+                rows.setdefault(name, []).extend(values)
+    return rows
+
+
+def _format_csv(columns: Columns) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(columns)
+    rows.writerows(zip(*columns.values(), strict=True))
+    return text.getvalue().encode()

@@ -1,0 +1,221 @@
+"""plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from what one worker was measured to take."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.commands.doctor.allreduce import measure_in_workers
+from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
+from multigpu_cli.commands.requests import parse_positive
+from multigpu_cli.config.schema import Config, DeviceConfig
+from multigpu_cli.errors import RequestError, counted, did_you_mean
+from multigpu_cli.monitor.history import PLAN
+from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.result import duration
+from multigpu_cli.planning.memory import Memory
+from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, forecast, where_it_ends
+from multigpu_cli.runtime.devices import Choice, cores, cuda, usable_gpus
+
+NO_WIRE = Wire("none", 0.0, inf, "one worker needs none")
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line asks for beside the settings.
+
+    Attributes:
+        interconnect: measured, or one of the assumed wires.
+        workers: numbers of workers.
+        price: of one worker's hour. noise_scale: of the gradient, in samples. per_node: workers on one machine.
+    """
+
+    interconnect: str | None
+    workers: list[int]
+    price: float | None
+    noise_scale: float | None
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan, with what it rests on."""
+
+    about: dict[str, Any]
+    memory: Memory
+    micro_batch: int
+    capacity: int | None
+    rows: list[Row]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_plan_request(
+    interconnect: str | None, workers: str, price: str | None, noise_scale: str | None, per_node: str
+) -> PlanRequest:
+    """Read the words of the command line.
+
+    Raises:
+        RequestError: one of them is no such thing.
+    """
+    if interconnect is not None and interconnect not in (known := ["measured", *ASSUMED]):
+        raise RequestError(f"--interconnect {interconnect}", remedy=did_you_mean(interconnect, known))
+    counts = [parse_positive("--workers", word, whole=True) for word in workers.split(",")]
+    return PlanRequest(
+        interconnect,
+        sorted({1, *(int(count) for count in counts)}),
+        None if price is None else parse_positive("--price-per-gpu-hour", price),
+        None if noise_scale is None else parse_positive("--noise-scale", noise_scale),
+        int(parse_positive("--gpus-per-node", per_node, whole=True)),
+    )
+
+
+def make_plan(config: Config, request: PlanRequest) -> Forecast:
+    """Measure one worker and the wire, and forecast the rest.
+
+    Raises:
+        RequestError, TrainingError: as a training would.
+    """
+    alone = measure_worker(config, request.workers)
+    network, rests_on = _choose_network(request, alone)
+    rows = forecast_rows(alone, config, request.workers, network, noise_scale=request.noise_scale, price=request.price)
+    components, device = alone.components, alone.components.world.device
+    about = {
+        "model": components.spec.model,
+        "data": config.data.name,
+        "device": components.plan.device,
+        "precision": components.state.precision.name,
+        "parameters": sum(p.numel() for p in components.state.model.parameters()),
+        "flops_per_sample": alone.flops_per_sample,
+        "wire": rests_on,
+        "works": {count: asdict(work) for count, work in alone.works.items()},
+    }
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    notes = list(_collect_notes(alone, config, request, rows))
+    return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes)
+
+
+def forecast_rows(
+    alone: SingleWorkerProfile,
+    config: Config,
+    counts: list[int],
+    network: Network,
+    *,
+    noise_scale: float | None = None,
+    price: float | None = None,
+) -> list[Row]:
+    """The table for these numbers of workers."""
+    batches, schedule = alone.components.plan.batches, alone.components.plan.schedule
+    return forecast(
+        counts,
+        [alone.works[count] for count in counts],
+        network,
+        micro_batch=batches.micro_batch,
+        global_batch=config.batch.global_size,
+        samples=batches.samples,
+        epochs=schedule.total_steps / batches.steps_per_epoch,
+        accumulation=config.batch.grad_accum_steps or 1,
+        drop_last=batches.drop_last,
+        noise_scale=noise_scale,
+        price=price,
+    )
+
+
+def measure_interconnect(workers: int, device: DeviceConfig) -> Wire:
+    """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
+    ids = usable_gpus(device)
+    devices = cuda(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, cores()))
+    measured = measure_in_workers(Choice("ddp", devices, len(devices), "plan"))
+    points = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])]
+    return Wire.measured(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
+
+
+def save_plan(forecast: Forecast, folder: Path) -> None:
+    """Store the plan where the run will be, for its report to compare.
+
+    Raises:
+        RequestError: it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        publish(folder / PLAN, valid_json(forecast.as_dict(), indent=1).encode())
+    except OSError as error:
+        raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another folder") from error
+
+
+def print_plan(forecast: Forecast, *, as_json: bool) -> None:
+    """Print the plan."""
+    print(valid_json(forecast.as_dict(), indent=2) if as_json else "\n".join(_format_plan(forecast)))
+
+
+def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Network, str]:
+    chosen, device = request.interconnect, alone.components.spec.config.device
+    if max(request.workers) == 1:
+        return Network(NO_WIRE), NO_WIRE.rests_on
+    if chosen is None:
+        one_gpu = len(usable_gpus(device)) == 1
+        chosen = "pcie4" if one_gpu else "measured"
+    if chosen in BETWEEN_MACHINES:
+        inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
+        if max(request.workers) > request.per_node:
+            rests_on = f"assumed: {between.rests_on} between machines of {request.per_node}; {inside.rests_on} within"
+            return Network(inside, between, request.per_node), rests_on
+        return Network(between), f"assumed: {between.rests_on}"
+    wire = (
+        (alone.wire or measure_interconnect(max(request.workers), device)) if chosen == "measured" else ASSUMED[chosen]
+    )
+    return Network(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
+
+
+def _collect_notes(alone: SingleWorkerProfile, config: Config, request: PlanRequest, rows: list[Row]) -> Iterator[str]:
+    if alone.note:
+        yield alone.note
+    if alone.components.world.device.type == "cpu" and max(request.workers) > cores():
+        yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
+    if config.batch.global_size is None and request.noise_scale is None:
+        yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
+    if config.communication.grad_compression == "powersgd":
+        yield "PowerSGD sends less than this: gradients are counted whole, as in its first steps"
+    end = where_it_ends(rows)
+    if end < rows[-1].workers:
+        yield f"beyond {counted(end, 'worker')}, the next row saves less than a tenth of the time"
+
+
+def _format_plan(forecast: Forecast) -> Iterator[str]:
+    about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
+    yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
+    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    listed = ", ".join(f"{_format_bytes(value)} {name}" for name, value in parts.items())
+    kept = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
+    yield f"memory   {_format_bytes(memory.total(size))} a device: {listed}, {kept}"
+    if forecast.capacity:
+        fits = memory.largest_batch(0.9 * forecast.capacity)
+        total = _format_bytes(forecast.capacity)
+        yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
+    for count, work in about["works"].items():
+        times = ", ".join(f"{1e3 * work[name]:.2f} ms {name}" for name in ("data", "forward", "backward", "commit"))
+        yield f"measured {times} for each of {count}"
+    yield f"         {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
+    yield f"wire     {about['wire']}"
+    yield "forecast, not measured:"
+    head = f"{'workers':>8}{'batch':>8}{'step':>12}{'wire':>10}{'samples/s':>12}{'speedup':>9}{'efficiency':>12}"
+    yield f"{head}{'run':>14}  cost"
+    for row in forecast.rows:
+        cost = "" if row.cost is None else f"  {row.cost:.2f}"
+        times = f"{1e3 * row.step:>9.2f} ms{1e3 * row.waiting:>7.2f} ms{row.samples_per_second:>12,.0f}"
+        gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {duration(row.seconds):>14}"
+        yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain}{cost}"
+    yield from (f"note: {note}" for note in forecast.notes)
+
+
+def _format_bytes(count: float) -> str:
+    units = {"GiB": _GIB, "MiB": 2.0**20, "KiB": 2.0**10}
+    name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
+    return f"{count / units[name]:.2f} {name}"

@@ -1,0 +1,234 @@
+"""The tables of a report: labels and cells, one column a run; what is unknown is an empty cell."""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from multigpu_cli.commands.report.data import RunData
+from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import counted
+from multigpu_cli.monitor.result import duration, label, measure, number
+from multigpu_cli.planning.memory import Memory
+
+Row = tuple[str, list[str]]
+
+
+class ReportTable(NamedTuple):
+    """A heading, the names of its columns, and rows of a label and cells."""
+
+    title: str
+    columns: list[str]
+    rows: list[Row]
+
+
+def tabulate_outcome(runs: Sequence[RunData]) -> ReportTable:
+    """How the runs ended."""
+    final = [(run.summary.get("final") or {}) for run in runs]
+    names = dict.fromkeys(name for each in final for name, value in each.items() if value is not None)
+    ordered = sorted(names, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
+    rows: list[Row] = [("status", [run.status for run in runs])]
+    rows += [(label(name), [_format_measure(name, each.get(name)) for each in final]) for name in ordered]
+    rows += [
+        ("best epoch", [_format_cell((run.summary.get("best") or {}).get("epoch")) for run in runs]),
+        ("optimizer steps", [f"{run.history.steps_taken:,}" for run in runs]),
+        ("training time", [_format_seconds(run.summary.get("train_seconds")) for run in runs]),
+        ("start-up", [_format_seconds(run.summary.get("startup_seconds")) for run in runs]),
+        ("samples per second", [_format_whole(run.summary.get("samples_per_second")) for run in runs]),
+        ("step, median", [_format_step_time(run, "p50") for run in runs]),
+        ("step, 95 % within", [_format_step_time(run, "p95") for run in runs]),
+        ("peak memory per worker", [_format_memory(run) for run in runs]),
+        ("attempts", [str(len(run.history.attempts)) for run in runs]),
+        ("faults", [str(len(run.history.faults)) for run in runs]),
+        ("fingerprint", [run.summary.get("fingerprint") or "" for run in runs]),
+    ]
+    return ReportTable("Result", [run.name for run in runs], _drop_empty_rows(rows))
+
+
+def pick_headline(run: RunData) -> list[tuple[str, str]]:
+    """The few numbers that one looks for first."""
+    rows = {name: cells[0] for name, cells in tabulate_outcome([run]).rows}
+    measures = ["test accuracy", "val accuracy", "test loss", "val loss"]
+    wanted = ["status", *measures, "optimizer steps", "training time", "samples per second"]
+    return [(name, rows[name]) for name in wanted if name in rows][:6]
+
+
+def tabulate_plan(run: RunData) -> ReportTable:
+    """What the plan of the first start said, and what came of it."""
+    history = run.history
+    plan = history.attempts[0].start.get("plan", {}) if history.attempts else {}
+    now = history.plan
+    rates = [event["lr"] for event in history.train.values() if event.get("lr") is not None]
+    steps, per_epoch = history.step, now.get("steps_per_epoch") or 1
+    rows = [
+        (
+            "workers",
+            plan.get("workers"),
+            " → ".join(_list_worker_counts(a.start.get("plan", {}) for a in history.attempts)),
+        ),
+        ("samples per micro-batch", plan.get("batch_size"), now.get("batch_size")),
+        ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
+        ("optimizer steps", plan.get("total_steps"), history.steps_taken),
+        ("epochs", number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)), number(steps / per_epoch)),
+        ("greatest learning rate, of the steps logged", plan.get("learning_rate"), max(rates, default=None)),
+        ("precision", plan.get("precision"), run.summary.get("precision")),
+        ("steps done twice after a restart", 0, _count_repeated_steps(run)),
+    ]
+    cells = [(name, [_format_cell(planned), _format_cell(actual)]) for name, planned, actual in rows]
+    return ReportTable(run.name, ["planned", "came"], cells + list(_compare_forecast(run)))
+
+
+def _compare_forecast(run: RunData) -> Iterator[Row]:
+    """The forecast of `plan --save-dir`, for as many workers and as large a global batch as there were at last."""
+    now, last = run.history.plan, run.history.last_train or {}
+    wanted = {"workers": now.get("workers"), "global_batch": now.get("global_batch_size")}
+    every = run.forecast.get("rows", [])
+    row: dict[str, Any] = next((row for row in every if wanted.items() <= row.items()), {})
+    if every and not row:
+        yield "forecast", [f"of other numbers: {', '.join(str(each['workers']) for each in every)} workers", ""]
+    waits = [event["comm_share"] * event["step_ms"] for event in run.history.train.values() if event.get("comm_share")]
+    needs = Memory(**run.forecast["memory"]).total(run.forecast["micro_batch"]) if row else None
+    memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
+    rows_of = {
+        "step, median": ("ms", 1e3 * row["step"] if row else None, last.get("step_p50_ms")),
+        "exposed communication of a step": (
+            "ms",
+            1e3 * row["waiting"] if row else None,
+            median(waits) if waits else None,
+        ),
+        "samples per second": (
+            "",
+            row.get("samples_per_second"),
+            run.summary.get("samples_per_second") or last.get("samples_per_second"),
+        ),
+        "seconds of training": ("s", row.get("seconds"), run.summary.get("train_seconds")),
+        memory: ("MiB", needs and needs / 2**20, max(last["memory"]) / 2**20 if last.get("memory") else None),
+    }
+    for name, (unit, planned, actual) in rows_of.items():
+        if planned is not None or actual is not None:
+            off = f" ({actual / planned - 1:+.0%})" if planned and actual is not None else ""
+            yield name, [_format_with_unit(planned, unit), _format_with_unit(actual, unit) + off]
+
+
+def _format_with_unit(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{number(float(value))} {unit}".strip()
+
+
+def tabulate_events(run: RunData) -> ReportTable:
+    """Starts, restarts, faults and ends, by the clock."""
+    if not run.history.attempts:
+        return ReportTable(run.name, [], [])
+    zero = run.history.attempts[0].start["time"]
+    events: list[tuple[float, str]] = []
+    for count, attempt in enumerate(run.history.attempts, 1):
+        plan, at = attempt.start.get("plan", {}), attempt.resumed_at
+        going_on = f", goes on from step {at}" if at else ""
+        text = f"attempt {count} starts: {plan.get('strategy')}, {counted(plan.get('workers'), 'worker')}{going_on}"
+        events.append((attempt.start["time"], text))
+        if attempt.end:
+            events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
+        else:
+            events.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
+    events += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
+    for back in run.history.recoveries:
+        cost = (
+            f"{duration(back['seconds'])} after the attempt before had stopped, {counted(back['lost_steps'], 'step')}"
+        )
+        events.append((back["time"], f"at work again, {cost} done again ({back['cause']})"))
+    rows = [(f"+ {duration(when - zero)}", [what]) for when, what in sorted(events)]
+    first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(zero))
+    return ReportTable(run.name, [f"first start {first}"], rows)
+
+
+def tabulate_classes(run: RunData) -> ReportTable:
+    """Precision, recall and F1 of each class, from the summary."""
+    rows = run.summary.get("per_class") or []
+    columns = [name for name in rows[0] if name != "class"] if rows else []
+    cells = [
+        (str(row.get("class", at)), [_format_class_cell(row.get(name)) for name in columns])
+        for at, row in enumerate(rows)
+    ]
+    return ReportTable(run.name, columns, cells)
+
+
+def tabulate_settings(runs: Sequence[RunData]) -> tuple[ReportTable, str]:
+    """The settings in which some run differs from the defaults, and the others in one text."""
+    defaults = settings(Config())
+    names = [name for name in defaults if any(name in run.settings for run in runs)]
+    changed = [name for name in names if any(run.settings.get(name) != defaults[name] for run in runs)]
+    rows = [
+        (name, [*(_format_cell(run.settings.get(name)) for run in runs), _format_cell(defaults[name])])
+        for name in changed
+    ]
+    rest = ", ".join(f"{name} {_format_cell(defaults[name]) or '–'}" for name in names if name not in changed)
+    return ReportTable("Configuration", [*(run.name for run in runs), "default"], rows), rest
+
+
+def tabulate_environment(runs: Sequence[RunData]) -> ReportTable:
+    """Where the last attempt of each run was."""
+    starts = [run.history.attempts[-1].start if run.history.attempts else {} for run in runs]
+    versions = dict.fromkeys(name for start in starts for name in start.get("versions", {}))
+    rows: list[Row] = [
+        ("folder", [str(run.folder) for run in runs]),
+        ("contents", [_format_cell(run.history.plan.get("contents")) for run in runs]),
+        ("where", [_format_cell(run.history.plan.get("because")) for run in runs]),
+        ("host", [_format_cell(start.get("host")) for start in starts]),
+        ("device", [_format_cell(run.history.plan.get("device")) for run in runs]),
+        ("CPU threads per worker", [_format_cell(run.history.plan.get("threads")) for run in runs]),
+    ]
+    rows += [(name, [_format_cell(start.get("versions", {}).get(name)) for start in starts]) for name in versions]
+    return ReportTable("Environment", [run.name for run in runs], _drop_empty_rows(rows))
+
+
+def _count_repeated_steps(run: RunData) -> int:
+    """Steps that were lost to restarts, as far as the journal's lines show."""
+    attempts, lost = run.history.attempts, 0
+    for before, after in pairwise(attempts):
+        lost += max(0, before.reached - after.resumed_at)
+    return lost
+
+
+def _list_worker_counts(plans: Iterator[dict[str, Any]]) -> Iterator[str]:
+    before = None
+    for plan in plans:
+        if plan.get("workers") != before:
+            before = plan.get("workers")
+            yield str(before)
+
+
+def _drop_empty_rows(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if any(row[1])]
+
+
+def _format_cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None or value in ({}, ()) else f"{value:,}" if type(value) is int else str(value)
+
+
+def _format_class_cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else _format_cell(value)
+
+
+def _format_measure(name: str, value: Any) -> str:
+    return "" if value is None else measure(name, value)
+
+
+def _format_seconds(value: Any) -> str:
+    return "" if value is None else duration(value)
+
+
+def _format_whole(value: Any) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _format_step_time(run: RunData, which: str) -> str:
+    value = (run.summary.get("step_ms") or {}).get(which)
+    return "" if value is None else f"{value:.1f} ms"
+
+
+def _format_memory(run: RunData) -> str:
+    peaks = run.summary.get("peak_memory_bytes") or []
+    return ", ".join(f"{peak / 2**30:.2f} GiB" for peak in dict.fromkeys(peaks))

@@ -1,0 +1,182 @@
+"""What the options of a command ask for, checked before torch is loaded: a Config, a run's weights, a file to write."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.config import rules
+from multigpu_cli.config.kinds import Kind, choice, integer, number
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.sources import gather, resolve
+from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.environments.registry import ENVIRONMENTS
+from multigpu_cli.errors import RequestError, all_wrong
+from multigpu_cli.models.registry import MODELS
+from multigpu_cli.tasks.registry import TASKS
+
+_DATA = {"data", "data.args", "data_dir"}
+_EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    ".safetensors": ("safetensors",),
+    ".pt": (),
+    ".pt2": (),
+    ".onnx": ("onnx", "onnxscript", "onnxruntime"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRequest:
+    """What evaluate, predict and sample ask of a run.
+
+    Attributes:
+        run: folder, best.pt, last.pt or checkpoint.
+        changes: settings of the data that differ from the run's, by key.
+        split: train, val or test; None takes the last of them that there is.
+        batch_size: samples at once; None as the run evaluated.
+        workers: processes to start; None one for each GPU.
+        own_code: code that the run names may be imported.
+        argv: the same on a command line, for workers.
+    """
+
+    run: Path
+    changes: Mapping[str, Any]
+    split: str | None
+    batch_size: int | None
+    workers: int | None
+    own_code: bool
+    argv: tuple[str, ...]
+
+
+def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
+    """The settings that the options ask for.
+
+    Args:
+        values: option → value; None, False and [] where it was not given.
+        environ: the process environment.
+
+    Raises:
+        RequestError: all that is wrong with the request, as far as that shows without torch.
+    """
+    flags = {key: values[key] for key in SETTINGS if values.get(key) not in (None, False, [])}
+    wrong = []
+    if values.get("no_amp"):
+        if flags.get("amp", "off") != "off":
+            wrong.append(RequestError(f"--no-amp together with --amp {flags['amp']}", remedy="one of them"))
+        flags["amp"] = "off"
+    config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
+    if readable:
+        config = rules.yielding(config, filed, environ)
+        names = {"datasets": DATASETS, "environments": ENVIRONMENTS, "models": MODELS, "tasks": TASKS}
+        faults += rules.broken(config, **names, environ=environ, untold=broken)
+    if wrong or faults:
+        raise all_wrong([*wrong, *faults])
+    return config
+
+
+def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: bool) -> InferenceRequest:
+    """Read the options of evaluate, predict and sample.
+
+    Args:
+        given: data, data_dir, set, split, batch_size, nproc_per_node; None where it was not given.
+
+    Raises:
+        RequestError: there is no such run, or a value is unfit.
+    """
+    if not Path(run).exists():
+        raise RequestError(f"{run}: there is no such file or folder", remedy="the --save-dir of a run")
+    sets = list(given.get("set") or ())
+    config = resolve({name: given.get(name) for name in ("data", "data_dir")}, sets, None)
+    if others := sorted(config.explicit - _DATA):
+        raise RequestError(f"--set {others[0]}: only the data can differ from the run's", remedy="data.args.NAME=…")
+    argv = [run, *(word for setting in sets for word in ("--set", setting))]
+    for name, value in given.items():
+        if name != "set" and value is not None:
+            argv += ["--" + name.replace("_", "-"), str(value)]
+    return InferenceRequest(
+        run=Path(run),
+        changes={key: config.get(key) for key in config.explicit},
+        split=parse_option(choice("train", "val", "test"), "--split", given.get("split")),
+        batch_size=parse_option(integer(1, 2**31), "--batch-size", given.get("batch_size")),
+        workers=parse_option(integer(1, 1024), "--nproc-per-node", given.get("nproc_per_node")),
+        own_code=own_code,
+        argv=(*argv, *(["--own-code"] if own_code else [])),
+    )
+
+
+def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) -> dict[str, Any]:
+    """How sample draws: count, temperature, top_k and seed.
+
+    Raises:
+        RequestError: a value is unfit.
+    """
+    return {
+        "count": parse_option(integer(1, 10**6), "--length", length),
+        "temperature": parse_option(number(0, 100), "--temperature", temperature),
+        "top_k": parse_option(integer(1, 10**6), "--top-k", top_k),
+        "seed": parse_option(integer(0), "--seed", seed),
+    }
+
+
+def parse_option(kind: Kind, flag: str, value: str | None) -> Any:
+    """The value of an option, None where it was not given."""
+    if value is None:
+        return None
+    try:
+        return kind.parse(value)
+    except ValueError as error:
+        raise RequestError(f"{flag} {error}") from error
+
+
+def parse_positive(flag: str, word: str, *, whole: bool = False) -> float:
+    """A number of the command line.
+
+    Raises:
+        RequestError: it is none, or not above zero.
+    """
+    try:
+        value = int(word) if whole else float(word)
+    except ValueError:
+        value = 0
+    if not 0 < value < inf:
+        raise RequestError(f"{flag} {word}: not a {'whole ' if whole else ''}number above zero")
+    return value
+
+
+def parse_csv_target(out: str) -> Path:
+    """The table that predict shall write.
+
+    Raises:
+        RequestError: it is no .csv, or is there already, or its folder is not.
+    """
+    target = Path(out)
+    if target.suffix != ".csv":
+        raise RequestError(f"--out {out}: must end in .csv", remedy="--out predictions.csv")
+    _check_new_file("--out", target)
+    return target
+
+
+def parse_export_target(to: str, checkpoint: str) -> Path:
+    """The file that an export shall write.
+
+    Raises:
+        RequestError: its kind is unknown, or something that it needs is missing, or it is there already.
+    """
+    target = Path(to)
+    if target.suffix not in _EXPORT_PACKAGES:
+        raise RequestError(f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}", remedy="--to weights.safetensors")
+    packages = _EXPORT_PACKAGES[target.suffix]
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise RequestError(f"--to {to} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
+    _check_new_file("--to", target)
+    if not Path(checkpoint).exists():
+        raise RequestError(f"{checkpoint}: there is no such file or folder", remedy="the --save-dir of a run")
+    return target
+
+
+def _check_new_file(flag: str, target: Path) -> None:
+    if target.exists():
+        raise RequestError(f"{flag} {target}: there is such a file already", remedy="another name, or remove it")
+    if not target.parent.is_dir():
+        raise RequestError(f"{flag} {target}: there is no folder {target.parent}", remedy="make it, or another place")

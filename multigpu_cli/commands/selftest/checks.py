@@ -1,0 +1,258 @@
+"""The selftest's verdicts: what one worker found against what several found, each with its numbers and a remedy."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.commands.selftest.process import Measured
+
+_SAME_SAMPLE = _SAME_OUTPUT = 1e-5
+TOLERANCE = {"off": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+"""Largest difference of a gradient by number format, relative to the gradient's largest entry.
+
+Rounding alone gives 1e-7 to 5e-6 in fp32 (BatchNorm in a deep network amplifies it); a wrong divisor gives 1e-1.
+"""
+
+
+class CheckResult(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        check: what should hold.
+        holds: None where it could not be tried, which is no fault.
+        figures: the numbers.
+        remedy: what to do where it does not hold.
+    """
+
+    check: str
+    holds: bool | None
+    figures: str
+    remedy: str = ""
+
+
+class Measurements(NamedTuple):
+    """All that was measured.
+
+    Attributes:
+        alone: what one worker found.
+        workers: what each of several found; parts are missing where they failed before.
+        precision: number format of the run.
+        drop_last: an epoch's last short batch is left out.
+        finds_unused: --find-unused-parameters was given.
+        no_exact: why --exact was not tried; empty where it was.
+    """
+
+    alone: Measured
+    workers: list[Measured]
+    precision: str
+    drop_last: bool
+    finds_unused: bool
+    no_exact: str
+
+    def of_workers(self, part: str) -> list[Measured]:
+        """What all workers found in one part."""
+        return [worker[part] for worker in self.workers]
+
+
+def run_checks(measurements: Measurements) -> list[CheckResult]:
+    """Causes first, so that the line which names a fault stands above those that only suffer from it."""
+    return [_run_check(check, part, judge, measurements) for check, part, judge in _CHECKS]
+
+
+def _run_check(
+    check: str, part: str, judge: Callable[[Measurements], CheckResult], measurements: Measurements
+) -> CheckResult:
+    if not measurements.workers or any(part not in worker for worker in measurements.workers):
+        return CheckResult(check, False, "the workers failed before they came to this: see their error")
+    return judge(measurements)._replace(check=check)
+
+
+def _check_samples(measurements: Measurements) -> CheckResult:
+    ways = measurements.alone["samples"]
+    first, *others = ways
+    faults = [
+        f"sample {number} comes out different {way}"
+        for way in others
+        for number in _list_differing(ways[first], ways[way], _SAME_SAMPLE)
+    ]
+    faults += [
+        f"sample {number} is another one on rank {rank}"
+        for rank, theirs in enumerate(measurements.of_workers("samples"))
+        for number in _list_differing(ways[first], theirs[first], _SAME_SAMPLE)
+    ]
+    if not faults:
+        return CheckResult("", True, f"{len(ways[first])} samples, fetched in {len(ways)} ways and on every worker")
+    cause = "the dataset (--data) has a random stream or state of its own"
+    remedy = "in __getitem__, draw from torch's, NumPy's or Python's global generators: they are seeded for each sample"
+    return CheckResult("", False, f"{faults[0]} ({len(faults)} such findings): {cause}", remedy)
+
+
+def _list_differing(one: dict[int, list[float]], other: dict[int, list[float]], tolerance: float) -> Iterator[int]:
+    return (number for number, marks in one.items() if not is_close(marks, other[number], tolerance))
+
+
+def is_close(one: list[float], other: list[float], tolerance: float) -> bool:
+    """Whether two lists of (size, sum) pairs are equal to rounding; NaN is like nothing."""
+    pairs = zip(one[::2], one[1::2], other[::2], other[1::2], strict=False)
+    return len(one) == len(other) and all(
+        abs(size - size_b) <= tolerance * size and abs(total - total_b) <= tolerance * max(size, size_b)
+        for size, total, size_b, total_b in pairs
+    )
+
+
+def _check_model(measurements: Measurements) -> CheckResult:
+    alone = measurements.alone["model"]
+    if where := _find_difference(alone["outputs"], alone["again"]):
+        return _blame_model(
+            f"two passes with the same samples and seeds differ, {where}", "has a random stream of its own"
+        )
+    for rank, theirs in enumerate(measurements.of_workers("model")):
+        if theirs["weights"] != alone["weights"]:
+            return _blame_model(f"rank {rank} starts with other weights than one process alone", "depends on its rank")
+        if where := _find_difference(alone["outputs"], theirs["outputs"]):
+            return _blame_model(f"rank {rank} differs from one process alone, {where}", "depends on its rank")
+    return CheckResult("", True, f"{len(alone['outputs'])} module outputs, twice and on every worker")
+
+
+def _blame_model(problem: str, cause: str) -> CheckResult:
+    remedy = "draw from torch's global generator only, in the factory and in forward, and don't look at the rank"
+    return CheckResult("", False, f"{problem}: the model (--model) {cause}", remedy)
+
+
+def _find_difference(one: list[Any], other: list[Any]) -> str:
+    """Where two passes through a model first part, in words; empty where they don't."""
+    for (name, kind, marks), (name_b, _, marks_b) in zip(one, other, strict=False):
+        if name != name_b or not is_close(marks, marks_b, _SAME_OUTPUT):
+            return f"first in {name} ({kind})"
+    return "" if len(one) == len(other) else "in which modules run"
+
+
+def _check_unused(measurements: Measurements) -> CheckResult:
+    reference = measurements.alone["reference"]
+    names = sorted({*reference["first"]["missing"], *reference["last"]["missing"]})
+    total = len(reference["first"]["gradient"])
+    if not names:
+        return CheckResult("", True, f"{total} parameters")
+    listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    if measurements.finds_unused:
+        return CheckResult("", True, f"{len(names)} of {total} get none, as --find-unused-parameters allows: {listed}")
+    remedy = "--find-unused-parameters, or take the branch out of the model"
+    return CheckResult("", False, f"{len(names)} of {total} get none: {listed}", remedy)
+
+
+def _gradient_distances(measurements: Measurements, which: str) -> tuple[float, float]:
+    """Largest relative difference from the definition, of several workers and of one."""
+    reference = measurements.alone["reference"][which]["gradient"]
+    return (
+        relative_distance(measurements.workers[0]["gradients"][which], reference),
+        relative_distance(measurements.alone["gradients"][which], reference),
+    )
+
+
+def relative_distance(gradient: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest difference of any entry, relative to the largest entry of the reference; an absent tensor is zero."""
+    largest = max(float(value.abs().max()) for value in reference.values())
+    gaps = (
+        float((gradient.get(name, torch.zeros_like(value)).double() - value.double()).abs().max())
+        for name, value in reference.items()
+    )
+    return max(gaps) / largest if largest else float("nan")
+
+
+def _judge_distances(measurements: Measurements, differences: tuple[float, ...], more: str = "") -> CheckResult:
+    tolerance = TOLERANCE[measurements.precision]
+    shown = f"max relative difference {max(differences):.1e} (tolerance {tolerance:.0e}){more}"
+    return CheckResult("", all(each <= tolerance for each in differences), shown)
+
+
+def _check_first_step(measurements: Measurements) -> CheckResult:
+    return _judge_distances(measurements, _gradient_distances(measurements, "first"))
+
+
+def _check_last_window(measurements: Measurements) -> CheckResult:
+    if measurements.drop_last:
+        return CheckResult("", None, "left out of training by --drop-last")
+    measured = measurements.workers[0]["gradients"]
+    shares = " + ".join(map(str, measured["shares"]))
+    return _judge_distances(
+        measurements, _gradient_distances(measurements, "last"), f"; {shares} samples on the workers"
+    )
+
+
+def _check_clipping(measurements: Measurements) -> CheckResult:
+    reference = measurements.alone["reference"]["first"]["gradient"]
+    norm = float(torch.stack([value.double().square().sum() for value in reference.values()]).sum().sqrt())
+    differences = []
+    for side in (measurements.workers[0]["gradients"], measurements.alone["gradients"]):
+        expected = {name: value * (side["limit"] / (norm + 1e-6)) for name, value in reference.items()}
+        differences += [relative_distance(side["clipped"], expected), abs(side["norm"] - norm) / (norm or 1.0)]
+    return _judge_distances(
+        measurements, tuple(differences), f"; norm {measurements.workers[0]['gradients']['norm']:.4g} of {norm:.4g}"
+    )
+
+
+def _check_evaluation(measurements: Measurements) -> CheckResult:
+    alone, parts = measurements.alone["evaluation"], measurements.of_workers("evaluation")
+    times = Counter(number for part in parts for number in part["seen"])
+    once = times == Counter(range(alone["size"]))
+    gaps = [
+        abs(value - part["metrics"][name]) / (abs(value) or 1.0)
+        for part in parts
+        for name, value in alone["metrics"].items()
+    ]
+    verdict = _judge_distances(measurements, tuple(gaps))
+    counted = f"{len(times)} of {alone['size']} samples met, at most {max(times.values(), default=0)}×; "
+    return verdict._replace(holds=verdict.holds and once, figures=counted + verdict.figures)
+
+
+def _check_replicas(measurements: Measurements) -> CheckResult:
+    prints = [part["replica"] for part in measurements.of_workers("resume")]
+    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
+    if other is None:
+        return CheckResult("", True, f"all {prints[0][:12]}")
+    return CheckResult("", False, f"{prints[0][:12]} on rank 0, {prints[other][:12]} on rank {other}")
+
+
+def _check_resume(measurements: Measurements) -> CheckResult:
+    sides = [measurements.alone["resume"], *measurements.of_workers("resume")]
+    wrong = [side for side in sides if side["whole"] != side["resumed"]]
+    if not wrong:
+        return CheckResult("", True, "equal bits, on one worker and on several")
+    where = "one worker" if sides[0] in wrong else "several workers"
+    figures = f"weights part by {max(side['apart'] for side in wrong):.1e} of the largest, on {where}"
+    return CheckResult(
+        "", False, figures, "whatever changes from step to step must be a parameter or buffer of the model"
+    )
+
+
+def _check_exact(measurements: Measurements) -> CheckResult:
+    alone, parts = measurements.alone["exact"], measurements.of_workers("exact")
+    refused = (process["refused"] for process in (alone, *parts) if "refused" in process)
+    if reason := measurements.no_exact or next(refused, ""):
+        return CheckResult("", None, f"not possible here: {reason}")
+    wrong = [part for part in parts if part != alone]
+    if not wrong:
+        return CheckResult(
+            "", True, f"equal bits: {alone['end'][:12]}, {len(alone['losses'])} losses and the evaluation"
+        )
+    pairs = enumerate(zip(alone["losses"], wrong[0]["losses"], strict=True), start=1)
+    step = next((number for number, (one, other) in pairs if one != other), None)
+    where = "the losses agree" if step is None else f"the losses part at step {step}"
+    return CheckResult("", False, f"{alone['end'][:12]} on one worker, {wrong[0]['end'][:12]} on several; {where}")
+
+
+_CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
+    ("a sample is the same in any order and process", "samples", _check_samples),
+    ("the model says the same on every worker", "model", _check_model),
+    ("every parameter gets a gradient", "reference", _check_unused),
+    ("the gradient of the first step is that of one worker", "gradients", _check_first_step),
+    ("and that of an epoch's last short batch", "gradients", _check_last_window),
+    ("clipping acts on the whole gradient, unscaled", "gradients", _check_clipping),
+    ("an evaluation counts each sample once", "evaluation", _check_evaluation),
+    ("replicas are identical after the last step", "resume", _check_replicas),
+    ("a resumed run equals the uninterrupted one", "resume", _check_resume),
+    ("--exact gives the same bits on one worker and on several", "exact", _check_exact),
+]

@@ -1,0 +1,112 @@
+"""All that one process measures for the selftest; both sides run the same functions, and nothing is judged here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import torch
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, move_to_device, split_batch
+from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
+from multigpu_cli.commands.selftest.steps import measure_exact, measure_gradients, measure_reference, measure_resume
+from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.sampler import epoch_order
+from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
+
+_SAMPLES = 16
+
+
+def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> Measured:
+    """All parts in turn; `keep` gets what has been found so far, since the next part may end the process."""
+    be_deterministic()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # only --exact insists
+    measured: Measured = {}
+    for name, part in _PARTS.items():
+        with ExitStack() as stack:
+            measured[name] = part(process, stack)
+        save(measured)
+    return measured
+
+
+def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """The marks of a few training samples, fetched in several ways."""
+    config, size = process.config, len(process.source.train)  # type: ignore[arg-type]
+    order = epoch_order(size, config.reproducibility.seed, 0)[:_SAMPLES]
+    checksums = {}
+    for way, (chunks, processes) in {
+        "in one order": (order.split(4), 0),
+        "in another order": (order.flip(0).split(3), 0),
+        "once more": (order.split(4), 0),
+        "by a loader process": (order.split(4), 1),
+    }.items():
+        if processes and (process.world.size > 1 or isinstance(process.source.train, TensorDataset)):
+            continue
+        data = replace(config.data, num_workers=processes)
+        seed, device = config.reproducibility.seed, process.world.device
+        with closing(Loader(process.source.train, process.source, data, device=device, seed=seed)) as loader:
+            checksums[way] = {
+                number: compute_checksums(sample)
+                for batch in loader.samples(list(chunks), 0)
+                for number, sample in zip(batch.indices.tolist(), split_batch(batch), strict=True)
+            }
+    return checksums
+
+
+def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """What the model says to the same samples with the same seeds, twice, without any other worker."""
+    components = process.alone.components()
+    kept, batch = components.state, process.batch or first_batch(process)
+    device = process.world.device
+    batch = replace(batch, inputs=move_to_device(batch.inputs, device), targets=move_to_device(batch.targets, device))
+    start = kept.capture()
+    twice = []
+    for _ in range(2):
+        kept.restore(start, "selftest")
+        seed_micro_batch(process.config.reproducibility.seed, 0, batch.index, device)
+        with ActivationRecorder(kept.model) as heard, components.state.precision.autocast(), torch.no_grad():
+            loss = components.task.loss_sum(kept.model, batch)
+        twice.append([*heard, ["loss", type(components.task).__name__, compute_checksums(loss)]])
+    return {"weights": fingerprint(start["model"]), "outputs": twice[0], "again": twice[1]}
+
+
+class _CountingLoader(Loader):
+    """Notes which samples an evaluation meets."""
+
+    seen: list[int]
+
+    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+        self.seen = []
+        for batch in super().held_out(batch_size, rank, workers):
+            self.seen += batch.indices.tolist()
+            yield batch
+
+
+def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """Metrics of the first weights, and the samples that this worker met."""
+    components = process.components()
+    assert process.source.val is not None
+    seed, here = process.config.reproducibility.seed, process.world.local_size
+    counted = _CountingLoader(
+        process.source.val,
+        process.source,
+        process.config.data,
+        device=process.world.device,
+        seed=seed,
+        workers_here=here,
+    )
+    model = components.state.for_use()
+    result = components.task.evaluate(model, counted, process.world, components.state.precision, components.eval_batch)
+    return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
+
+
+_PARTS: dict[str, Callable[[SelftestProcess, ExitStack], Measured]] = {
+    "samples": measure_samples,
+    "model": measure_model,
+    "reference": measure_reference,
+    "gradients": measure_gradients,
+    "evaluation": measure_evaluation,
+    "resume": measure_resume,
+    "exact": measure_exact,
+}

@@ -1,0 +1,76 @@
+"""One process's view of the selftest: alone, or one of several workers."""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.faults.stop import StopRequest
+from multigpu_cli.faults.watch import Watch
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.memory_probe import warm_up
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import assemble_run
+from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.runtime.determinism import share_threads
+from multigpu_cli.runtime.devices import Choice, cores
+from multigpu_cli.runtime.world import World
+
+Measured = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelftestProcess:
+    """One process's view of the test.
+
+    Attributes:
+        config: the user's settings, with the global batch fixed and a run folder that goes away.
+        choice, world: as for a run.
+        source: the dataset, shortened.
+        workers: how many the other side has; both take as many threads as it.
+        steps: length of the runs that are compared.
+        exact: whether --exact is tried too.
+        batch: the samples on which the model is tried; None takes the first ones.
+    """
+
+    config: Config
+    choice: Choice
+    world: World
+    source: Source
+    workers: int
+    steps: int
+    exact: bool = True
+    batch: Batch | None = None
+
+    @property
+    def alone(self) -> "SelftestProcess":
+        """The same without the other workers."""
+        config, device = with_settings(self.config, {"num_workers": 0}), self.world.device
+        return replace(self, config=config, choice=Choice("single", (device,), 0, "selftest"), world=World(device))
+
+    def components(self, **overrides: Any) -> TrainComponents:
+        """Everything that learns, built afresh."""
+        config = with_settings(self.config, overrides)
+        spec = resolve_spec(config, self.choice, self.world, source=self.source)
+        share_threads(self.workers, cores(), exact=config.reproducibility.exact)
+        components = build_components(spec, self.world)
+        warm_up(components)
+        return components
+
+    def run(self, stack: ExitStack, **overrides: Any) -> Run:
+        """A run that is ready for its first step."""
+        components = self.components(**overrides)
+        watch = Watch(self.world, components.config.fault.hang_timeout, lambda error: None)
+        return assemble_run(components, Console("silent"), StopRequest(), watch, stack)
+
+
+def first_batch(process: SelftestProcess) -> Batch:
+    """The first micro-batch of the first step."""
+    components = process.alone.components()
+    with closing(components.loaders.train):
+        _, work = next(components.loaders.train.epoch(components.plan.batches, 0, 0, 0, 1))
+        return next(work)

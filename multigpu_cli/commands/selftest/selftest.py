@@ -1,0 +1,261 @@
+"""selftest: whether the promises hold for the user's own model, data and settings, on one worker and on several."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, run_checks
+from multigpu_cli.commands.selftest.measure import measure_all
+from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
+from multigpu_cli.config import rules
+from multigpu_cli.config.kinds import integer
+from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.schema import Config, DeviceConfig
+from multigpu_cli.config.sources import explicit_dump
+from multigpu_cli.data.base import Source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.data.source import open_source
+from multigpu_cli.environments.registry import ENVIRONMENTS
+from multigpu_cli.errors import WRONG_REQUEST, RequestError
+from multigpu_cli.launch import WorkersFailed, run_cli_in_workers
+from multigpu_cli.models.registry import MODELS
+from multigpu_cli.planning.batch import plan_batches
+from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.precision import agreed_format
+from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.tasks.registry import TASKS
+from multigpu_cli.tasks.sources import of_samples
+
+_WORKERS = 2
+_LONGEST_WAIT = 120.0  # seconds in a collective; a test is not worth ten minutes
+_OF_A_LAUNCH = {"multi_gpu", "gpu_ids", "nproc_per_node", "max_restarts", "grad_accum_steps", "max_steps"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown.
+
+    Attributes:
+        about: what was tested, where and how.
+        verdicts: one a check.
+    """
+
+    about: dict[str, Any]
+    verdicts: list[CheckResult]
+
+    @property
+    def holds(self) -> bool:
+        return all(verdict.holds is not False for verdict in self.verdicts)
+
+
+Launcher = Callable[[Config, Choice, Path], None]
+"""Starts as many workers as the choice says, has each `measure_as_worker`, and waits for them."""
+
+
+def start_workers(config: Config, choice: Choice, folder: Path) -> None:
+    """Run the workers by torch's elastic agent, through the front door.
+
+    Raises:
+        WorkersFailed: one ended with another exit code than 0.
+    """
+    request = folder / "request.yaml"
+    request.write_text(yaml.safe_dump(explicit_dump(config)))
+    run_cli_in_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
+
+
+def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
+    """Measure alone, then as several workers, and judge; nothing is written but to a temporary folder.
+
+    Args:
+        config: the user's settings.
+        steps: length of the runs that are compared, as written.
+
+    Raises:
+        RequestError: the settings can't be tested, or not be carried out at all.
+    """
+    length, choice = _parse_steps(steps), _choose_devices(config)
+    workers, device = choice.launch, choice.devices[0]
+    precision = agreed_format(config.precision.amp, World(device), choice.devices).name
+    config = replace(with_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
+    source, fixed = prepare_run(config, workers, length)
+    no_exact = _why_no_exact(fixed)
+    with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
+        folder = Path(name)
+        process = _make_process(
+            fixed, source, Choice("single", (device,), 0, "selftest"), World(device), workers, length, folder
+        )
+        process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
+        alone = measure_all(process, lambda measured: None)
+        several = _measure_workers(fixed, choice, length, folder, batch, alone, start)
+    evidence = Measurements(
+        alone,
+        several,
+        precision,
+        drop_last=config.batch.drop_last,
+        finds_unused=config.communication.find_unused_parameters,
+        no_exact=no_exact,
+    )
+    about = {
+        "model": config.model.name or source.model,
+        "data": config.data.name,
+        "task": config.task.name or source.task,
+        "workers": workers,
+        "device": device.type,
+        "precision": precision,
+        "steps": length,
+        "batch_size": config.batch.size,
+        "global_batch_size": fixed.batch.global_size,
+    }
+    return Report(about, run_checks(evidence))
+
+
+def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None:
+    """What a started worker does: join the others, and take part."""
+    meeting = Rendezvous.from_environment(environ)
+    if meeting is None:
+        raise RequestError("--results is for the workers that selftest starts", remedy="leave it out")
+    choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    with joined(meeting, choice.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)) as world:
+        measure_as_worker(config, folder, choice, world)
+
+
+def measure_as_worker(config: Config, folder: Path, choice: Choice, world: World) -> None:
+    """Measure as one of several workers, and leave what was found in the folder."""
+    task = json.loads((folder / "task.json").read_text())
+    batch = Batch(**unpacked((folder / "batch.pt").read_bytes(), "batch.pt"))
+    source, fixed = prepare_run(config, world.size, task["steps"])
+    process = _make_process(fixed, source, choice, world, world.size, task["steps"], folder)
+    file = folder / f"rank_{world.rank}.pt"
+    measure_all(replace(process, exact=task["exact"], batch=batch), lambda measured: publish(file, packed(measured)))
+
+
+def print_report(report: Report, *, as_json: bool) -> None:
+    """Print the verdicts as a table, or as JSON."""
+    if as_json:
+        listed = [verdict._asdict() for verdict in report.verdicts]
+        print(json.dumps(report.about | {"holds": report.holds, "verdicts": listed}, indent=2))
+        return
+    about = report.about
+    print(
+        f"{about['model']} on {about['data']}, {about['task']}: 1 and {about['workers']} workers on {about['device']}, "
+        f"amp {about['precision']}, {about['steps']} steps of {about['global_batch_size']} samples in micro-batches of "
+        f"{about['batch_size']}"
+    )
+    widest = max(len(verdict.check) for verdict in report.verdicts)
+    for check, holds, figures, remedy in report.verdicts:
+        print(f" {({True: 'ok', False: 'FAIL', None: '-'})[holds]:<5} {check:<{widest}}  {figures}")
+        if remedy and holds is False:
+            print(f"       {'':<{widest}}  try: {remedy}")
+    wrong = sum(verdict.holds is False for verdict in report.verdicts)
+    print("all hold" if report.holds else f"{wrong} of {len(report.verdicts)} do not hold")
+
+
+def prepare_run(config: Config, workers: int, steps: int) -> tuple[Source, Config]:
+    """A short piece of the data whose epochs end in a short batch, and the settings with the global batch fixed.
+
+    Raises:
+        RequestError: the batch does not fit the data or the workers.
+    """
+    of_samples(config, "selftest")
+    if config.batch.size == "auto":
+        raise RequestError("selftest with --batch-size auto", remedy="a number: --batch-size 32")
+    micro_batch = int(config.batch.size)
+    whole = config.batch.global_size or micro_batch * (config.batch.grad_accum_steps or 1) * workers
+    source = shorten_source(open_source(config.data, config.reproducibility.seed), micro_batch, whole, workers)
+    size = len(source.train)  # type: ignore[arg-type]
+    drop = config.batch.drop_last
+    batches = plan_batches(samples=size, micro_batch=micro_batch, workers=workers, global_batch=whole, drop_last=drop)
+    epochs = max(config.length.epochs, -(-steps // batches.steps_per_epoch))
+    plan = {"global_batch_size": whole, "grad_accum_steps": None, "max_steps": None, "epochs": epochs}
+    fixed = with_settings(config, plan | {"trace_samples": False, "resume": "never"})
+    explicit = config.explicit - _OF_A_LAUNCH | {"global_batch_size", "epochs", "resume"}
+    return source, replace(fixed, explicit=explicit - {"save_dir"})
+
+
+def shorten_source(source: Source, micro_batch: int, global_batch: int, workers: int) -> Source:
+    """Two full batches and a short one to train on, a few batches to evaluate."""
+    half_of_them = -(-global_batch // micro_batch) // 2 * micro_batch
+    short = min(half_of_them + max(2, micro_batch // 2), max(1, global_batch - 1))
+    size = min(len(source.train), 2 * global_batch + short)  # type: ignore[arg-type]
+    if size % global_batch == 0:
+        size -= max(1, micro_batch // 2)
+    held_out = source.val or source.test or source.train
+    return replace(
+        source,
+        train=_take_first(source.train, size),
+        val=_take_first(held_out, 4 * micro_batch * (workers + 1) + micro_batch),
+        test=None,
+    )
+
+
+def _take_first(split: Dataset[Any], count: int) -> Dataset[Any]:
+    if isinstance(split, TensorDataset):
+        return TensorDataset(*(tensor[:count] for tensor in split.tensors))
+    return Subset(split, range(min(count, len(split))))  # type: ignore[arg-type]
+
+
+def _parse_steps(text: str) -> int:
+    try:
+        return int(integer(2, 1000).parse(text))
+    except ValueError as error:
+        raise RequestError(f"--steps {error}") from error
+
+
+def _choose_devices(config: Config) -> Choice:
+    """Several GPUs where there are enough, else the CPU."""
+    if config.model.sync_bn:
+        raise RequestError(
+            "selftest with --sync-bn: it makes a micro-batch's result depend on the other workers' by design",
+            remedy="leave --sync-bn out of the test",
+        )
+    if config.device.multi_gpu == "dp":
+        raise RequestError("selftest tests ddp against one worker, not --multi-gpu dp", remedy="leave it out")
+    workers, ids, gpus = config.device.nproc_per_node or _WORKERS, config.device.gpu_ids, visible_gpus()
+    if workers < 2:
+        raise RequestError("--nproc-per-node 1 leaves nothing to compare", remedy="--nproc-per-node 2 or more")
+    wanted = DeviceConfig(multi_gpu="ddp", gpu_ids=ids, nproc_per_node=workers)
+    return choose(wanted, gpus=gpus if ids or gpus >= workers else 0, cpus=cores(), meeting=None)
+
+
+def _why_no_exact(config: Config) -> str:
+    """Why --exact is out of the question for these settings; empty where it is not."""
+    tried = with_settings(config, {"exact": True})
+    faults = rules.broken(tried, datasets=DATASETS, environments=ENVIRONMENTS, models=MODELS, tasks=TASKS, environ={})
+    return faults[0].problem if faults else ""
+
+
+def _make_process(
+    config: Config, source: Source, choice: Choice, world: World, workers: int, steps: int, folder: Path
+) -> SelftestProcess:
+    home = folder / f"{world.size}-workers"
+    home.mkdir(exist_ok=True)
+    config = replace(config, checkpoint=replace(config.checkpoint, save_dir=str(home)))
+    return SelftestProcess(config=config, choice=choice, world=world, source=source, workers=workers, steps=steps)
+
+
+def _measure_workers(
+    config: Config, choice: Choice, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
+) -> list[Measured]:
+    """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
+    if any(alone["reference"][which]["missing"] for which in ("first", "last")):
+        config = with_settings(config, {"find_unused_parameters": True})
+        config = replace(config, explicit=config.explicit | {"find_unused_parameters"})
+    exact = bool(alone["exact"]) and "refused" not in alone["exact"]
+    (folder / "task.json").write_text(json.dumps({"steps": steps, "exact": exact}))
+    publish(folder / "batch.pt", packed(vars(batch)))
+    try:
+        start(config, choice, folder)
+    except WorkersFailed as failure:
+        if failure.exit_code == WRONG_REQUEST:
+            raise
+    files = [folder / f"rank_{rank}.pt" for rank in range(choice.launch)]
+    return [dict(unpacked(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

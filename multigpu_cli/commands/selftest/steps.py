@@ -1,0 +1,160 @@
+"""What the selftest learns from optimizer steps: gradients, a resumed run, a run with --exact."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
+from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
+from multigpu_cli.engine import train_step
+from multigpu_cli.errors import RequestError
+from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.compute import forward_backward
+from multigpu_cli.run.run import Run
+from multigpu_cli.runtime.collectives import from_main, gathered
+from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
+
+_LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
+
+
+def measure_reference(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """Gradients by definition, one micro-batch at a time on one device: their sum, divided by the samples seen."""
+    if process.world.size > 1:
+        return {}
+    components = process.alone.components(compile="off")
+    stack.callback(components.loaders.train.close)
+    last = components.plan.batches.steps_per_epoch - 1
+    return {"first": _compute_definition(components, 0), "last": _compute_definition(components, last)}
+
+
+def _compute_definition(components: TrainComponents, number: int) -> Measured:
+    scale, seed = _set_modest_scale(components), components.config.reproducibility.seed
+    named = {name: p for name, p in components.state.model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    missing: set[str] = set()
+    samples = seen = 0
+    layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
+    whole = layout.samples * components.task.units_per_sample
+    for batch in work:
+        seed_micro_batch(seed, number, batch.index, components.world.device)
+        forward_backward(components, batch, whole, last=True)
+        samples += len(batch)
+        seen += int(components.task.units(batch))
+        for name, parameter in named.items():
+            if parameter.grad is None:
+                missing.add(name)
+            else:
+                total[name] += parameter.grad / scale
+            parameter.grad = None
+    gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # by what was there
+    return {"gradient": gradient, "missing": sorted(missing), "samples": samples}
+
+
+def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """What the optimizer would be given in an epoch's first step, in its last, and with a limit that binds."""
+    run = process.run(stack, max_grad_norm="off")
+    start = run.state.capture()
+    last = run.plan.batches.steps_per_epoch - 1
+    first_gradient, norm = _capture_gradient(run, 0)
+    run.state.restore(start, "selftest")
+    last_gradient, _ = _capture_gradient(run, last)
+    run.state.restore(start, "selftest")
+    limit = norm / 2
+    limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
+    run.spec = replace(run.spec, config=limited)
+    clipped, clipped_norm = _capture_gradient(run, 0)
+    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.main else {}
+    shares = [run.plan.batches.share(last, rank) for rank in range(run.plan.batches.workers)]
+    return tensors | {
+        "limit": limit,
+        "norm": clipped_norm,
+        "left_over": run.plan.batches.samples_in(last),
+        "shares": [sum(stop - start for _, start, stop in share) for share in shares],
+    }
+
+
+def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
+    """The gradient with which the optimizer is called in a step: reduced, unscaled, clipped; and the norm reported."""
+    _set_modest_scale(run)
+    named = {name: p for name, p in run.state.model.named_parameters() if p.requires_grad}
+    seen: dict[str, Tensor] = {}
+
+    optimizer = run.state.optimizer
+
+    def note(*_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
+        divisor = 1.0 if scale is None else scale.cpu()
+        seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
+
+    hook = optimizer.register_step_pre_hook(note)
+    epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.lanes)
+    outcome = train_step(run, *next(epoch))
+    hook.remove()
+    return seen, float(outcome.norm)
+
+
+def _set_modest_scale(components: TrainComponents) -> float:
+    """For fp16, start from a loss scale that does not overflow in the first step; returns it, 1 for other formats."""
+    state = components.state.precision.state_dict()
+    if not state:
+        return 1.0
+    components.state.precision.load_state_dict(state | {"scale": _LOSS_SCALE})
+    return _LOSS_SCALE
+
+
+def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """A run of some steps, and one that is captured half-way and goes on in fresh parts."""
+    half = process.steps // 2
+    whole = process.run(stack)
+    advance(whole, half)
+    state = from_main(process.world, unpacked(packed(whole.state.capture()), "selftest"))  # as a checkpoint would
+    advance(whole, process.steps)
+    again = process.run(stack)
+    again.state.restore(state, "selftest")
+    advance(again, process.steps)
+    ends = [run.state.capture() for run in (whole, again)]
+    return {
+        "whole": hash_state(ends[0]),
+        "resumed": hash_state(ends[1]),
+        "replica": fingerprint(ends[0]["model"]),
+        "apart": max_difference(ends[0]["model"], ends[1]["model"]),
+    }
+
+
+def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """A run with --exact: its end, and the loss of every step."""
+    if not process.exact:
+        return {}
+    be_deterministic()
+    try:
+        run = process.run(stack, exact=True)
+        losses = advance(run, process.steps)
+    except RequestError as error:
+        return {"refused": error.problem}
+    except RuntimeError as error:  # torch names an operator that has no deterministic kernel
+        if "deterministic" not in str(error) or process.world.size > 1:
+            raise
+        return {"refused": str(error).splitlines()[0]}
+    assert run.loaders.val is not None
+    result = run.task.evaluate(run.state.for_use(), run.loaders.val, process.world, run.state.precision, run.eval_batch)
+    return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
+
+
+def advance(run: Run, until: int) -> list[float]:
+    """Optimizer steps up to number `until`; the mean loss of each."""
+    batches, progress, losses = run.plan.batches, run.progress, []
+    while progress.step < until:
+        epoch, first = divmod(progress.step, batches.steps_per_epoch)
+        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+            sums = train_step(run, layout, work).slots(run.world.device)
+            losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
+            progress.step += 1
+            if progress.step == until:
+                break
+    return losses

@@ -1,0 +1,202 @@
+"""The benchmark: one real run is read for what it says, the rest is arithmetic on planted figures."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import main_multi_gpu
+from multigpu_cli.commands.bench import bench
+from multigpu_cli.commands.bench import overlap as overlap_module
+from multigpu_cli.commands.bench.bench import (
+    parse_worker_counts,
+    print_benchmark,
+    run_benchmark,
+    run_trainer,
+    why_no_dp,
+    write_files,
+)
+from multigpu_cli.commands.bench.overlap import Overlap, measure_overlap
+from multigpu_cli.commands.plan import plan
+from multigpu_cli.commands.plan.plan import measure_interconnect
+from multigpu_cli.commands.requests import build_config
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.launch import WorkersFailed
+from multigpu_cli.planning.speedup import Wire
+from multigpu_cli.runtime import devices
+from multigpu_cli.runtime.devices import Choice
+
+OWN = {"data": "tests.own:tensors", "model": "tests.own:net"}
+
+
+def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 6)
+    config = resolve(OWN, [], None)
+    assert parse_worker_counts(None, config) == [1, 2, 4]
+    assert parse_worker_counts("6,3", config) == [1, 3, 6]
+    for words in ("0", "x", "7"):
+        with pytest.raises(RequestError, match=f"--workers {words}"):
+            parse_worker_counts(words, config)
+    some = resolve(OWN | {"gpu_ids": "5,1,4"}, [], None)
+    assert parse_worker_counts(None, some) == [1, 2]
+    with pytest.raises(RequestError, match="--workers 4: only 3 devices to use"):
+        parse_worker_counts("4", some)
+    with pytest.raises(RequestError, match="--gpu-ids 9: there is no GPU 9"):
+        parse_worker_counts(None, resolve(OWN | {"gpu_ids": "9"}, [], None))
+
+
+def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each run, the overlap and the wire take the first so many of them; each request passes the door of a training."""
+    asked: list[str] = []
+
+    def started(*words: Any) -> None:
+        asked.append(words[0][1])
+        raise InterruptedError
+
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(bench, "run_cli", started)
+    config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
+    several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
+    sides = [(config, "single", 1), (config, "ddp", 2), (config, "dp", 3), (several, "single", 1), (several, "ddp", 4)]
+    for number, (each, strategy, count) in enumerate(sides):
+        with pytest.raises(InterruptedError):
+            run_trainer(each, strategy, count, 8, tmp_path / f"{number}", {})
+    places = [build_config(dict.fromkeys(SETTINGS) | {"config": file}, {}).device for file in asked]
+    assert [(place.multi_gpu, place.gpu_ids, place.nproc_per_node) for place in places] == [
+        ("none", (3,), None),
+        ("ddp", (3, 1), 2),
+        ("dp", (3, 1, 2), None),
+        ("none", None, None),
+        ("ddp", None, 4),
+    ]
+
+
+def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
+    chosen: list[Choice] = []
+
+    def started(*words: Any) -> None:
+        chosen.extend(word for word in words if isinstance(word, Choice))
+        raise InterruptedError
+
+    monkeypatch.setattr(overlap_module, "run_in_workers", started)
+    monkeypatch.setattr(plan, "measure_in_workers", started)
+    with pytest.raises(InterruptedError):
+        measure_overlap(config, 2)
+    with pytest.raises(InterruptedError):
+        measure_interconnect(2, config.device)
+    assert [[device.index for device in choice.devices] for choice in chosen] == [[3, 1]] * 2
+
+
+def test_a_real_run_is_read(tmp_path: Path) -> None:
+    """The planted millisecond of each sample is the data share; the request says all that the user said."""
+    config = resolve(OWN | {"data": "tests.own:SlowItems", "batch_size": "10", "num_workers": "0"}, [], None)
+    found = run_trainer(config, "single", 1, 16, tmp_path / "a", os.environ)
+    assert found["data"] > 0.5
+    assert (found["wire"], found["stragglers"]) == (0, 0)
+    assert 0 < found["utilisation"] < 70, "asleep for the better part"
+    assert found["step_ms"] * found["data"] > 10
+    request = (tmp_path / "a.yaml").read_text()
+    assert "max_steps: 16" in request
+    assert "SlowItems" in request
+
+
+def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as one worker of the first forecast takes in them; 64 at least."""
+    asked: list[int] = []
+
+    def planted(config: Config, strategy: str, workers: int, steps: int, *rest: Any) -> dict[str, float]:
+        asked.append(steps)
+        return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation"), 1.0)
+
+    monkeypatch.setattr(bench, "run_trainer", planted)
+    monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
+    for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
+        monkeypatch.setenv("OWN_PAUSE", pause)
+        run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1], None, 2, {})
+        assert expected[0] <= asked[-1] <= expected[1]
+        assert asked[-1] == asked[-2], "each repetition as many"
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match=r"^--model nowhere:net: there is no module 'nowhere'") as failed:
+        run_trainer(resolve({"model": "nowhere:net"}, [], None), "single", 1, 8, tmp_path / "a", os.environ)
+    assert "checkpoint" not in str(failed.value), "a benchmark does not go on"
+
+
+def test_what_is_made_of_the_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One worker takes 11 ms for 20 samples, two take 12.5 ms for 40, 2.5 of which nothing hides; dp takes 20 ms."""
+    order: list[str] = []
+
+    def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
+        order.append(f"{strategy} {workers}")
+        shares = {"data": 0.05, "wire": 0.7, "stragglers": 0.0, "utilisation": math.nan if strategy == "dp" else 90.0}
+        return shares | {"step_ms": {"single": 11.0, "ddp": 12.5, "dp": 20.0}[strategy] + (len(order) - 1) // 3 - 1}
+
+    monkeypatch.setattr(bench, "run_trainer", planted)
+    monkeypatch.setattr("multigpu_cli.commands.plan.measure.cores", lambda: 1)
+    monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Wire("planted", 0.0, 1e30, "planted"))
+    monkeypatch.setattr(bench, "measure_overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
+    monkeypatch.setattr(bench, "why_no_dp", lambda config: "")
+    found = run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 10, 3, {})
+    assert order == ["single 1", "ddp 2", "dp 2"] * 3, "interleaved"
+    one, two, dp = found.rungs
+    assert (one.median, two.median, dp.median) == (11.0, 12.5, 20.0)
+    assert (two.shares["wire"], two.shares["compute"]) == (pytest.approx(0.2), pytest.approx(0.75))
+    assert dp.shares["wire"] == 0.7, "there is nothing else to go by"
+    assert (two.utilisation, dp.utilisation, dp.error) == (90, None, None)
+    assert two.speedup == pytest.approx(2 * 11 / 12.5)
+    assert two.efficiency == pytest.approx(11 / 12.5)
+    assert two.error == pytest.approx(two.forecast_ms / 12.5 - 1)
+    assert found.knob.startswith("the wire")
+    assert found.about["steps"] == 16, "what the windows of the runs made of ten"
+    files = write_files(found, bench.make_output_dir(str(tmp_path / "out")))
+    assert json.loads(files[0].read_text())["rungs"][1]["workers"] == 2
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    print_benchmark(found, files, as_json=False)
+    said = capsys.readouterr().out
+    assert "what would help most: the wire" in said
+    assert "(20% of the time with 2 workers)" in said
+    assert "takes 5.00 ms; overlapped with it, 2.50 ms are left" in said
+    with pytest.raises(RequestError, match="--out"):
+        write_files(found, tmp_path / "gone")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main_multi_gpu.run(["bench", "--model", "nowhere:net", "--out", str(tmp_path / "file")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its request names the GPUs; whether they do it is for a machine that has some."""
+    for gpus, flags, reason in (
+        (0, {}, "it needs two GPUs, and there is none to use"),
+        (1, {}, "it needs two GPUs, and there is 1 to use"),
+        (2, {"gpu_ids": "1"}, "it needs two GPUs, and there is 1 to use"),
+        (2, {"exact": True}, "it can't be --exact"),
+        (2, {"compile": "default"}, "it can't be compiled"),
+        (2, {}, ""),
+    ):
+        monkeypatch.setattr(devices, "visible_gpus", lambda gpus=gpus: gpus)
+        assert why_no_dp(resolve(OWN | flags, [], None)) == reason
+
+    def started(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(bench, "run_cli", started)
+    with pytest.raises(InterruptedError):
+        run_trainer(resolve(OWN, [], None), "dp", 2, 8, tmp_path / "a", {})
+    request = yaml.safe_load((tmp_path / "a.yaml").read_text())
+    assert (request["multi_gpu"], request["gpu_ids"]) == ("dp", [0, 1])
