@@ -1,4 +1,4 @@
-"""`MultiGPUConfig`: the settings of the founding documents by their names, and what each is here."""
+"""`MultiGPUConfig`: the settings of the Python API, and the flags that they stand for."""
 
 import re
 from collections.abc import Iterator, Mapping
