@@ -80,7 +80,7 @@ def flag_table() -> str:
             lines.append(f"| **{group}** | | | |")
             panel = group
         entry = SETTINGS.get(option.name)
-        meaning = entry.help if entry else option.help
+        meaning = entry.help if entry else str(getattr(option, "help", ""))
         default, free = (_format_default(entry.default), "free" if entry.free else "") if entry else ("", "")
         flag = f"`{option.opts[0]}{' ' + option.metavar if option.metavar else ''}`"
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (flag, meaning, default, free)) + " |")
