@@ -1,9 +1,5 @@
-"""The guides say what is there: their map is the disk, their flags are the schema's, their commands run.
+"""The documents say what is there: their generated parts are up to date, flags, files and links exist, commands run."""
 
-`python -m tests.test_guides` writes the map of the code and the table of flags anew.
-"""
-
-import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,27 +11,17 @@ import typer
 import main_multi_gpu
 from multigpu_cli.commands.requests import build_config
 from multigpu_cli.config.schema import SETTINGS
-from tests.test_house_rules import FLOOR, module_of, room_of
+from tests.support import generate_docs
+from tests.support.generate_docs import COMMAND, PARTS, flag_table
 from tests.test_readme import NO_COMMANDS, copied, is_reason, run
 from tests.walkthrough import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDE, REFERENCE = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md"
-GUIDES = (GUIDE, REFERENCE)
-PAGES = (*GUIDES, ROOT / "README.md")
-BEGIN, END = "<!-- python -m tests.test_guides writes this table -->", "<!-- end of the table -->"
-OTHER_FILES = {
-    "CHANGELOG.md": "What changed for users, newest first.",
-    "CONTRIBUTING.md": "Set-up, house rules, and how to add a dataset, model, task or strategy.",
-    "LICENSE": "MIT.",
-    "MULTI_GPU_GUIDE.md": "This guide.",
-    "Makefile": "`make quickstart`, `make test` and the rest; `make` lists them.",
-    "QUICK_REFERENCE.md": "One page: one command per task, and all flags.",
-    "README.md": "The short start, and what this is for.",
-    "SECURITY.md": "What is loaded, what is never executed, and what listens where.",
-    "launch_multi_gpu.sh": "Asks how to train, shows the plan and the command, runs it.",
-    "pyproject.toml": "What is installed, what it needs, and the settings of ruff, mypy and pytest.",
-}
+GUIDE, REFERENCE, README = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md", ROOT / "README.md"
+MEASUREMENTS, LESSON = ROOT / "docs" / "measurements.md", ROOT / "docs" / "lesson.md"
+GUIDES = (GUIDE, REFERENCE, *sorted(ROOT.glob("docs/**/*.md")))
+PAGES = (*GUIDES, README)
+GUIDE_BYTES = 40_000
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard and the launcher
     *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--nodes"),
     *(
@@ -60,84 +46,25 @@ def prose(guide: Path) -> str:
     return re.sub(r"^```.*?^```", "", guide.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def of_both() -> Iterator[tuple[Path, Block]]:
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def of_all() -> Iterator[tuple[Path, Block]]:
     return ((guide, block) for guide in GUIDES for block in blocks(guide.read_text()))
 
 
 def runnable() -> list[tuple[Path, Block]]:
-    return [(guide, block) for guide, block in of_both() if block.language == "bash" and not block.not_run]
+    return [(guide, block) for guide, block in of_all() if block.language == "bash" and not block.not_run]
 
 
-# --- The map of the code ---------------------------------------------------------------------------------------------
+# --- Generated parts -------------------------------------------------------------------------------------------------
 
 
-def mapped() -> list[tuple[str, str]]:
-    """(floor, path) of each row of the guide's map."""
-    section = GUIDE.read_text().partition("## Map of the code")[2].partition("\n## ")[0]
-    return re.findall(r"^\| (\d+|-) \| `([^`]+)` \| \S.* \|$", section, re.MULTILINE)
-
-
-def on_disk() -> list[str]:
-    top = [file for pattern in ("*.py", "*.sh", "*.md", "*.toml", "Makefile", "LICENSE") for file in ROOT.glob(pattern)]
-    code = [file for file in ROOT.glob("multigpu_cli/**/*.py") if file.name != "__init__.py"]
-    return sorted(file.relative_to(ROOT).as_posix() for file in [*top, *code])
-
-
-def map_table() -> str:
-    """A row for each file: a module says itself what it does, in the first line of its docstring."""
-    rows = []
-    for path in on_disk():
-        floor, does = "-", OTHER_FILES.get(path, "")
-        if path.endswith(".py"):
-            floor = str(FLOOR[room_of(module_of(path)) or ""])
-            does = (ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").partition("\n")[0]
-        rows.append((-int(floor) if floor != "-" else 1, f"| {floor} | `{path}` | {does} |"))
-    return "\n".join(["| floor | file | what it does |", "|-|-|-|", *(row for _, row in sorted(rows))])
-
-
-def test_the_map_is_the_disk() -> None:
-    """A new file needs a row: python -m tests.test_guides writes it."""
-    assert sorted(path for _, path in mapped()) == on_disk()
-    assert sorted(OTHER_FILES) == [path for path in on_disk() if not path.endswith(".py")]
-
-
-def test_the_map_knows_the_floors() -> None:
-    for floor, path in mapped():
-        room = room_of(module_of(path)) if path.endswith(".py") else None
-        assert floor == ("-" if room is None else str(FLOOR[room])), path
-
-
-# --- The table of flags ----------------------------------------------------------------------------------------------
-
-
-def flag_table() -> str:
-    """Every option of the front door, panel by panel, as the help has them."""
-    command = typer.main.get_command(main_multi_gpu.app)
-    lines, panel = ["| flag | what it means | default | resume |", "|-|-|-|-|"], ""
-    for option in command.params:
-        group = getattr(option, "rich_help_panel", None)
-        if group is None:
-            continue
-        if group != panel:
-            lines.append(f"| **{group}** | | | |")
-            panel = group
-        entry = SETTINGS.get(option.name)
-        meaning = entry.help if entry else option.help
-        default, free = (shown(entry.default), "free" if entry.free else "") if entry else ("", "")
-        flag = f"`{option.opts[0]}{' ' + option.metavar if option.metavar else ''}`"
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (flag, meaning, default, free)) + " |")
-    return "\n".join(lines)
-
-
-def shown(default: object) -> str:
-    if isinstance(default, float):
-        return f"{default:g}"
-    return "" if default in (None, ()) else "off" if default is False else str(default)
-
-
-def test_the_flag_table_is_the_schema() -> None:
-    table = REFERENCE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert table == flag_table(), "python -m tests.test_guides writes it anew"
+@pytest.mark.parametrize("name", PARTS)
+def test_generated_parts_are_up_to_date(name: str) -> None:
+    _, part, _ = generate_docs.split_at(name)
+    assert part == PARTS[name][1](), f"{COMMAND} writes it anew"
 
 
 def test_the_flag_table_has_every_setting() -> None:
@@ -148,6 +75,63 @@ def test_the_flag_table_has_every_setting() -> None:
     assert "| `--epochs N` | passes over the training data | 20 | free |" in flag_table()
 
 
+def test_the_code_map_has_every_module_with_its_floor_and_purpose() -> None:
+    rows = re.findall(r"^\| (\d+) \| `([^`]+)` \| \S.* \|$", generate_docs.code_map(), re.MULTILINE)
+    modules = [file for file in (ROOT / "multigpu_cli").rglob("*.py") if file.name != "__init__.py"]
+    assert len(rows) == len(modules) + len(list(ROOT.glob("*.py")))
+    assert {("0", "multigpu_cli/errors.py"), ("10", "main_multi_gpu.py")} < set(rows)
+
+
+def documented(first: int, second: str = "a b", *rest: int, third: bool = False) -> str:
+    """Sum up.
+
+    Over two
+    lines:
+
+    Args:
+        first: a number,
+            of samples.
+        rest, third: the others.
+
+    Raises:
+        ValueError: never.
+    """
+    return f"{first}{second}{rest}{third}"
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    text = generate_docs.describe("documented", documented)
+    assert text.splitlines() == [
+        *("### documented", "", "```python"),
+        "def documented(first: int, second: str = 'a b', *rest: int, third: bool = False) -> str",
+        *("```", "", "Sum up.", "", "Over two lines:", "", "*Args*", "", "- `first`: a number, of samples."),
+        *("- `rest, third`: the others.", "", "*Raises*", "", "- `ValueError`: never."),
+    ]
+
+
+# --- Measured figures ------------------------------------------------------------------------------------------------
+
+
+def figures(text: str) -> set[str]:
+    """Numbers as only a measurement yields them: two decimals or more, a unit or a range beside them or not."""
+    return set(re.findall(r"(?<!torch )(?<!Python )(?<![\w.,-])\d+\.\d{2,}(?![\w.]*\d)", text))
+
+
+def own_figures(page: Path) -> set[str]:
+    """Those of a page's own words: blocks and generated parts left out."""
+    return figures(re.sub(r"<!-- generated: .*?<!-- end of ", "", prose(page), flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (MEASUREMENTS, LESSON)], ids=name_of)
+def test_no_page_repeats_a_measured_figure_by_hand(page: Path) -> None:
+    """docs/measurements.md has each once; the others link to it."""
+    assert own_figures(page) & figures(prose(MEASUREMENTS)) == set()
+
+
+def test_figures_are_found() -> None:
+    assert figures("99.16 % (0.936 to 0.945), torch 2.13, 1.5, 12, v1.2.34") == {"99.16", "0.936", "0.945"}
+
+
 # --- What the text names ---------------------------------------------------------------------------------------------
 
 
@@ -156,19 +140,19 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("guide", PAGES, ids=lambda guide: guide.name)
+@pytest.mark.parametrize("guide", PAGES, ids=name_of)
 def test_links_lead_somewhere(guide: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(guide)):
         if target.startswith("https://"):
             continue
         file, _, place = target.partition("#")
-        aim = ROOT / file if file else guide
+        aim = guide.parent / file if file else guide
         assert aim.exists(), target
         if place:
             assert place in map(anchor, re.findall(r"^#+ (.+)$", aim.read_text(), re.MULTILINE)), target
 
 
-@pytest.mark.parametrize("guide", PAGES, ids=lambda guide: guide.name)
+@pytest.mark.parametrize("guide", PAGES, ids=name_of)
 def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
     group = typer.main.get_group(main_multi_gpu.app)
     ours = {flag for each in (group, *group.commands.values()) for option in each.params for flag in option.opts}
@@ -180,11 +164,18 @@ def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
             assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= ours | OTHERS_FLAGS, code
 
 
-def test_what_is_not_there_yet_is_said() -> None:
-    section = GUIDE.read_text().partition("## Not yet")[2].partition("\n## ")[0]
-    promised = re.search(r"^- commands: ([\w, ]+)\.", section, re.MULTILINE)
-    there = set(typer.main.get_group(main_multi_gpu.app).commands)
-    assert not set(promised[1].split(", ") if promised else ()) & there
+def test_every_page_is_reached_from_the_guide() -> None:
+    linked = re.findall(r"\]\((docs/[\w/-]+\.md)", GUIDE.read_text())
+    assert {name_of(page) for page in ROOT.glob("docs/**/*.md")} == set(linked)
+
+
+def test_only_the_migration_page_speaks_of_earlier_documents() -> None:
+    said = re.compile(r"founding|earlier documents?\b|gave it its name", re.IGNORECASE)
+    assert [name_of(page) for page in PAGES if said.search(page.read_text())] == ["docs/migration.md"]
+
+
+def test_the_guide_reads_in_one_sitting() -> None:
+    assert len(GUIDE.read_bytes()) <= GUIDE_BYTES
 
 
 # --- The commands ----------------------------------------------------------------------------------------------------
@@ -231,8 +222,8 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    assert [block for _, block in of_both() if block.not_run and not is_reason(block.not_run)] == []
-    assert [block for _, block in of_both() if block.language not in NO_COMMANDS | {"bash"}] == []
+    assert [block for _, block in of_all() if block.not_run and not is_reason(block.not_run)] == []
+    assert [block for _, block in of_all() if block.language not in NO_COMMANDS | {"bash"}] == []
     assert len(runnable()) >= 5
 
 
@@ -242,7 +233,7 @@ def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
     for guide, block in runnable():
         before = guide.read_text().splitlines()[: block.line]
         chapter = next((line[3:] for line in reversed(before) if line.startswith("## ")), "")
-        found.setdefault((guide.stem, chapter), []).append((guide, block))
+        found.setdefault((name_of(guide), chapter), []).append((guide, block))
     return found
 
 
@@ -272,9 +263,3 @@ def test_shown_output_is_found() -> None:
 
 def test_the_reference_is_one_page() -> None:
     assert len(REFERENCE.read_text().splitlines()) <= 130
-
-
-if __name__ == "__main__":
-    for guide, table in ((GUIDE, map_table()), (REFERENCE, flag_table())):
-        before, _, rest = guide.read_text().partition(BEGIN)
-        guide.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")

@@ -1,4 +1,4 @@
-"""`MultiGPUTrainingManager`: setup, epochs and validation as in the founding documents, with metrics."""
+"""`MultiGPUTrainingManager`: a training loop of the user's own, by epochs or steps."""
 
 import json
 from collections.abc import Mapping

@@ -11,8 +11,8 @@ from multigpu_cli.runtime.memory import is_out_of_memory
 class FaultToleranceManager:
     """Says what an error of a training step means.
 
-    Unlike the document that gave it its name, it does not go on as if nothing had happened: a step that failed has left
-    ranks apart or a gradient half made. Out of memory within the engine is survived there, with smaller micro-batches.
+    It does not continue after an error: a failed step leaves replicas that differ, or half of a gradient. The engine
+    itself survives running out of memory, with smaller micro-batches.
 
     Attributes:
         errors: what was handled, as dicts with error, kind and remedy.

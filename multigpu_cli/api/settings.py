@@ -1,4 +1,4 @@
-"""`MultiGPUConfig`: the settings of the founding documents by their names, and what each is here."""
+"""`MultiGPUConfig`: the settings of the Python API, and the flags that they stand for."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ class TrainingMode(Enum):
         known = {"single": cls.SINGLE_GPU, "distributed": cls.DISTRIBUTED_DATA_PARALLEL}
         known |= {mode.value: mode for mode in cls} | {mode.name.lower().replace("_", ""): mode for mode in cls}
         if word not in known:
-            raise RequestError(f"strategy {strategy!r}: there is no such one", remedy=did_you_mean(word, known))
+            raise RequestError(f"strategy {strategy!r} is not supported", remedy=did_you_mean(word, known))
         return known[word]
 
 
@@ -216,7 +216,7 @@ class MultiGPUConfig:
         if not self.persistent_workers and self.num_workers not in (0, "auto"):
             yield RequestError(
                 "persistent_workers=False: loader processes are forked once, before training begins; forked amid it "
-                "they may inherit a lock that nobody opens",
+                "they may inherit a lock that is never released",
                 remedy="leave it out, or num_workers=0",
             )
         both = self.bucket_cap_mb, self.reduce_bucket_size
@@ -227,7 +227,7 @@ class MultiGPUConfig:
                 remedy="leave one of them out",
             )
         if self.backend not in (None, "nccl", "gloo"):
-            yield RequestError(f"backend {self.backend!r}: there is no such one", remedy="nccl, gloo, or leave it out")
+            yield RequestError(f"backend {self.backend!r} is not supported", remedy="nccl, gloo, or leave it out")
         unknown = sorted(self.settings.keys() - SETTINGS.keys())
         taken = sorted(self.settings.keys() & (_FIELDS.keys() | {"data", "model", "data.args", "model.args"}))
         if unknown:

@@ -74,7 +74,7 @@ def estimate_training_speedup(
 ) -> list[dict[str, Any]]:
     """A forecast from the measured times of one GPU and a model of the wire (planning.speedup), never a measurement.
 
-    `multigpu plan` measures these times itself. Unlike the document that gave it its name, no efficiency is assumed.
+    `multigpu plan` measures these times itself. No efficiency is assumed.
 
     Args:
         parameters: of the model, 4 bytes each on the wire.

@@ -71,7 +71,7 @@ class MultiGPUTrainer(Functions):
 
     Without `setup`, it offers the functions of the API as methods.
 
-    Unlike the document that gave it its name, it does not swallow exceptions, and `auto` never takes DataParallel.
+    It raises errors rather than logging them, and `auto` never takes DataParallel.
 
     Args:
         config: the settings; it may be changed until `setup`.

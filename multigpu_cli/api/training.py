@@ -50,9 +50,8 @@ def train_with_multi_gpu(
     of your own is drawn once per epoch on rank 0 for all. All ranks start with rank 0's weights; each must make the
     same dataset. The model is left with the weights that were best on `val_loader`, else with the last.
 
-    Unlike the document that gave it its name: `auto` takes DDP, never DataParallel, for any number of GPUs; an epoch's
-    last gradients are not dropped where they fill no accumulation; a batch that fails is not passed over: errors are
-    raised. `max_grad_norm` is None unless given.
+    `auto` takes DDP, never DataParallel, for any number of GPUs. An epoch's last gradients count also where they do not
+    fill an accumulation. A batch that fails is not skipped: errors are raised. `max_grad_norm` is None unless given.
 
     Args:
         model: DataParallel or DistributedDataParallel around it is taken off.
@@ -138,8 +137,8 @@ def evaluate_with_multi_gpu(
 ) -> dict[str, Any]:
     """Loss and accuracy over exactly the loader's samples; under torchrun they are shared out, each counts once.
 
-    In one process it runs on one device: no processes are started for an evaluation. Unlike the document that gave it
-    its name: the loss is the mean over samples (not a mean of the batches' means), and errors are raised.
+    In one process it runs on one device: no processes are started for an evaluation. The loss is the mean over samples,
+    not a mean of the batches' means. Errors are raised.
 
     Args:
         model, criterion, device_ids, settings: as for `train_with_multi_gpu`.

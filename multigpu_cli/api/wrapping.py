@@ -38,8 +38,7 @@ def setup_distributed_data_parallel(
     """The model in DistributedDataParallel on this process's one device, and True; or as it is, and False.
 
     It joins the process group if nobody has: as torchrun says, or as `world_size` and `rank` say, with an `init_method`
-    or MASTER_ADDR and MASTER_PORT. Without any of these there is nobody to train with: False. Unlike the document that
-    gave it its name, it gives each process one GPU, starts no group of one rank under the name of several, and works on
+    or MASTER_ADDR and MASTER_PORT. Without any of these there are no other ranks: False. Each process has one GPU, or
     the CPU (gloo). `cleanup_distributed` ends the group.
 
     Raises:
@@ -80,7 +79,7 @@ def setup_multi_gpu_training(
     """The model wrapped as asked, whether it is, and `get_gpu_info()`.
 
     `auto` takes DistributedDataParallel where a launcher or a process group is there, and else leaves the model as it
-    is: unlike the document that gave it its name, it never takes DataParallel, which PyTorch advises against.
+    is. It never takes DataParallel, which PyTorch advises against.
 
     Raises:
         RequestError: there is no such strategy, or GPUs are not there.

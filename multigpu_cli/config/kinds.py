@@ -107,7 +107,7 @@ def as_path(value: str) -> Path:
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"must be a path, and {shown(value)} begins with the home of somebody unknown") from error
+        raise ValueError(f"must be a path, and {shown(value)} names the home of an unknown user") from error
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
         try:
             parsed = entry.default if value is None or value == _plain(entry.default) else entry.kind.parse(value)
         except ValueError as error:
-            raise RequestError(f"{key}: {error}", remedy="a checkpoint or weights that nobody has edited") from error
+            raise RequestError(f"{key}: {error}", remedy="a checkpoint or weights not edited by hand") from error
         section = replace(getattr(config, entry.section), **{entry.attribute: parsed})
         config = replace(config, **{entry.section: section})
     return config

@@ -175,7 +175,7 @@ def _data_parallel(config: Config, facts: Facts) -> Iterator[RequestError]:
         yield RequestError("--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="--multi-gpu ddp")
     if config.device.multi_gpu in ("dp", "none") and config.fault.max_restarts:
         yield RequestError(
-            f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: nobody is there to restart it",
+            f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
             remedy="--multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
         )
 

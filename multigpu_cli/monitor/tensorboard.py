@@ -138,7 +138,7 @@ class TensorBoard:
 
         try:
             if self._file and os.fstat(self._file.fileno()).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, "somebody removed them", str(self._folder))
+                raise FileNotFoundError(errno.ENOENT, "they were removed", str(self._folder))
             if self._file is None:
                 self._folder.mkdir(exist_ok=True)
                 self._file = open(self._folder / _file_name(), "xb")  # noqa: SIM115 - `close` does

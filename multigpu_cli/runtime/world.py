@@ -311,7 +311,7 @@ def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.TCPStore
 
 
 def _nobody(meeting: Rendezvous) -> TrainingError:
-    problem = f"nobody answers at {meeting.address}:{meeting.port}, where rank 0's store should be"
+    problem = f"no answer from {meeting.address}:{meeting.port}, where rank 0's store should be"
     if meeting.agent_store and meeting.size > meeting.local_size:
         problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"
     error = TrainingError(problem, remedy="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every node")

@@ -36,7 +36,7 @@ class Criterion(Task):
             )
         if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
             raise RequestError(
-                "criterion: it has parameters of its own, which nobody would train", remedy="put them into the model"
+                "criterion: it has parameters of its own, which would not be trained", remedy="put them into the model"
             )
         self.criterion = criterion
 

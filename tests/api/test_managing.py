@@ -1,4 +1,4 @@
-"""The loop of the founding documents, epoch by epoch and step by step, on the engine."""
+"""A loop of the user's own, epoch by epoch and step by step, on the engine."""
 
 from dataclasses import replace
 from itertools import islice
@@ -201,7 +201,7 @@ def test_the_error_of_a_step_is_noted_and_raised(tmp_path: Path) -> None:
     assert manager.fault_tolerance.errors[0]["kind"] == "RequestError"
 
 
-def test_the_examples_of_the_founding_documents_say_what_is_missing_here() -> None:
+def test_examples_of_earlier_documents_say_what_is_missing_here() -> None:
     """Four GPUs, or NCCL, on a machine without: one clear message; the long form's fields all reach the settings."""
     basic = MultiGPUConfig(
         training_mode=TrainingMode.DATA_PARALLEL, device_ids=[0, 1, 2, 3], use_mixed_precision=True, batch_size=32

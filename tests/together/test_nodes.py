@@ -17,7 +17,7 @@ from multigpu_cli.monitor import journal
 from tests.netns import FRONT_DOOR, Host, hosts, missing, torchrun, wait_for
 from tests.together.launcher import options, ran
 
-GUIDE = Path(__file__).resolve().parents[2] / "MULTI_GPU_GUIDE.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs/operations/multi-node.md"
 NO_SPACES = missing()
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(NO_SPACES), reason=NO_SPACES)]
 
