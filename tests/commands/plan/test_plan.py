@@ -100,7 +100,7 @@ def test_a_step_sends_what_the_settings_say(flags: dict[str, Any], messages: tup
 def test_the_size_of_buckets_is_measured_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measured_cap", lambda model, world: world.size)
     config = resolve(OWN | {"batch_size": "4"}, [f"model.args.width={2**17}"], None)
-    messages, _ = measure._sent(measure_worker(config, [1]).components, World(torch.device("cpu"), size=2))
+    messages, _ = measure._messages_of_step(measure_worker(config, [1]).components, World(torch.device("cpu"), size=2))
     assert [size / 2**20 for size in messages] == [2, 2, 0.5]
 
 
