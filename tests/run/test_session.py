@@ -1,12 +1,61 @@
-"""What --verbose adds to a run: what was chosen, every number, each checkpoint; and where other ranks speak."""
+"""A run is opened, failed and closed in one place, whoever drives it; and what --verbose says of it."""
 
+import io
+import json
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
+from multigpu_cli import engine
+from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.monitor import journal
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.session import record_failure
+from multigpu_cli.runtime.devices import Choice
 from tests.trained import trained
+
+
+def prepared(folder: Path) -> AbstractContextManager[Run]:
+    """A run of one epoch, six steps, before its first one."""
+    flags = {"data": "tests.own:tensors", "model": "tests.own:net", "save_dir": str(folder), "batch_size": "10"}
+    choice = Choice("single", (torch.device("cpu"),), 0, "a test")
+    config = resolve(flags | {"epochs": "1"}, [], None)
+    return engine.prepare(config, choice, None, Console("quiet", io.StringIO()), last_words=print, user_objects=None)
+
+
+def ends(folder: Path) -> list[str]:
+    """The status in the summary, then those of the journal's last lines."""
+    said = [event["status"] for event in journal.read(str(folder / "journal.jsonl")) if event["event"] == "end"]
+    return [json.loads((folder / "summary.json").read_text())["status"], *said]
+
+
+def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_path: Path) -> None:
+    with prepared(tmp_path) as run:
+        assert engine.fit(run, until=6) == "completed"
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+    assert ends(tmp_path) == ["stopped", "stopped"]
+    with prepared(tmp_path) as run:
+        assert run.progress.step == 6
+        finish_run(run, "completed")
+    assert ends(tmp_path) == ["completed", "stopped", "completed"]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupted"])
+def test_a_failure_is_recorded_once_whether_it_leaves_the_run_or_only_a_call(
+    error: BaseException, tmp_path: Path
+) -> None:
+    with pytest.raises(type(error)), prepared(tmp_path / "whole"):
+        raise error
+    with prepared(tmp_path / "call") as run, pytest.raises(type(error)), record_failure(run):
+        raise error
+    assert ends(tmp_path / "whole") == ends(tmp_path / "call") == ["failed", "failed"]
 
 
 def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(
