@@ -27,7 +27,7 @@ test-all: lint ## everything, an hour or two: also what is slow or needs more th
 		$(BIN)/python -m tests.coverage_by_room; exit $$code
 
 walkthrough: ## the README's commands in order, in a fresh clone and a fresh environment: some minutes
-	$(PYTHON) -m tests.walkthrough
+	$(PYTHON) -m tests.support.walkthrough
 
 picture: $(VENV)/.installed-dev ## docs/run.svg, which the README shows, from a real run
 	$(BIN)/python -m benchmarks.picture docs/run.svg

@@ -29,9 +29,9 @@ from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
-from multigpu_cli.faults.causes import is_consequence
+from multigpu_cli.faults.classify import is_consequence
 from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.parent import die_with_parent
+from multigpu_cli.runtime.parent_death import die_with_parent
 
 _INTERRUPTED = 130
 _GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
         return verdict.code
     code, message = _run_command(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
-        elastic.remember(os.environ, elastic.Verdict(code, message))
+        elastic.remember(os.environ, elastic.FinalVerdict(code, message))
     return code
 
 
@@ -116,7 +116,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
         return _report_error(WRONG_REQUEST, errors_text.describe_usage_error(error), error, argv)
-    except elastic.Over as over:  # it was said when it happened
+    except elastic.AttemptRefused as over:  # it was said when it happened
         elastic.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except TrainingError as error:

@@ -24,11 +24,12 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserved_stdout
 from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.aside import Aside
-from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.rank_output import RankOutput
+from multigpu_cli.runtime.world import LaunchEnv
 
 if TYPE_CHECKING:
+    from multigpu_cli.api.fault_tolerance import FaultToleranceManager as FaultToleranceManager
     from multigpu_cli.api.functions import cleanup_distributed as cleanup_distributed
     from multigpu_cli.api.functions import get_multi_gpu_metrics as get_multi_gpu_metrics
     from multigpu_cli.api.functions import get_multi_gpu_status as get_multi_gpu_status
@@ -36,19 +37,18 @@ if TYPE_CHECKING:
     from multigpu_cli.api.functions import setup_data_parallel as setup_data_parallel
     from multigpu_cli.api.functions import setup_distributed_data_parallel as setup_distributed_data_parallel
     from multigpu_cli.api.functions import setup_multi_gpu_training as setup_multi_gpu_training
-    from multigpu_cli.api.gpus import clear_gpu_memory as clear_gpu_memory
-    from multigpu_cli.api.gpus import get_gpu_info as get_gpu_info
-    from multigpu_cli.api.gpus import print_gpu_info as print_gpu_info
-    from multigpu_cli.api.managing import MultiGPUTrainingManager as MultiGPUTrainingManager
+    from multigpu_cli.api.gpu_info import clear_gpu_memory as clear_gpu_memory
+    from multigpu_cli.api.gpu_info import get_gpu_info as get_gpu_info
+    from multigpu_cli.api.gpu_info import print_gpu_info as print_gpu_info
+    from multigpu_cli.api.manager import MultiGPUTrainingManager as MultiGPUTrainingManager
     from multigpu_cli.api.metrics import MetricsCollector as MetricsCollector
     from multigpu_cli.api.metrics import PerformanceMonitor as PerformanceMonitor
-    from multigpu_cli.api.recovery import FaultToleranceManager as FaultToleranceManager
+    from multigpu_cli.api.scaling import estimate_training_speedup as estimate_training_speedup
+    from multigpu_cli.api.scaling import launch_distributed_training as launch_distributed_training
+    from multigpu_cli.api.scaling import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
+    from multigpu_cli.api.scaling import print_training_speedup_estimates as print_training_speedup_estimates
     from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
     from multigpu_cli.api.settings import TrainingMode as TrainingMode
-    from multigpu_cli.api.speedups import estimate_training_speedup as estimate_training_speedup
-    from multigpu_cli.api.speedups import launch_distributed_training as launch_distributed_training
-    from multigpu_cli.api.speedups import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
-    from multigpu_cli.api.speedups import print_training_speedup_estimates as print_training_speedup_estimates
     from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer
     from multigpu_cli.api.trainers import DistributedDataParallelTrainer as DistributedDataParallelTrainer
     from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
@@ -65,12 +65,12 @@ API = {
         "log_training_metrics",
         "cleanup_distributed",
     ),
-    "gpus": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory"),
-    "managing": ("MultiGPUTrainingManager",),
+    "gpu_info": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory"),
+    "manager": ("MultiGPUTrainingManager",),
     "metrics": ("MetricsCollector", "PerformanceMonitor"),
-    "recovery": ("FaultToleranceManager",),
+    "fault_tolerance": ("FaultToleranceManager",),
     "settings": ("MultiGPUConfig", "TrainingMode"),
-    "speedups": (
+    "scaling": (
         "optimize_batch_size_for_multi_gpu",
         "launch_distributed_training",
         "estimate_training_speedup",
@@ -113,7 +113,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         raise RequestError(
             f"train: a {type(config).__name__} is no Config", remedy="train_with_multi_gpu for a model of your own"
         )
-    meeting = Rendezvous.from_environment(os.environ)
+    meeting = LaunchEnv.from_environment(os.environ)
     choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     if choice.launch and not dry_run:
         from multigpu_cli.launch import self_launch  # late: the elastic agent is needed here only
@@ -123,14 +123,14 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     stream = reserved_stdout() if screen == "json" else None
     with ExitStack() as stack:
         apart = meeting is not None and meeting.rank > 0 and not elastic.redirected(os.environ)
-        aside = stack.enter_context(Aside(meeting.rank)) if meeting and apart else None
+        aside = stack.enter_context(RankOutput(meeting.rank)) if meeting and apart else None
         console = Console(level, stream, json=screen == "json", aside=aside)  # type: ignore[arg-type]
         if told := _explain_unseen_gpus(choice, os.environ):
             console.warn(told)
         return engine.run(config, choice, meeting, console, last_words=partial(_last_words, aside), dry_run=dry_run)
 
 
-def _explain_unseen_gpus(choice: Choice, environ: Mapping[str, str]) -> str:
+def _explain_unseen_gpus(choice: Placement, environ: Mapping[str, str]) -> str:
     """Why a torch that could use GPUs trains on the CPU of a machine that has some, where nobody has hidden them."""
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is SLURM's
     if choice.devices[0].type != "cpu" or hidden or not torch.version.cuda:
@@ -140,7 +140,7 @@ def _explain_unseen_gpus(choice: Choice, environ: Mapping[str, str]) -> str:
     return explain_unseen_gpus(torch.version.cuda)
 
 
-def _last_words(aside: Aside | None, error: TrainingError) -> None:
+def _last_words(aside: RankOutput | None, error: TrainingError) -> None:
     """For a process that ends where no exception can be raised any more."""
     if aside:
         aside.end()

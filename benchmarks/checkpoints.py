@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoint_stall import learner, measured
-from benchmarks.pairs import ROOT, Row, program, row
+from benchmarks.paired_timing import ROOT, Row, program, row
 
 _INTERVAL = 50  # steps between two checkpoints
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.jobs import PerSample, pictures
-from benchmarks.pairs import Row, alternate, program
+from benchmarks.paired_timing import Row, alternate, program
+from benchmarks.workloads import PerSample, pictures
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.planning.batch import plan_batches

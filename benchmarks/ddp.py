@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.end_to_end import ready
-from benchmarks.jobs import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
-from benchmarks.pairs import ONE_THREAD, STRETCH, Row, Seconds, program
+from benchmarks.paired_timing import ONE_THREAD, STRETCH, Row, Seconds, program
+from benchmarks.workloads import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
 from multigpu_cli.models.convnet import build
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.world import LaunchEnv
 
 WORKERS = 2
 Rivals = dict[str, Callable[[], object]]
@@ -94,7 +94,7 @@ def _run(job: str, turns: int, batch: int, folder: Path) -> Seconds:
     flags = flags | {"batch_size": str(batch // WORKERS), "epochs": "1000", "max_steps": str(turns * STRETCH)}
     seconds = Seconds(time.process_time if job == "mlp" else time.perf_counter)
     rivals = _short() if job == "mlp" else _long(batch // WORKERS)
-    return against(rivals, flags, folder / "run", seconds, Rendezvous.here())
+    return against(rivals, flags, folder / "run", seconds, LaunchEnv.here())
 
 
 def _raw(model: nn.Module) -> nn.Module:

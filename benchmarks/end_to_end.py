@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.jobs import BATCH, CLASSES, MLP, PICTURES, SHAPE, PerSample, adamw, against, mlp, one_step, resnet8
-from benchmarks.pairs import STRETCH, Row, Seconds, program
+from benchmarks.paired_timing import STRETCH, Row, Seconds, program
+from benchmarks.workloads import BATCH, CLASSES, MLP, PICTURES, SHAPE, PerSample, adamw, against, mlp, one_step, resnet8
 
 
 def measure(tiny: bool = False) -> list[Row]:
@@ -45,7 +45,7 @@ def _resnet(turns: int, batch: int) -> list[Row]:
         "limit": limit(batch, channels_last=True),
         "plain": limit(batch, channels_last=False),
     }
-    flags = PICTURES | {"model": "benchmarks.jobs:resnet8", "batch_size": str(batch), "epochs": "1000"}
+    flags = PICTURES | {"model": "benchmarks.workloads:resnet8", "batch_size": str(batch), "epochs": "1000"}
     with tempfile.TemporaryDirectory() as folder:
         flags |= {"max_steps": str(turns * STRETCH)}
         found = against(rivals, flags, Path(folder), Seconds(), sets=["data.args.samples=2048"])

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu_jobs import CannotRun, Job, check_compiler, data_dir, jobs
-from benchmarks.pairs import ROOT, Row, row, table
+from benchmarks.gpu_workloads import CannotRun, Job, check_compiler, data_dir, jobs
+from benchmarks.paired_timing import ROOT, Row, row, table
 
 STOPPED = 75  # as of a run that was stopped: the same command again goes on
 _TAIL = 15  # lines of an error that are kept

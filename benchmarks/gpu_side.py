@@ -21,15 +21,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from benchmarks.gpu_jobs import GOAL, Job, jobs
+from benchmarks.gpu_workloads import GOAL, Job, jobs
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.monitor.progress import Progress
+from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.determinism import be_fast
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 
 _NEVER = 1_000_000
 
@@ -70,7 +70,7 @@ def _run(
     """A run of the engine: its summary and its journal."""
     with tempfile.TemporaryDirectory() as folder:
         config = resolve({**{name: str(value) for name, value in flags.items()}, "save_dir": folder}, sets, recipe)
-        choice = Choice("single", (device,), 0, "benchmark")
+        choice = Placement("single", (device,), 0, "benchmark")
         summary = engine.run(config, choice, None, console, last_words=lambda error: console.error(str(error)))
         return summary, list(journal.read(Path(folder, "journal.jsonl")))
 
@@ -151,8 +151,8 @@ class Watching(Console):
         super().__init__("silent")
         self._kernels = kernels
 
-    def progress(self, total_steps: int, initial: int = 0) -> Progress:
-        bar = Progress(total_steps)
+    def progress(self, total_steps: int, initial: int = 0) -> ProgressDisplay:
+        bar = ProgressDisplay(total_steps)
         bar.update = lambda step, facts=(): self._kernels.at(step)  # type: ignore[method-assign]
         return bar
 

@@ -16,28 +16,28 @@ from typing import Any
 
 import torch
 
-from benchmarks.jobs import MLP, PICTURES
-from benchmarks.pairs import BLOCKS, Row, Seconds, program
+from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
 from benchmarks.step_overhead import assembled
+from benchmarks.workloads import MLP, PICTURES
 from multigpu_cli.config.schema import Config
 from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.meters import Meters
-from multigpu_cli.monitor.progress import Bar
+from multigpu_cli.monitor.meters import StepTimer
+from multigpu_cli.monitor.progress import TqdmDisplay
 from multigpu_cli.run.run import Run
 
 _ENDLESS = 1_000_000
 _JOBS = {
     "MLP, batch 32": (MLP, Config().log.interval, 8),  # steps a log line, log lines a turn
     "ResNet-8, batch 128, a line every 10 steps": (
-        PICTURES | {"model": "benchmarks.jobs:resnet8", "batch_size": "128"},
+        PICTURES | {"model": "benchmarks.workloads:resnet8", "batch_size": "128"},
         10,
         1,
     ),
 }
 
 
-class Silent(Meters):
+class Silent(StepTimer):
     """Meters that measure nothing."""
 
     def step(self, samples: int) -> None:
@@ -60,7 +60,7 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
         on = assembled({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
         off = assembled({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
         off.observer.meters, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
-        on.log.progress_bar = Bar(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
+        on.log.progress_bar = TqdmDisplay(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
         stack.callback(on.log.progress_bar.close)
         seconds, sides = Seconds(time.process_time), {"on": _steps(on), "off": _steps(off)}
         for turn in range(turns + 1):

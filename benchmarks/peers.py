@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
-from benchmarks.jobs import BATCH, MLP, Rivals, adamw, against, hand_written, mlp, shuffled, vectors
-from benchmarks.pairs import STRETCH, Row, Seconds, alternate, program
-from multigpu_cli.runtime.world import Rendezvous
+from benchmarks.paired_timing import STRETCH, Row, Seconds, alternate, program
+from benchmarks.workloads import BATCH, MLP, Rivals, adamw, against, hand_written, mlp, shuffled, vectors
+from multigpu_cli.runtime.world import LaunchEnv
 
 Batch = tuple[Tensor, Tensor]
 
@@ -104,7 +104,7 @@ def ours(race: Race) -> None:
     """At its defaults; with the default optimizer's arithmetic, though fused, and without clipping as the others."""
     batch = {"batch_size": str(BATCH // race.workers)}
     flags = MLP | batch | {"epochs": "1000", "max_steps": str(race.steps), "max_grad_norm": "off"}
-    against(race.rivals.rivals, flags, Path("run"), race.seconds, Rendezvous.here())
+    against(race.rivals.rivals, flags, Path("run"), race.seconds, LaunchEnv.here())
 
 
 def control(race: Race) -> None:

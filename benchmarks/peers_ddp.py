@@ -15,9 +15,9 @@ from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ddp import WORKERS, late, raced
-from benchmarks.jobs import BATCH, Rivals, adamw, mlp, one_step, shuffled, vectors
-from benchmarks.pairs import STRETCH, Row, Seconds, program
+from benchmarks.paired_timing import STRETCH, Row, Seconds, program
 from benchmarks.peers import PEERS, Peer, Race, aside, control, installed
+from benchmarks.workloads import BATCH, Rivals, adamw, mlp, one_step, shuffled, vectors
 
 
 def measure(tiny: bool = False) -> list[Row]:

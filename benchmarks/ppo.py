@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.pairs import Row, alternate, program, row
-from benchmarks.ppo_by_hand import PARTS, PASSES, STEPS, updates
+from benchmarks.paired_timing import Row, alternate, program, row
+from benchmarks.ppo_reference_loop import PARTS, PASSES, STEPS, updates
 from benchmarks.step_overhead import assembled
 from multigpu_cli.engine import fit
 

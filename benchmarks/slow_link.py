@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.netns import Host, hosts, missing, torchrun
+from tests.support.netns import Host, hosts, missing, torchrun
 
 _NETWORK = ["--data", "digits", "--model", "mlp", "--set", "model.args.width=768", "--set", "model.args.depth=2"]
 _COMMON = [*_NETWORK, "--batch-size", "32", "--epochs", "60", "--schedule", "constant", "--checkpoint-every", "100000"]

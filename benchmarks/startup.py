@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks.jobs import FEATURES, MLP, mlp
-from benchmarks.pairs import ONE_THREAD, ROOT, Row, Spent, program, row, spent
+from benchmarks.paired_timing import ONE_THREAD, ROOT, Row, Spent, program, row, spent
+from benchmarks.workloads import FEATURES, MLP, mlp
 
 _FRONT_DOOR = "main_multi_gpu.py"
 _IMPORTING = """
@@ -100,7 +100,7 @@ def _run(*flags: str) -> Spent:
 def _first_step(times: int) -> list[Row]:
     theirs, ours = [], []
     for _ in range(times):
-        theirs.append(spent(["-m", "benchmarks.by_hand", "1"]).cpu)
+        theirs.append(spent(["-m", "benchmarks.reference_loop", "1"]).cpu)
         ours.append(_run("--model", "benchmarks.startup:mlp_of_one_step").cpu)
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     return [
@@ -112,7 +112,7 @@ def _first_step(times: int) -> list[Row]:
 def _memory(times: int, steps: int) -> list[Row]:
     theirs, ours = [], []
     for _ in range(times):
-        theirs.append(spent(["-m", "benchmarks.by_hand", str(steps)]).peak)
+        theirs.append(spent(["-m", "benchmarks.reference_loop", str(steps)]).peak)
         ours.append(_run("--max-steps", str(steps), "--epochs", "1000", "--quiet").peak)
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     return [

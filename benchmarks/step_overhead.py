@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import MAX_NORM, MLP, Arena, Rivals, against, hand_written
-from benchmarks.pairs import STRETCH, Row, Seconds, alternate, program
+from benchmarks.paired_timing import STRETCH, Row, Seconds, alternate, program
+from benchmarks.workloads import MAX_NORM, MLP, Arena, Rivals, against, hand_written
 from multigpu_cli.checkpoint.lock import owned
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.engine import train_step
 from multigpu_cli.faults.stop import StopRequest
-from multigpu_cli.faults.watch import Watch
+from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import assemble_run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
 
 
@@ -103,10 +103,10 @@ def _steps(run: Run) -> Iterator[None]:
 
 def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
-    choice, world = Choice("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
+    choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
     components = build_components(resolve_spec(config, choice, world), world)
     stack.enter_context(owned(Path(flags["save_dir"])))
-    watch = stack.enter_context(Watch(world, config.fault.hang_timeout, lambda error: None))
+    watch = stack.enter_context(Watchdog(world, config.fault.hang_timeout, lambda error: None))
     return assemble_run(components, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.pairs import ONE_THREAD, ROOT, Row, table
+from benchmarks.paired_timing import ONE_THREAD, ROOT, Row, table
 
 PARTS = (
     *("startup", "step_overhead", "monitoring", "data_path", "end_to_end", "ddp", "checkpoints", "trading", "ppo"),

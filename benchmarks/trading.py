@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from benchmarks.pairs import Row, Seconds, alternate, program
+from benchmarks.paired_timing import Row, Seconds, alternate, program
 from benchmarks.trading_loop import TradingLoop
-from multigpu_cli.environments.trading import Trading
-from multigpu_cli.environments.trading_request import group
+from multigpu_cli.environments.trading.environment import Trading
+from multigpu_cli.environments.trading.request import group
 
 _COPIES, _DAYS = 64, 256
 _STEPS = 64  # of a turn: whatever comes now and then is in it

@@ -22,9 +22,9 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import open_run, resolve_request
 from multigpu_cli.run.train_log import log_step
 from multigpu_cli.runtime.determinism import seed_micro_batch
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.memory import is_out_of_memory
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.world import LaunchEnv
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def run(
     config: Config,
-    choice: Choice,
-    meeting: Rendezvous | None,
+    choice: Placement,
+    meeting: LaunchEnv | None,
     console: Console,
     *,
     last_words: Callable[[TrainingError], None],
@@ -76,8 +76,8 @@ def run(
 @contextmanager
 def prepare(
     config: Config,
-    choice: Choice,
-    meeting: Rendezvous | None,
+    choice: Placement,
+    meeting: LaunchEnv | None,
     console: Console,
     *,
     last_words: Callable[[TrainingError], None],

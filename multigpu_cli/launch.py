@@ -22,15 +22,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from multigpu_cli.checkpoint.run_folder import read_note, read_summary, with_folder
-from multigpu_cli.config.environment import OWN_RUN_ID
+from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.causes import is_consequence
+from multigpu_cli.faults.classify import is_consequence
 from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.aside import quoted
-from multigpu_cli.runtime.devices import Choice
-from multigpu_cli.runtime.parent import die_with_parent
+from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.parent_death import die_with_parent
+from multigpu_cli.runtime.rank_output import quoted
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
@@ -51,7 +51,7 @@ class WorkersFailed(TrainingError):
         self.killed = killed
 
 
-def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
+def self_launch(config: Config, choice: Placement, screen: str) -> dict[str, Any]:
     """Run the front door in `choice.launch` processes on this machine, over a free loopback port; returns the summary.
 
     The folder is chosen here, so that all restarts mean the same one. The workers get the explicit settings as a file
@@ -76,7 +76,7 @@ def self_launch(config: Config, choice: Choice, screen: str) -> dict[str, Any]:
     return read_summary(run_folder) or {}
 
 
-def _run_until_done(config: Config, choice: Choice, screen: str, run_folder: Path) -> None:
+def _run_until_done(config: Config, choice: Placement, screen: str, run_folder: Path) -> None:
     """Start again after out-of-memory, beside --max-restarts: the workers have left word of smaller micro-batches."""
     while True:
         before = read_note(run_folder)
@@ -87,7 +87,7 @@ def _run_until_done(config: Config, choice: Choice, screen: str, run_folder: Pat
                 raise
 
 
-def _run_training(config: Config, choice: Choice, screen: str) -> None:
+def _run_training(config: Config, choice: Placement, screen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
@@ -114,7 +114,7 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return printed
 
 
-def run_cli_in_workers(choice: Choice, argv: Sequence[str]) -> None:
+def run_cli_in_workers(choice: Placement, argv: Sequence[str]) -> None:
     """Run the front door with these words in `choice.launch` processes on this machine, and wait for them.
 
     Raises:
@@ -134,13 +134,13 @@ def _raising_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt from stopped
 
 
-def _launch_cli(choice: Choice, argv: Sequence[str], *, max_restarts: int) -> None:
+def _launch_cli(choice: Placement, argv: Sequence[str], *, max_restarts: int) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         _launch(_build_launch_config(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
 
 
 def run_in_workers(
-    choice: Choice, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
+    choice: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
     """Call a function of some module with these arguments in `choice.launch` processes; what each rank returned.
 
@@ -172,7 +172,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
     return result
 
 
-def _build_launch_config(choice: Choice, max_restarts: int, logs: str) -> LaunchConfig:
+def _build_launch_config(choice: Placement, max_restarts: int, logs: str) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -188,7 +188,9 @@ def _build_launch_config(choice: Choice, max_restarts: int, logs: str) -> Launch
     )
 
 
-def _launch(launch: LaunchConfig, choice: Choice, entry: Callable[..., Any] | str, *arguments: Any) -> dict[int, Any]:
+def _launch(
+    launch: LaunchConfig, choice: Placement, entry: Callable[..., Any] | str, *arguments: Any
+) -> dict[int, Any]:
     quiet = ("torch.distributed.elastic", "torch.multiprocessing.spawn", server.__name__)
     for name in quiet:  # the workers speak for themselves
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -229,7 +231,7 @@ def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 
 
-def _visible_devices(choice: Choice, before: str | None) -> str:
+def _visible_devices(choice: Placement, before: str | None) -> str:
     """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees, nothing where that is the CPU."""
     if choice.devices[0].type == "cpu":
         return ""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.walkthrough import ROOT, Block, blocks, script
 from tests.test_house_rules import RULES
 from tests.test_readme import NO_COMMANDS, copied, is_reason, run
-from tests.walkthrough import ROOT, Block, blocks, script
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 

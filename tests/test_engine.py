@@ -16,12 +16,12 @@ from multigpu_cli import engine
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.faults.watch import Watch
+from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.devices import Choice
-from tests.trained import trained
+from multigpu_cli.runtime.devices import Placement
+from tests.support.run_training import trained
 
 RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}
 
@@ -88,7 +88,7 @@ def test_the_state_is_that_of_the_last_step() -> None:
 
 
 def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
-    summary = trained(**RUN | {"data": "tests.own:no_validation"}).summary
+    summary = trained(**RUN | {"data": "tests.support.user_code:no_validation"}).summary
     assert summary["status"] == "completed"
     assert summary["best"] == {}
     assert summary["final"]["test_accuracy"] is not None
@@ -110,9 +110,9 @@ def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> 
         assert sorted(seen) == list(range(60))
 
 
-@pytest.mark.parametrize("data", ["tests.own:tensors", "tests.own:Items"])
+@pytest.mark.parametrize("data", ["tests.support.user_code:tensors", "tests.support.user_code:Items"])
 def test_the_curve_does_not_depend_on_the_workers(data: str) -> None:
-    doubled = {"data": data, "model": "tests.own:Double", "sets": ["model.args.network=own"]}
+    doubled = {"data": data, "model": "tests.support.user_code:Double", "sets": ["model.args.network=own"]}
     one = trained(**RUN | doubled)
     many = trained(3, **RUN | doubled | {"save_dir": "other"})
     assert curve("other") == pytest.approx(curve(), rel=1e-9)
@@ -188,7 +188,12 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
 
 def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
     """Its first step has a high number, which is not the number of steps it has timed."""
-    many = RUN | {"epochs": 500, "log_interval": 5000, "checkpoint_every": 300, "data": "tests.own:without_evaluation"}
+    many = RUN | {
+        "epochs": 500,
+        "log_interval": 5000,
+        "checkpoint_every": 300,
+        "data": "tests.support.user_code:without_evaluation",
+    }
     trained(2, **many, max_steps=300)
     ended = trained(2, **many, max_steps=900, environ={"OWN_DEED": "0:5:SIGTERM", "OWN_PAUSE": "0.01"})
     assert ended.summary["status"] == "stopped"
@@ -220,7 +225,7 @@ def test_early_stopping_is_remembered_over_a_resume() -> None:
 
 def test_loader_processes_of_a_killed_run_do_not_keep_its_folder_locked() -> None:
     """A restart comes soon; loaders that nobody ended would hold the lock that they inherited for five seconds."""
-    flags = RUN | {"data": "tests.own:Items", "num_workers": 2}
+    flags = RUN | {"data": "tests.support.user_code:Items", "num_workers": 2}
     trained(**flags, environ=PAUSE | {"OWN_DEED": "0:29:SIGKILL"})
     time.sleep(1)
     ended = trained(**flags)
@@ -324,7 +329,7 @@ def test_a_wrong_request_leaves_no_folder(workers: int, flags: dict[str, Any], n
 
 
 def test_a_gradient_that_stays_infinite_ends_the_run_with_a_summary() -> None:
-    ended = trained(2, **RUN | {"model": "tests.own:explosive", "epochs": 9})
+    ended = trained(2, **RUN | {"model": "tests.support.user_code:explosive", "epochs": 9})
     assert ended.kind == "TrainingError"
     assert "NaN or infinite" in ended.error
     summary = json.loads(Path("run/summary.json").read_text())
@@ -335,7 +340,7 @@ def test_a_gradient_that_stays_infinite_ends_the_run_with_a_summary() -> None:
 
 def test_a_few_skipped_steps_are_told() -> None:
     sets = ["model.args.at=33"]  # the passes of the last steps
-    summary = trained(**RUN | {"model": "tests.own:explosive"}, sets=sets).summary
+    summary = trained(**RUN | {"model": "tests.support.user_code:explosive"}, sets=sets).summary
     assert summary["status"] == "completed"
     assert {fault["kind"] for fault in summary["faults"]} == {"nonfinite"}
     assert all(torch.isfinite(value).all() for value in torch.load("run/last.pt", weights_only=True)["model"].values())
@@ -420,11 +425,11 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
 def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a hang is told of a wrong place."""
 
-    def at(_: Watch, steps: int, phase: str, *samples: object) -> None:
+    def at(_: Watchdog, steps: int, phase: str, *samples: object) -> None:
         with open("seen.txt", "a") as file:
             file.write(f"{steps} {phase}\n")
 
-    monkeypatch.setattr(Watch, "at", at)
+    monkeypatch.setattr(Watchdog, "at", at)
     assert trained(**RUN | {"max_steps": 2, "batch_size": 10, "log_interval": 2}).summary["status"] == "completed"
     pass_ = ["fetching data", "forward", "backward"]
     told = [*pass_, *pass_[:2], "last backward", "reduction", "optimizer"]
@@ -457,13 +462,13 @@ class Waits(TorchDispatchMode):
 def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
     """Its numbers are read once a log line. Steps on a CPU, told that they are on a GPU, where waiting costs."""
     words = {
-        "data": "tests.own:tensors",
-        "model": "tests.own:net",
+        "data": "tests.support.user_code:tensors",
+        "model": "tests.support.user_code:net",
         "save_dir": "run",
         "global_batch_size": "20",
     } | flags
     console = Console("quiet", io.StringIO())
-    choice = Choice("single", (torch.device("cpu"),), 0, "test")
+    choice = Placement("single", (torch.device("cpu"),), 0, "test")
     with ExitStack() as stack:
         opening = engine.prepare(resolve(words, [], None), choice, None, console, last_words=print, user_objects=None)
         run = stack.enter_context(opening)

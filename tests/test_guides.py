@@ -13,8 +13,8 @@ from multigpu_cli.commands.requests import build_config
 from multigpu_cli.config.schema import SETTINGS
 from tests.support import generate_docs
 from tests.support.generate_docs import COMMAND, PARTS, flag_table
+from tests.support.walkthrough import Block, blocks
 from tests.test_readme import NO_COMMANDS, copied, is_reason, run
-from tests.walkthrough import Block, blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE, REFERENCE, README = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md", ROOT / "README.md"

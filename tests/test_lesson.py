@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from examples.lesson.accumulation import Counter, micro_batches
 from examples.lesson.gradients import SAMPLES, data, difference, gradient, network
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
+from tests.support.walkthrough import ROOT, Block, blocks
 from tests.test_readme import copied, run
-from tests.walkthrough import ROOT, Block, blocks
 
 LESSON = ROOT / "docs" / "lesson.md"
 SCRIPT = re.compile(r"examples/lesson/(\w+)\.py$", re.MULTILINE)

@@ -13,10 +13,10 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.commands.options import with_train_options
-from multigpu_cli.config.environment import OWN_RUN_ID
+from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime.elastic import Over, Verdict
+from multigpu_cli.runtime.elastic import AttemptRefused, FinalVerdict
 
 SCRIPT = Path(main_multi_gpu.__file__)
 
@@ -274,7 +274,7 @@ def test_a_node_that_only_lost_another_is_free_at_once(
 
 def test_an_attempt_after_the_end_says_nothing(door: Door, trainer: Trainer, rank_1: Path) -> None:
     """Another node knew: what it knows has been said."""
-    trainer.answer = Over(Verdict(75, "stopped by a signal", ("a", "b")))
+    trainer.answer = AttemptRefused(FinalVerdict(75, "stopped by a signal", ("a", "b")))
     assert door() == (75, "", "")
     assert "stopped by a signal" in json.loads(rank_1.read_text())["message"]["message"]
     assert [file.name for file in rank_1.parent.iterdir()] == ["error.json"], "and its end is no verdict of its own"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
-from tests.malicious import poison, poisoned
-from tests.trained import trained
+from tests.support.malicious_files import poison, poisoned
+from tests.support.run_training import trained
 
 RUN = {"save_dir": "run", "batch_size": 30}
 

@@ -8,7 +8,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
-from tests.awkward import Telling
+from tests.support.awkward_models import Telling
 
 
 def network() -> nn.Sequential:

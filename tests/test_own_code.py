@@ -10,8 +10,8 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
-from tests.forked import exit_code
-from tests.trained import trained
+from tests.support.fork import exit_code
+from tests.support.run_training import trained
 
 SYNTHETIC = {"data": "synthetic", "model": "mlp", "batch_size": 8, "max_steps": 2}
 SMALL = ["data.args.shape=[6]", "data.args.classes=3", "data.args.train=24", "data.args.val=6", "data.args.test=6"]
@@ -125,8 +125,8 @@ def test_own_code_of_the_command_is_not_handed_the_name_of_another(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """That network makes the one within it by name."""
-    plant(run, {"model": "tests.own:Double", "model.args": {"network": "planted:net"}})
-    code = ended(["--save-dir", "run", "--max-steps", "3", "--model", "tests.own:Double"])
+    plant(run, {"model": "tests.support.user_code:Double", "model.args": {"network": "planted:net"}})
+    code = ended(["--save-dir", "run", "--max-steps", "3", "--model", "tests.support.user_code:Double"])
     assert not Path("ran").exists()
     assert code == 2
     assert "names code that this command does not: model.args.network=planted:net\n" in capfd.readouterr().err

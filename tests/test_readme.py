@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.walkthrough import ROOT, Block, blocks, script, walked
+from tests.support.walkthrough import ROOT, Block, blocks, script, walked
 
 README = ROOT / "README.md"
 SECONDS = 300

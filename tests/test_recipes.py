@@ -12,17 +12,17 @@ import pytest
 import torch
 import yaml
 
-from tests import tiny_data
-from tests.trained import trained
+from tests.support import tiny_datasets
+from tests.support.run_training import trained
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("configs/*.yaml"))
 FILES = {
-    "har": tiny_data.har,
-    "mnist": tiny_data.mnist,
-    "fashion-mnist": tiny_data.mnist,
-    "cifar10": tiny_data.cifar10,
-    "text": tiny_data.text,
+    "har": tiny_datasets.har,
+    "mnist": tiny_datasets.mnist,
+    "fashion-mnist": tiny_datasets.mnist,
+    "cifar10": tiny_datasets.cifar10,
+    "text": tiny_datasets.text,
 }
 SMALLER = {
     "cifar10": ["model.args.width=8"],

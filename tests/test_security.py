@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import main_multi_gpu
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 from tests.test_house_rules import imported, product, whole_tree
 
 ROOT = Path(__file__).resolve().parents[1]

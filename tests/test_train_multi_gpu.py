@@ -17,11 +17,11 @@ import train_multi_gpu
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import gpu
-from multigpu_cli.planning.speedup import ASSUMED, Network, Work, buckets, forecast
+from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
 from multigpu_cli.runtime.world import World
-from tests.api.brought import loader, network
-from tests.gloo import each_rank
-from tests.nvml import Nvml, a100
+from tests.support.fake_nvml import Nvml, a100
+from tests.support.ranks import each_rank
+from tests.support.user_inputs import loader, network
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = """MultiGPUConfig, TrainingMode, MultiGPUTrainer, DataParallelTrainer, DistributedDataParallelTrainer,
@@ -156,9 +156,9 @@ def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = train_multi_gpu.estimate_training_speedup(4, **measured)
     assert [row["workers"] for row in rows] == [1, 4]
     assert 3 < rows[1]["speedup"] <= 4
-    work = Work(0.0, 0.01, 0.02, 0.0, buckets(40_000_000))
+    work = StepTimes(0.0, 0.01, 0.02, 0.0, buckets(40_000_000))
     same = forecast(
-        [4], [work], Network(ASSUMED["nvlink4"]), micro_batch=32, global_batch=None, samples=10**6, epochs=1
+        [4], [work], Interconnect(ASSUMED["nvlink4"]), micro_batch=32, global_batch=None, samples=10**6, epochs=1
     )
     assert (rows[1]["step"], rows[1]["waiting"]) == (same[0].step, same[0].waiting), "plan's own arithmetic"
     slow = train_multi_gpu.estimate_training_speedup(4, wire="ethernet-25", **measured)

@@ -200,7 +200,7 @@ ENGINE = [
     Row("--save-dir /proc/none", ["--save-dir /proc/none"]),
     Row("--config configs-like.yaml", ["--gpu-ids 900", "no GPU"], {"configs-like.yaml": b"gpu_ids: [900]"}),
     *(
-        Row(f"--data tests.unfit_data:{name} --model mlp --num-workers 0", ["--data", *words])
+        Row(f"--data tests.support.bad_datasets:{name} --model mlp --num-workers 0", ["--data", *words])
         for name, *words in (
             ("nothing", "is empty"),
             ("one", "1 sample can't be divided into 3 parts"),
@@ -209,7 +209,7 @@ ENGINE = [
             ("with_negative", "labels reach from -1 to 2"),
             ("with_labels_beyond", "has the label 3", "3 classes"),
             ("with_a_bad_sample", "sample 0 raised ValueError", "no such image"),
-            ("raising", "tests.unfit_data:raising raised ValueError", "split = 'train'"),
+            ("raising", "tests.support.bad_datasets:raising raised ValueError", "split = 'train'"),
             ("a_number", "something of type int"),
         )
     ),
@@ -299,7 +299,7 @@ def test_what_needs_a_gpu_is_refused_without_one(row: Row, call: Any) -> None:
     check(row, code, err)
 
 
-STARTED = "--data tests.own:tensors --model tests.own:net --batch-size 30"
+STARTED = "--data tests.support.user_code:tensors --model tests.support.user_code:net --batch-size 30"
 AGAINST_A_RUN = [
     Row("--save-dir run --resume never --epochs 2", ["--resume never", "already holds a run", "--resume auto"]),
     Row(
@@ -312,10 +312,11 @@ AGAINST_A_RUN = [
             "run was started",
         ],
     ),
-    Row("--save-dir run --model mlp", ["--model mlp differs from tests.own:net", "another --save-dir"]),
+    Row("--save-dir run --model mlp", ["--model mlp differs from tests.support.user_code:net", "another --save-dir"]),
     Row("--save-dir run --task regression", ["--task regression differs from classification"]),
     Row(
-        "--save-dir new --resume run --data digits", ["--data digits differs from tests.own:tensors", "run was started"]
+        "--save-dir new --resume run --data digits",
+        ["--data digits differs from tests.support.user_code:tensors", "run was started"],
     ),
     Row("--save-dir new --resume run/best.pt", ["--resume run/best.pt: no checkpoint there", "--resume run"]),
     Row("--save-dir new --resume run/checkpoints/step_00000009", ["did you mean 'run/checkpoints/step_00000002'?"]),
@@ -329,7 +330,7 @@ AGAINST_A_RUN = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds a run of two steps."""
-    from tests.trained import trained
+    from tests.support.run_training import trained
 
     folder = tmp_path_factory.mktemp("somebody")
     assert trained(batch_size=30, epochs=1, save_dir=str(folder / "run")).error == ""

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from multigpu_cli.api import gpus, speedups, training, wrapping
+from multigpu_cli.api import gpu_info, scaling, training, wrap
 from multigpu_cli.api.settings import TrainingMode
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.world import LaunchEnv
 
 
 class Functions:
@@ -19,15 +19,15 @@ class Functions:
         training_metrics: what was logged, by "epoch_N".
     """
 
-    get_gpu_info = staticmethod(gpus.get_gpu_info)
-    print_gpu_info = staticmethod(gpus.print_gpu_info)
-    clear_gpu_memory = staticmethod(gpus.clear_gpu_memory)
+    get_gpu_info = staticmethod(gpu_info.get_gpu_info)
+    print_gpu_info = staticmethod(gpu_info.print_gpu_info)
+    clear_gpu_memory = staticmethod(gpu_info.clear_gpu_memory)
     train_with_multi_gpu = staticmethod(training.train_with_multi_gpu)
     evaluate_with_multi_gpu = staticmethod(training.evaluate_with_multi_gpu)
-    optimize_batch_size_for_multi_gpu = staticmethod(speedups.optimize_batch_size_for_multi_gpu)
-    launch_distributed_training = staticmethod(speedups.launch_distributed_training)
-    estimate_training_speedup = staticmethod(speedups.estimate_training_speedup)
-    print_training_speedup_estimates = staticmethod(speedups.print_training_speedup_estimates)
+    optimize_batch_size_for_multi_gpu = staticmethod(scaling.optimize_batch_size_for_multi_gpu)
+    launch_distributed_training = staticmethod(scaling.launch_distributed_training)
+    estimate_training_speedup = staticmethod(scaling.estimate_training_speedup)
+    print_training_speedup_estimates = staticmethod(scaling.print_training_speedup_estimates)
 
     def __init__(self) -> None:
         self.current_strategy: str | None = None
@@ -35,22 +35,22 @@ class Functions:
 
     def setup_data_parallel(self, model: nn.Module, device_ids: list[int] | None = None) -> tuple[nn.Module, bool]:
         """As wrapping.setup_data_parallel."""
-        return self._noted(*wrapping.setup_data_parallel(model, device_ids))
+        return self._noted(*wrap.setup_data_parallel(model, device_ids))
 
     def setup_distributed_data_parallel(self, model: nn.Module, *args: Any, **named: Any) -> tuple[nn.Module, bool]:
         """As wrapping.setup_distributed_data_parallel."""
-        return self._noted(*wrapping.setup_distributed_data_parallel(model, *args, **named))
+        return self._noted(*wrap.setup_distributed_data_parallel(model, *args, **named))
 
     def setup_multi_gpu_training(
         self, model: nn.Module, strategy: str | TrainingMode = "auto", *args: Any, **named: Any
     ) -> tuple[nn.Module, bool, dict[str, Any]]:
         """As wrapping.setup_multi_gpu_training."""
-        model, ok, found = wrapping.setup_multi_gpu_training(model, strategy, *args, **named)
+        model, ok, found = wrap.setup_multi_gpu_training(model, strategy, *args, **named)
         return (*self._noted(model, ok), found)
 
     def cleanup_distributed(self) -> None:
         """End this process's group, and forget the strategy."""
-        gpus.cleanup_distributed()
+        gpu_info.cleanup_distributed()
         self.current_strategy = None
 
     def log_training_metrics(
@@ -67,7 +67,7 @@ class Functions:
             gpu_utilization: per cent, by GPU; None asks NVML.
         """
         entry = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
-        used = gpus.gpu_utilisation() if gpu_utilization is None else gpu_utilization
+        used = gpu_info.gpu_utilisation() if gpu_utilization is None else gpu_utilization
         self.training_metrics[f"epoch_{epoch}"].append(
             entry | {"gpu_utilization": used, "strategy": self.current_strategy}
         )
@@ -75,18 +75,18 @@ class Functions:
     def get_multi_gpu_metrics(self) -> dict[str, Any]:
         """strategy, gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
         found = {epoch: list(entries) for epoch, entries in self.training_metrics.items()}
-        return {"strategy": self.current_strategy, "gpu_info": gpus.get_gpu_info(), "training_metrics": found}
+        return {"strategy": self.current_strategy, "gpu_info": gpu_info.get_gpu_info(), "training_metrics": found}
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
         """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
-        found, meeting = self.get_multi_gpu_metrics(), Rendezvous.here()
+        found, meeting = self.get_multi_gpu_metrics(), LaunchEnv.here()
         return {
             "multi_gpu_available": found["gpu_info"]["gpu_count"] >= 2,
             "gpu_info": found["gpu_info"],
             "current_strategy": found["strategy"],
             "world_size": meeting.size if meeting else 1,
             "training_metrics": found["training_metrics"],
-            "gpu_utilization": gpus.gpu_utilisation(),
+            "gpu_utilization": gpu_info.gpu_utilisation(),
             "status": "success",
         }
 
@@ -102,17 +102,17 @@ def shared() -> Functions:
     return Functions()
 
 
-@wraps(wrapping.setup_data_parallel)
+@wraps(wrap.setup_data_parallel)
 def setup_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
     return shared().setup_data_parallel(*args, **named)
 
 
-@wraps(wrapping.setup_distributed_data_parallel)
+@wraps(wrap.setup_distributed_data_parallel)
 def setup_distributed_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
     return shared().setup_distributed_data_parallel(*args, **named)
 
 
-@wraps(wrapping.setup_multi_gpu_training)
+@wraps(wrap.setup_multi_gpu_training)
 def setup_multi_gpu_training(*args: Any, **named: Any) -> tuple[nn.Module, bool, dict[str, Any]]:
     return shared().setup_multi_gpu_training(*args, **named)
 

@@ -19,16 +19,16 @@ from torch.utils.data import (
 )
 
 from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.data.iterable import IndexedStream
 from multigpu_cli.data.sampler import Order
-from multigpu_cli.data.stream import Stream
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 from multigpu_cli.runtime.determinism import seed_host
 
 SPLITS = ("train", "val", "test")
 
 
-class Collated(Dataset[Any]):
+class CollatedDataset(Dataset[Any]):
     """A dataset with the collate_fn of somebody's loader."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -41,7 +41,7 @@ class Collated(Dataset[Any]):
         return self.dataset[index]
 
 
-class InOrder:
+class SequentialOrder:
     """Samples one after the other, in every epoch (shuffle=False)."""
 
     def __init__(self, count: int) -> None:
@@ -54,7 +54,7 @@ class InOrder:
         return torch.arange(self.count)
 
 
-class Drawn:
+class SamplerOrder:
     """The order of somebody's sampler: drawn once for each epoch, on rank 0, which tells the others.
 
     All generators are seeded from (seed, epoch) before, and `set_epoch` is called where there is one, so that an epoch
@@ -118,7 +118,7 @@ def from_loader(loader: DataLoader[Any], config: MultiGPUConfig) -> tuple[Datase
     )
     count = len(dataset)  # type: ignore[arg-type]
     stream = isinstance(loader.dataset, IterableDataset)
-    return dataset, InOrder(count) if stream else _order(loader.sampler, count, config.seed), settings
+    return dataset, SequentialOrder(count) if stream else _order(loader.sampler, count, config.seed), settings
 
 
 def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Dataset[Any]:
@@ -130,21 +130,21 @@ def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Da
     if not isinstance(loader, DataLoader):
         raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
     dataset, own = numbered(loader.dataset, seed, split), loader.collate_fn is not default_collate
-    return Collated(dataset, loader.collate_fn) if own else dataset
+    return CollatedDataset(dataset, loader.collate_fn) if own else dataset
 
 
 def numbered(dataset: Any, seed: int, split: str) -> Any:
     """A stream is read once to its end, so that its samples have numbers (see data.stream); all else stays as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return Stream(dataset, f"{type(dataset).__name__}, split {split}", key(seed, SPLITS.index(split)))
+    return IndexedStream(dataset, f"{type(dataset).__name__}, split {split}", key(seed, SPLITS.index(split)))
 
 
 def _order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> Order | None:
     if isinstance(sampler, DistributedSampler):  # sharing out is done here
-        return None if sampler.shuffle else InOrder(count)
+        return None if sampler.shuffle else SequentialOrder(count)
     if isinstance(sampler, SequentialSampler):
-        return InOrder(count)
+        return SequentialOrder(count)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
         return None
-    return Drawn(sampler, seed)  # type: ignore[arg-type]
+    return SamplerOrder(sampler, seed)  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from multigpu_cli.api.gpus import gpu_utilisation, peak_memory_gb
+from multigpu_cli.api.gpu_info import gpu_utilisation, peak_memory_gb
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.monitor.meters import StepTimer
 
 
 @dataclass
@@ -30,7 +30,7 @@ class MetricsCollector:
     gpu_utilization: dict[str, float | None] = field(default_factory=dict)
     loss_history: list[float] = field(default_factory=list)
 
-    def record(self, loss: Tensor | float, meters: Meters) -> None:
+    def record(self, loss: Tensor | float, meters: StepTimer) -> None:
         """Take the numbers of now; a loss on a device is waited for."""
         self.loss_history.append(float(loss))
         self.training_time, self.throughput = meters.seconds, meters.samples_per_second

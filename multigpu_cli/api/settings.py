@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from multigpu_cli.config import rules
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.base import Fetching
+from multigpu_cli.data.base import LoaderOptions
 from multigpu_cli.errors import RequestError, all_wrong, did_you_mean
 
 _FOR_EVER = 10**6  # epochs: somebody else's loop says when it is over
@@ -161,9 +161,9 @@ class MultiGPUConfig:
         return config
 
     @property
-    def fetching(self) -> Fetching:
+    def fetching(self) -> LoaderOptions:
         """How samples come to the device."""
-        return Fetching(pin_memory=self.pin_memory, prefetch=self.prefetch_factor)
+        return LoaderOptions(pin_memory=self.pin_memory, prefetch=self.prefetch_factor)
 
     @property
     def ddp(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from multigpu_cli import engine
-from multigpu_cli.api.bringing import Inputs
 from multigpu_cli.api.functions import Functions
-from multigpu_cli.api.place import choice_of, console, last_words, meeting_of
+from multigpu_cli.api.inputs import UserInputs
+from multigpu_cli.api.launch import choice_of, console, last_words, meeting_of
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
 from multigpu_cli.api.training import prepared
 from multigpu_cli.data.loader import Batch
@@ -107,7 +107,7 @@ class MultiGPUTrainer(Functions):
             RequestError: something does not fit, more processes are needed than this one (a loop of your own starts
                 none: torchrun does), or the folder holds a completed run; nothing was written.
         """
-        inputs = Inputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
+        inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         frozen, user_objects = prepared(self.config, inputs)
         meeting = meeting_of(self.config)
         choice = choice_of(self.config, frozen, meeting)

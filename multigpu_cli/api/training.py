@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from multigpu_cli.api.bringing import Inputs
-from multigpu_cli.api.gpus import get_gpu_info, gpu_utilisation
+from multigpu_cli.api.gpu_info import get_gpu_info, gpu_utilisation
+from multigpu_cli.api.inputs import UserInputs
+from multigpu_cli.api.launch import choice_of, meeting_of, run_here, run_in_processes
 from multigpu_cli.api.loaders import from_loader, with_collate
-from multigpu_cli.api.place import choice_of, meeting_of, run_here, run_in_processes
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
@@ -84,7 +84,7 @@ def train_with_multi_gpu(
     train, order, config = from_loader(train_loader, config)
     val = None if val_loader is None else with_collate(val_loader, config.seed, "val")
     test = None if test_loader is None else with_collate(test_loader, config.seed, "test")
-    inputs = Inputs(model, train, val, test, criterion, optimizer, scheduler, scheduler_step, order)
+    inputs = UserInputs(model, train, val, test, criterion, optimizer, scheduler, scheduler_step, order)
     return _results(run(config, inputs))
 
 
@@ -103,7 +103,7 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(config: MultiGPUConfig, inputs: Inputs) -> dict[str, Any]:
+def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
     """One whole run of the engine on somebody's objects; returns the summary."""
     frozen, user_objects = prepared(config, inputs)
     meeting = meeting_of(config)
@@ -113,7 +113,7 @@ def run(config: MultiGPUConfig, inputs: Inputs) -> dict[str, Any]:
     return run_here(frozen, choice, meeting, user_objects, config.screen)
 
 
-def prepared(config: MultiGPUConfig, inputs: Inputs) -> tuple[Config, UserObjects]:
+def prepared(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, UserObjects]:
     """Settings and objects as the engine takes them.
 
     Raises:
@@ -155,7 +155,7 @@ def evaluate_with_multi_gpu(
     began = time.perf_counter()
     config = MultiGPUConfig.of(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
-    frozen, user_objects = prepared(config, Inputs(model, dataset, criterion=criterion))
+    frozen, user_objects = prepared(config, UserInputs(model, dataset, criterion=criterion))
     meeting = meeting_of(config)
     choice = choice_of(config, frozen, meeting)
     with ExitStack() as stack:

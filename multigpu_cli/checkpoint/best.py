@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import Moved, nothing, publish
 from multigpu_cli.checkpoint.manifest import read_manifest
-from multigpu_cli.checkpoint.packing import unpacked
+from multigpu_cli.checkpoint.serialize import unpacked
 from multigpu_cli.errors import RequestError
 
 BEST = "best_weights.pt"  # in a checkpoint's folder; its manifest names the sum under "best"
 
 
-class Best(NamedTuple):
+class BestWeights(NamedTuple):
     """The best weights of a run.
 
     Attributes:
@@ -26,7 +26,7 @@ class Best(NamedTuple):
     sha256: str
 
 
-def add_best(draft: Path, best: Best, others: Iterable[Path], moved: Moved = nothing) -> bool:
+def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = nothing) -> bool:
     """Put the best weights into a checkpoint that is being written; False where they have gone.
 
     They are a link to those of another checkpoint, or a copy: whoever writes into best.pt does not reach them.

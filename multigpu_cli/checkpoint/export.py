@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
-from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.serialize import packed, unpacked
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import extra_state, holds_weights
 from multigpu_cli.errors import RequestError, TrainingError
@@ -23,7 +23,7 @@ _TOLERANCE = 1e-4  # of the greatest output; another runtime adds up in another 
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedWeights:
     """The weights for use of a run, and what they belong to.
 
     Attributes:
@@ -39,7 +39,7 @@ class Trained:
     model: str | None = None
 
 
-def trained_weights(path: Path) -> Trained:
+def trained_weights(path: Path) -> TrainedWeights:
     """What a run folder (its best weights), best.pt, last.pt or a checkpoint holds.
 
     Raises:
@@ -61,16 +61,16 @@ def trained_weights(path: Path) -> Trained:
     found = unpacked(file.read_bytes(), str(file))
     average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
     average.pop("n_averaged", None)
-    return Trained(file, average or found["model"], manifest["settings"], manifest["pins"]["model"])
+    return TrainedWeights(file, average or found["model"], manifest["settings"], manifest["pins"]["model"])
 
 
-def _from_file(file: Path) -> Trained:
+def _from_file(file: Path) -> TrainedWeights:
     found = unpacked(file.read_bytes(), str(file))
     parts = found if isinstance(found, dict) else {}
     state, settings = parts.get("model"), parts.get("config")
     if not isinstance(settings, dict) or not isinstance(state, dict) or not holds_weights(state):
         raise RequestError(f"{file} is not the best.pt or last.pt of a run", remedy="one that a run has written")
-    return Trained(file, state, settings)
+    return TrainedWeights(file, state, settings)
 
 
 def export_weights(state: dict[str, Any], target: Path) -> list[str]:

@@ -25,7 +25,7 @@ def publish(path: Path, content: bytes, moved: Moved = nothing) -> None:
     publish_by(path, lambda file: file.write(content), len(content), moved)
 
 
-def publish_by(path: Path, write: Callable[["Pieces"], object], size: int, moved: Moved = nothing) -> None:
+def publish_by(path: Path, write: Callable[["ProgressFile"], object], size: int, moved: Moved = nothing) -> None:
     """The same for content that is written piece by piece.
 
     Args:
@@ -36,7 +36,7 @@ def publish_by(path: Path, write: Callable[["Pieces"], object], size: int, moved
         with open(draft, "wb") as file:
             if size:
                 _reserve(file.fileno(), size)
-            write(Pieces(file, moved))
+            write(ProgressFile(file, moved))
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -47,7 +47,7 @@ def publish_by(path: Path, write: Callable[["Pieces"], object], size: int, moved
     moved()
 
 
-class Pieces:
+class ProgressFile:
     """A file whose bytes go to the disk as they come, so that it is seen to move."""
 
     def __init__(self, file: BinaryIO, moved: Moved) -> None:

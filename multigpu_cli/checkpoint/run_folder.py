@@ -14,8 +14,8 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import at_work, is_locked, left, still_at_work
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
-from multigpu_cli.config.pinned import same_run
-from multigpu_cli.config.places import BEGAN, began_from
+from multigpu_cli.config.paths import BEGAN, began_from
+from multigpu_cli.config.resume_rules import same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, counted
 
@@ -24,7 +24,7 @@ _PATIENCE = 20.0  # seconds for a process of the attempt before to end, on a nod
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run begins: plain values, so that rank 0 can tell the others.
 
     Attributes:
@@ -55,11 +55,11 @@ class Start:
         return asdict(self)
 
 
-class NothingThere(RequestError):
+class CheckpointNotFound(RequestError):
     """No checkpoint to go on from, on this node."""
 
 
-class NoneWhole(NothingThere):
+class NoIntactCheckpoint(CheckpointNotFound):
     """The run folder has checkpoints, and all are damaged: whoever began anew there would lose its best weights."""
 
 
@@ -68,7 +68,7 @@ def leads_somewhere(resume: str) -> bool:
     return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints", 1).folders())
 
 
-def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False) -> Start:
+def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False) -> ResumePoint:
     """Settle the run folder and what to go on from; nothing is written.
 
     Args:
@@ -98,7 +98,7 @@ def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), els
         return _in_folder(Path(ours), attempt)
     if resume == "auto" and (unfinished := _newest_unfinished(home, config)):
         return _in_folder(unfinished, attempt)
-    return Start(str(home / _run_id()), None, None, None, [], "a new run")
+    return ResumePoint(str(home / _run_id()), None, None, None, [], "a new run")
 
 
 def with_folder(config: Config) -> Config:
@@ -127,7 +127,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return found | {"save_dir": str(folder)} if "save_dir" in found else found
 
 
-def _in_folder(folder: Path, attempt: int) -> Start:
+def _in_folder(folder: Path, attempt: int) -> ResumePoint:
     if not left(folder, patience=_PATIENCE if attempt else 0):  # before its checkpoints are read, which it replaces
         raise still_at_work(folder) if attempt else at_work(folder)
     newest, notes = Store(folder / "checkpoints", 1).newest()
@@ -135,27 +135,27 @@ def _in_folder(folder: Path, attempt: int) -> Start:
         raise _none_whole(folder, [note.removeprefix("passed over ") for note in notes])
     if newest is None:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
-        return Start(str(folder), None, None, None, notes, because)
+        return ResumePoint(str(folder), None, None, None, notes, because)
     return _going_on(folder, newest, read_summary(folder), notes)
 
 
-def _none_whole(folder: Path, damages: Sequence[str]) -> NoneWhole:
+def _none_whole(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint:
     best = folder / "best.pt"
     listed = "".join(f"\n  {damage}" for damage in damages)
     anew = "--resume never with another --save-dir, to begin anew"
     anew += f" (from its best weights: --init-from {best})" if best.is_file() else ""
-    return NoneWhole(
+    return NoIntactCheckpoint(
         f"{folder} has {counted(len(damages), 'checkpoint')}, and none is whole{listed}",
         remedy=f"{anew}; or --resume PATH of a whole checkpoint, with another --save-dir",
     )
 
 
-def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> Start:
+def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> ResumePoint:
     because = f"goes on from step {found.step} ({found.folder})"
-    return Start(str(folder), str(found.folder), found.manifest, summary, notes, because)
+    return ResumePoint(str(folder), str(found.folder), found.manifest, summary, notes, because)
 
 
-def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: bool) -> Start:
+def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: bool) -> ResumePoint:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     folder = Path(save_dir) if save_dir else run
     own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
@@ -178,15 +178,15 @@ def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: boo
     return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)
 
 
-def _nothing_there(path: Path, notes: Sequence[str]) -> NothingThere:
+def _nothing_there(path: Path, notes: Sequence[str]) -> CheckpointNotFound:
     whole = next((str(folder) for folder in path.parents if holds_run(folder)), "")
-    return NothingThere(
+    return CheckpointNotFound(
         f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
         remedy=f"--resume {whole}" if whole else "a run folder, or one of its checkpoints/step_… folders",
     )
 
 
-def begin_again(start: Start, store: Store) -> None:
+def begin_again(start: ResumePoint, store: Store) -> None:
     """Make a run that begins again from one of its older checkpoints forget what came later, once and for all."""
     if start.origin and start.manifest:
         store.begin_after(int(start.manifest["step"]))

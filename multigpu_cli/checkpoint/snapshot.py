@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from multigpu_cli.checkpoint.packing import tensors_in
+from multigpu_cli.checkpoint.serialize import tensors_in
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
 from multigpu_cli.runtime.precision import Precision
 

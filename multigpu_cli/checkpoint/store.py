@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.best import BEST, Best, add_best
+from multigpu_cli.checkpoint.best import BEST, BestWeights, add_best
 from multigpu_cli.checkpoint.files import Moved, flush_folder, nothing, publish, publish_by
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed, step_in
-from multigpu_cli.checkpoint.packing import pack, tensor_bytes, unpacked
+from multigpu_cli.checkpoint.serialize import pack, tensor_bytes, unpacked
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Store:
     def __init__(self, folder: Path, keep: int, moved: Moved = nothing) -> None:
         self.folder, self.keep, self._moved = folder, keep, moved
 
-    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any], best: Best | None = None) -> int:
+    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any], best: BestWeights | None = None) -> int:
         """Write one checkpoint and let the oldest go; returns the size of its state in bytes.
 
         Args:

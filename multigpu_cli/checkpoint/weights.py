@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.files import Moved, nothing, publish
-from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.serialize import packed, unpacked
 from multigpu_cli.errors import RequestError
 
 _EXTRA = "_extra_state"  # how the name of what `get_extra_state` returns ends; torch's own word

@@ -4,11 +4,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from multigpu_cli.checkpoint.listing import Entry, listed
+from multigpu_cli.checkpoint.inspect import CheckpointEntry, listed
 from multigpu_cli.monitor.journal import valid_json
 
 
-def verify_checkpoints(run: str) -> list[Entry]:
+def verify_checkpoints(run: str) -> list[CheckpointEntry]:
     """All checkpoints of a run folder, verified.
 
     Raises:
@@ -17,12 +17,12 @@ def verify_checkpoints(run: str) -> list[Entry]:
     return listed(Path(run))
 
 
-def is_healthy(entries: list[Entry]) -> bool:
+def is_healthy(entries: list[CheckpointEntry]) -> bool:
     """Whether a run could go on, and nothing in the folder is damaged."""
     return any(entry.resumes for entry in entries) and all(entry.state != "damaged" for entry in entries)
 
 
-def print_checkpoints(run: str, entries: list[Entry], *, as_json: bool) -> None:
+def print_checkpoints(run: str, entries: list[CheckpointEntry], *, as_json: bool) -> None:
     """Print one line each."""
     if as_json:
         content = {"run": run, "healthy": is_healthy(entries), "checkpoints": [asdict(entry) for entry in entries]}

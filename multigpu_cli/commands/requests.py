@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.config import rules
-from multigpu_cli.config.kinds import Kind, choice, integer, number
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import gather, resolve
+from multigpu_cli.config.types import ValueType, choice, integer, number
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, all_wrong
@@ -119,7 +119,7 @@ def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) 
     }
 
 
-def parse_option(kind: Kind, flag: str, value: str | None) -> Any:
+def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
     """The value of an option, None where it was not given."""
     if value is None:
         return None

@@ -9,9 +9,9 @@ from typing import Any
 
 from multigpu_cli.checkpoint.lock import is_locked
 from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.monitor.format import duration
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, history_of, runs_under
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.monitor.result import duration
 
 HOME = "checkpoints"
 _PATIENCE = 60.0  # seconds of silence that are nothing unusual

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.resume_rules import settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError

@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from multigpu_cli.config.kinds import as_path
+from multigpu_cli.config.types import as_path
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _LARGEST = 2**20

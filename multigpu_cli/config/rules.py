@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from multigpu_cli.config import environment, places
-from multigpu_cli.config.pinned import forgotten
+from multigpu_cli.config import launcher_rules, paths
+from multigpu_cli.config.resume_rules import forgotten
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -16,7 +16,7 @@ _WHERE = ("nproc_per_node", "max_restarts", "gpu_ids", "multi_gpu")
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-class Facts(NamedTuple):
+class RuleContext(NamedTuple):
     """What the rules know besides the settings.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
     """A check and the settings it looks at; it says nothing where one of them is broken by itself."""
 
     keys: str
-    check: Callable[[Config, Facts], Iterator[RequestError]]
+    check: Callable[[Config, RuleContext], Iterator[RequestError]]
 
 
 def broken(
@@ -56,7 +56,7 @@ def broken(
         environ: the process environment, for what torchrun has set.
         untold: keys whose values are unfit and were reported already.
     """
-    facts = Facts(datasets, environments, models, tasks, environ)
+    facts = RuleContext(datasets, environments, models, tasks, environ)
     rules = [rule for rule in RULES if not set(rule.keys.split()) & set(untold)]
     return [fault for rule in rules for fault in rule.check(config, facts)]
 
@@ -71,17 +71,17 @@ def yielding(config: Config, filed: Collection[str], environ: Mapping[str, str])
     """
 
     def faults(config: Config) -> int:
-        facts = Facts((), (), (), (), environ)
+        facts = RuleContext((), (), (), (), environ)
         return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, facts))
 
     said = any(key in config.explicit and key not in filed for key in _WHERE)
-    for key in _WHERE if said or environment.launched(environ) else ():
+    for key in _WHERE if said or launcher_rules.launched(environ) else ():
         if key in filed and faults(without := forgotten(config, key)) < faults(config):
             config = without
     return config
 
 
-def _names(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     asked = (
         ("--data", config.data.name, [*facts.datasets, *facts.environments]),
         ("--model", config.model.name, facts.models),
@@ -101,7 +101,7 @@ def _names(config: Config, facts: Facts) -> Iterator[RequestError]:
             )
 
 
-def _rates(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     rate, length = config.rate, config.length
     if rate.lr is not None:
         for key, plain in (("base_lr", (None,)), ("base_batch_size", (32,)), ("lr_scaling", ("auto", "none"))):
@@ -118,7 +118,7 @@ def _rates(config: Config, facts: Facts) -> Iterator[RequestError]:
         )
 
 
-def _batch(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _batch(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     batch = config.batch
     if batch.global_size is None or batch.grad_accum_steps is None or not isinstance(batch.size, int):
         return
@@ -131,7 +131,7 @@ def _batch(config: Config, facts: Facts) -> Iterator[RequestError]:
         )
 
 
-def _exact(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _exact(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     if not config.reproducibility.exact:
         return
     rivals = (
@@ -149,7 +149,7 @@ def _exact(config: Config, facts: Facts) -> Iterator[RequestError]:
             yield RequestError(f"--exact together with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
 
 
-def _devices(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
         yield RequestError(
@@ -170,7 +170,7 @@ def _devices(config: Config, facts: Facts) -> Iterator[RequestError]:
         )
 
 
-def _data_parallel(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _data_parallel(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     if config.device.multi_gpu == "dp" and config.model.sync_bn:
         yield RequestError("--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="--multi-gpu ddp")
     if config.device.multi_gpu in ("dp", "none") and config.fault.max_restarts:
@@ -180,7 +180,7 @@ def _data_parallel(config: Config, facts: Facts) -> Iterator[RequestError]:
         )
 
 
-def _reinforcement(config: Config, facts: Facts) -> Iterator[RequestError]:
+def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     task = config.task
     acts = config.data.name.partition(":")[0] in facts.environments
     if acts and task.name not in (None, "ppo") and ":" not in task.name:
@@ -196,12 +196,12 @@ def _reinforcement(config: Config, facts: Facts) -> Iterator[RequestError]:
             yield RequestError(f"{flag} is for reinforcement learning only", remedy="--task ppo, or leave it out")
 
 
-def _environment(config: Config, facts: Facts) -> Iterator[RequestError]:
-    yield from environment.broken(config, facts.environ)
+def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from launcher_rules.broken(config, facts.environ)
 
 
-def _places(config: Config, facts: Facts) -> Iterator[RequestError]:
-    yield from places.broken(config)
+def _places(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from paths.broken(config)
 
 
 RULES = (

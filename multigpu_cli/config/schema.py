@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from multigpu_cli.config import kinds
-from multigpu_cli.config.kinds import Kind, choice, integer, number
+from multigpu_cli.config import types
+from multigpu_cli.config.types import ValueType, choice, integer, number
 
 
 class Setting(NamedTuple):
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     key: str
     section: str
     attribute: str
-    kind: Kind
+    kind: ValueType
     default: Any
     help: str
     panel: str
@@ -39,13 +39,13 @@ class Setting(NamedTuple):
         return None if "." in self.key else "--" + self.key.replace("_", "-")
 
 
-def setting(key: str, default: Any, kind: Kind, help: str, *, free: bool = False) -> Any:
+def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
     """Declare a field together with its flag."""
     return field(default=default, metadata={"key": key, "kind": kind, "help": help, "free": free})
 
 
 def _arguments(key: str) -> Any:
-    return field(default_factory=dict, metadata={"key": key, "kind": kinds.args, "help": "arguments", "free": False})
+    return field(default_factory=dict, metadata={"key": key, "kind": types.args, "help": "arguments", "free": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class DeviceConfig:
         "multi_gpu", "auto", choice("auto", "ddp", "dp", "none"), "how several GPUs share the work", free=True
     )
     gpu_ids: tuple[int, ...] | None = setting(
-        "gpu_ids", None, kinds.gpu_ids, "which GPUs, for dp and self-launched ddp", free=True
+        "gpu_ids", None, types.gpu_ids, "which GPUs, for dp and self-launched ddp", free=True
     )
     nproc_per_node: int | None = setting(
         "nproc_per_node", None, integer(1, 1024), "processes of a self-launched ddp (default: one per GPU)", free=True
@@ -69,9 +69,9 @@ class DataConfig:
     """What is trained on."""
 
     PANEL = "Data, model, task"
-    name: str = setting("data", "digits", kinds.text, "dataset: a name, or your own as module:factory")
+    name: str = setting("data", "digits", types.text, "dataset: a name, or your own as module:factory")
     args: dict[str, Any] = _arguments("data.args")
-    dir: str | None = setting("data_dir", None, kinds.path, "folder that holds the dataset", free=True)
+    dir: str | None = setting("data_dir", None, types.path, "folder that holds the dataset", free=True)
     mode: str = setting(
         "mode", "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
     )
@@ -88,14 +88,14 @@ class ModelConfig:
     """What is trained."""
 
     PANEL = "Data, model, task"
-    name: str | None = setting("model", None, kinds.text, "network: a name, or module:factory (default: the dataset's)")
+    name: str | None = setting("model", None, types.text, "network: a name, or module:factory (default: the dataset's)")
     args: dict[str, Any] = _arguments("model.args")
-    sync_bn: bool = setting("sync_bn", False, kinds.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
+    sync_bn: bool = setting("sync_bn", False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
     grad_checkpointing: bool = setting(
-        "grad_checkpointing", False, kinds.switch, "recompute activations in backward: less memory, more time"
+        "grad_checkpointing", False, types.switch, "recompute activations in backward: less memory, more time"
     )
-    freeze: tuple[str, ...] = setting("freeze", (), kinds.patterns, "parameters kept as they are, e.g. 'features.*'")
-    init_from: str | None = setting("init_from", None, kinds.path, "start from these weights")
+    freeze: tuple[str, ...] = setting("freeze", (), types.patterns, "parameters kept as they are, e.g. 'features.*'")
+    init_from: str | None = setting("init_from", None, types.path, "start from these weights")
     compile: str = setting("compile", "off", choice("off", "default", "reduce-overhead"), "torch.compile")
 
 
@@ -104,7 +104,7 @@ class TaskConfig:
     """What is learned, and by which loss."""
 
     PANEL = "Data, model, task"
-    name: str | None = setting("task", None, kinds.text, "task: a name, or module:Class (default: the dataset's)")
+    name: str | None = setting("task", None, types.text, "task: a name, or module:Class (default: the dataset's)")
     args: dict[str, Any] = _arguments("task.args")
     label_smoothing: float = setting("label_smoothing", 0.0, number(0, 1, below=True), "softens one-hot targets")
     num_envs: int | None = setting("num_envs", None, integer(1), "PPO: environments in total")
@@ -137,7 +137,7 @@ class BatchConfig:
     global_size: int | None = setting(
         "global_batch_size", None, integer(1, 2**31), "fixes the global batch; accumulation is derived"
     )
-    drop_last: bool = setting("drop_last", False, kinds.switch, "leave out an epoch's last short global batch")
+    drop_last: bool = setting("drop_last", False, types.switch, "leave out an epoch's last short global batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class ReproducibilityConfig:
 
     PANEL = "Precision and reproducibility"
     seed: int = setting("seed", 42, integer(0), "of the split, the order, the weights and all randomness")
-    exact: bool = setting("exact", False, kinds.switch, "the same bits on any number of workers")
+    exact: bool = setting("exact", False, types.switch, "the same bits on any number of workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class CommunicationConfig:
 
     PANEL = "Communication"
     find_unused_parameters: bool = setting(
-        "find_unused_parameters", False, kinds.switch, "for models that skip some parameters in a step"
+        "find_unused_parameters", False, types.switch, "for models that skip some parameters in a step"
     )
     bucket_cap_mb: int | str = setting(
         "bucket_cap_mb", "auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets"
@@ -218,13 +218,13 @@ class CheckpointConfig:
     """What is kept, where, and how a run goes on."""
 
     PANEL = "Saving and resuming"
-    save_dir: str | None = setting("save_dir", None, kinds.path, "run folder (default: checkpoints/NAME/RUN-ID)")
-    resume: str = setting("resume", "auto", kinds.path, "auto, never, or the run folder or checkpoint to go on from")
+    save_dir: str | None = setting("save_dir", None, types.path, "run folder (default: checkpoints/NAME/RUN-ID)")
+    resume: str = setting("resume", "auto", types.path, "auto, never, or the run folder or checkpoint to go on from")
     every: str | None = setting(
-        "checkpoint_every", None, kinds.every, "optimizer steps or minutes (default: each epoch)", free=True
+        "checkpoint_every", None, types.every, "optimizer steps or minutes (default: each epoch)", free=True
     )
     keep: int = setting("keep", 3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
-    own_code: bool = setting("own_code", False, kinds.switch, "import code that only a run folder names", free=True)
+    own_code: bool = setting("own_code", False, types.switch, "import code that only a run folder names", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class LogConfig:
 
     PANEL = "Logging"
     interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
-    trace_samples: bool = setting("trace_samples", False, kinds.switch, "write sample numbers to a file", free=True)
+    trace_samples: bool = setting("trace_samples", False, types.switch, "write sample numbers to a file", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from multigpu_cli.config.entries import PARTS, Entry, from_flags
-from multigpu_cli.config.kinds import shown
-from multigpu_cli.config.pinned import OF_THE_COMMAND
+from multigpu_cli.config.flag_entries import PARTS, SettingEntry, from_flags
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
+from multigpu_cli.config.types import shown
 from multigpu_cli.errors import RequestError, TrainingError, all_wrong
 
 _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
@@ -56,7 +56,7 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
     """
     faults: list[TrainingError] = []
     broken: set[str] = set()
-    title, written, single = None, [], []  # type: str | None, list[Entry], list[Entry]
+    title, written, single = None, [], []  # type: str | None, list[SettingEntry], list[SettingEntry]
     if recipe is not None:
         from multigpu_cli.config.yaml_entries import from_recipe  # late: whoever gives flags alone needs no YAML
 
@@ -100,7 +100,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
         data[key] = list(value) if isinstance(value, tuple) else value
 
 
-def _layer(entries: Sequence[Entry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:
+def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:
     """The values of one layer, checked one by one; later entries of a layer win."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -124,7 +124,7 @@ def _layer(entries: Sequence[Entry], faults: list[TrainingError], broken: set[st
     return values
 
 
-def _parsed(entry: Entry) -> tuple[str, Any]:
+def _parsed(entry: SettingEntry) -> tuple[str, Any]:
     """The setting's key and value; an argument of a plug-in comes back under its section as {name: value}."""
     key, value, label = entry
     section, _, argument = key.partition(".args.")

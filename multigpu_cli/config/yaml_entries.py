@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import yaml
 
 from multigpu_cli.config import recipes, yaml_text
-from multigpu_cli.config.entries import PARTS, Entry
+from multigpu_cli.config.flag_entries import PARTS, SettingEntry
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.yaml_text import UnreadableError
 from multigpu_cli.errors import RequestError, TrainingError
 
 
-def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, list[Entry]]:
+def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, list[SettingEntry]]:
     """The recipe's name and its settings; the `recipe` key of a config.yaml says where that one came from."""
     try:
         path = recipes.find(recipe)
@@ -31,7 +31,7 @@ def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, l
     return (noted[0] if noted else title), [entry for entry in entries if entry.key != "recipe"]
 
 
-def _flat(root: yaml.MappingNode, file: str) -> list[Entry]:
+def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
     """All settings of a file under their full keys; those that are PARTS may be a word or {name, args}."""
     entries = []
     for key, node, number in yaml_text.lines(root):
@@ -39,16 +39,16 @@ def _flat(root: yaml.MappingNode, file: str) -> list[Entry]:
             for inner, value, line in yaml_text.lines(node):
                 full = key if inner == "name" else f"{key}.{inner}"
                 read = yaml_text.typed if inner == "args" else yaml_text.plain
-                entries.append(Entry(full, read(value), f"{file}:{line}: {key}.{inner}"))
+                entries.append(SettingEntry(full, read(value), f"{file}:{line}: {key}.{inner}"))
         else:
             value = yaml_text.typed(node) if ".args" in key else yaml_text.plain(node)
             if key == "recipe" and not isinstance(value, str | None):
                 raise UnreadableError("recipe: must be a word", number)
-            entries.append(Entry(key, value, f"{file}:{number}: {key}"))
+            entries.append(SettingEntry(key, value, f"{file}:{number}: {key}"))
     return entries
 
 
-def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[Entry]:
+def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingEntry]:
     entries = []
     for text in sets:
         key, equals, value = text.partition("=")
@@ -60,7 +60,7 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[Entry]:
             node = yaml_text.compose(value)
             free = key.partition(".")[0] in PARTS and "." in key
             read = yaml_text.typed if free else yaml_text.plain
-            entries.append(Entry(key, None if node is None else read(node), f"--set {key}"))
+            entries.append(SettingEntry(key, None if node is None else read(node), f"--set {key}"))
         except UnreadableError as error:
             faults.append(
                 RequestError(f"--set {key}: {error.problem}", remedy="quote the value: --set 'KEY=\"VALUE\"'")
@@ -68,7 +68,7 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[Entry]:
     return [_free_argument(entry) for entry in entries]
 
 
-def _free_argument(entry: Entry) -> Entry:
+def _free_argument(entry: SettingEntry) -> SettingEntry:
     """--set data.X=v means data.args.X=v, unless X could as well be meant as a setting."""
     part, _, name = entry.key.partition(".")
     if part not in PARTS or not name or name.split(".")[0] in ("name", "args"):

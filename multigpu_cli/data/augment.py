@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 
 
 def _signed(number: int) -> int:
@@ -19,7 +19,7 @@ _GAMMA, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 (planning/keys.py has it for one number); the masks make the shifts logical."""
+    """SplitMix64's finaliser on int64 (for one number: planning/rng_keys.py); the masks make the shifts logical."""
     x = x + _GAMMA
     x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX1)
     x.bitwise_xor_((x >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX2)
@@ -32,7 +32,7 @@ def _lanes(streams: tuple[tuple[int, int], ...], device: torch.device) -> Tensor
     return torch.cat([torch.arange(count, device=device) + (stream << 20) for stream, count in streams])
 
 
-class Draws:
+class KeyedRandom:
     """The random numbers that belong to one batch of samples.
 
     Args:

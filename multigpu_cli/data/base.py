@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.sampler import Order
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def as_float(inputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fetching:
+class LoaderOptions:
     """How samples come to the device where they are fetched one by one.
 
     Attributes:
@@ -36,7 +36,7 @@ class Fetching:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """A dataset, split and ready to train on.
 
     A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets
@@ -71,14 +71,14 @@ class Source:
     outputs: int = 1
     class_names: tuple[str, ...] = ()
     prepare: Callable[[Tensor], Tensor] = as_float
-    augment: Callable[[Tensor, Draws], Tensor] | None = None
+    augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
     vocabulary: "Vocabulary | None" = None
     remark: str = ""
     transformed: str = ""
     new: Dataset[Any] | None = None
     order: Order | None = None
-    fetching: Fetching = Fetching()
+    fetching: LoaderOptions = LoaderOptions()
     offers: Mapping[str, Any] = field(default_factory=dict)
     pieces: tuple[int, int] | None = None
     epochs: int | None = None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import met_shape, standardised
-from multigpu_cli.data.files import Download
+from multigpu_cli.data.download import Download
 from multigpu_cli.data.image_augment import shifted_and_mirrored
 from multigpu_cli.data.split import by_sample
 
@@ -31,7 +31,7 @@ _DOWNLOAD = Download(
 )
 
 
-def load(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1) -> Source:
+def load(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1) -> DataSource:
     """Read the six files; augmentation is a crop of the image padded by four pixels, mirrored half of the time.
 
     Args:
@@ -49,7 +49,7 @@ def load(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_f
             raise _DOWNLOAD.damaged(folder / name, fault)
     targets, images = (torch.cat(tensors) for tensors in zip(*parts[:-1], strict=True))
     train, val = by_sample(len(images), (val_fraction,), seed)
-    return Source(
+    return DataSource(
         train=TensorDataset(images[train], targets[train]),
         val=TensorDataset(images[val], targets[val]),
         test=TensorDataset(parts[-1][1], parts[-1][0]),

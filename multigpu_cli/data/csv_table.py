@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.split import by_sample
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -23,7 +23,7 @@ _FEW = 20  # whole numbers with at most so many values are classes
 _CATEGORIES = 50  # of one column; rarer ones share a place
 
 
-class Table(NamedTuple):
+class CsvTable(NamedTuple):
     """A file as text.
 
     Attributes:
@@ -46,7 +46,7 @@ def load(
     new: str | None = None,
     ignore: Sequence[str] = (),
     kind: str = "auto",
-) -> Source:
+) -> DataSource:
     """The rows of a file, divided by seed, 80/10/10; rows without a target are left out.
 
     A column is of numbers if all of its training cells that are not missing are; any other holds categories. Missing
@@ -81,7 +81,7 @@ def load(
     targets, names = _targets([[row[at] for row in part] for part in parts], target, kind)
     splits = [TensorDataset(*pair) for pair in zip(inputs[:3], targets, strict=True)]
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
-    return Source(
+    return DataSource(
         train=splits[0],
         val=splits[1],
         test=splits[2],
@@ -110,7 +110,7 @@ def _path(data_dir: str | None, file: str | None) -> Path:
     return folder / (file or there[0])
 
 
-def _table(path: Path) -> Table:
+def _table(path: Path) -> CsvTable:
     """Read a file whose first line names the columns; separated by comma, semicolon or tab."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -136,10 +136,10 @@ def _table(path: Path) -> Table:
             )
     if len(set(columns)) < len(columns) or not rows:
         raise RequestError(f"--data csv: {path}: {'no rows' if not rows else 'two columns have one name'}")
-    return Table(columns, rows, numbers)
+    return CsvTable(columns, rows, numbers)
 
 
-def _target(table: Table, target: str | None, ignored: list[str]) -> str:
+def _target(table: CsvTable, target: str | None, ignored: list[str]) -> str:
     """The column to predict, after all that are named are found."""
     for name in [*([] if target is None else [target]), *ignored]:
         if name not in table.columns:
@@ -149,7 +149,7 @@ def _target(table: Table, target: str | None, ignored: list[str]) -> str:
     return target
 
 
-def _alike(path: Path, table: Table) -> Table:
+def _alike(path: Path, table: CsvTable) -> CsvTable:
     """Another file of the same columns."""
     others = _table(path)
     if others.columns != table.columns:
@@ -174,7 +174,7 @@ def _rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
     return [[row[place] for place in places] for row in table.rows]
 
 
-def _divided(table: Table, target: int, seed: int) -> list[torch.Tensor]:
+def _divided(table: CsvTable, target: int, seed: int) -> list[torch.Tensor]:
     there = torch.tensor([at for at, row in enumerate(table.rows) if not _missing(row[target])], dtype=torch.int64)
     return [there[part] for part in by_sample(len(there), (0.1, 0.1), seed)]
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.image_augment import shifted
 from multigpu_cli.data.split import by_sample
 
 
-def load(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fraction: float = 0.2) -> Source:
+def load(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fraction: float = 0.2) -> DataSource:
     """Split by seed into training, validation and test parts.
 
     Args:
@@ -28,7 +28,7 @@ def load(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fracti
     targets = torch.from_numpy(labels).long()
     parts = by_sample(len(images), (val_fraction, test_fraction), seed)
     train, val, test = (TensorDataset(images[part], targets[part]) for part in parts)
-    return Source(
+    return DataSource(
         train=train,
         val=val,
         test=test,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.augment import Draws
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.augment import KeyedRandom
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import met_shape, standardised
-from multigpu_cli.data.files import Download
+from multigpu_cli.data.download import Download
 from multigpu_cli.data.split import by_group
 
 SIGNALS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -39,7 +39,7 @@ _DOWNLOAD = Download(
 
 def load(
     data_dir: str | None, mode: str, seed: int, val_subjects: int = 3, rotation: float = 15.0, scaling: float = 0.2
-) -> Source:
+) -> DataSource:
     """Read the original folder; samples are (9, 128), channels in the order of SIGNALS.
 
     Args:
@@ -57,7 +57,7 @@ def load(
     signals, labels, subjects = _part(folder, "train", len(names))
     train, val = by_group(subjects, val_subjects, seed)
     test_signals, test_labels, _ = _part(folder, "test", len(names))
-    return Source(
+    return DataSource(
         train=TensorDataset(signals[train], labels[train]),
         val=TensorDataset(signals[val], labels[val]),
         test=TensorDataset(test_signals, test_labels),
@@ -70,7 +70,7 @@ def load(
     )
 
 
-def _worn_differently(signals: Tensor, draws: Draws, rotation: float, scaling: float) -> Tensor:
+def _worn_differently(signals: Tensor, draws: KeyedRandom, rotation: float, scaling: float) -> Tensor:
     """As if the phone sat a little askew: the three sensors' axes turned alike (n, 9, T), all signals scaled alike."""
     angles = (2 * draws.uniform(_ROTATION, 3) - 1) * (rotation * pi / 180)
     factor = 1 + (2 * draws.uniform(_SCALE) - 1) * scaling

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import met_shape, standardised
-from multigpu_cli.data.files import Download
+from multigpu_cli.data.download import Download
 from multigpu_cli.data.image_augment import shifted, shifted_and_mirrored
 from multigpu_cli.data.split import by_sample
 
@@ -43,7 +43,7 @@ _CLOTHES = (
 )  # fmt: skip
 
 
-def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1) -> Source:
+def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1) -> DataSource:
     """Handwritten digits; augmentation shifts each training image by up to two pixels.
 
     Args:
@@ -59,7 +59,7 @@ def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_
 
 def fashion_mnist(
     data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1
-) -> Source:
+) -> DataSource:
     """Ten kinds of clothing; augmentation shifts by up to two pixels and mirrors half of the images. See mnist."""
     augmentation = partial(shifted_and_mirrored, reach=2) if augment else None
     return _source(_FASHION_MNIST, data_dir, mode, seed, val_fraction, _CLOTHES, augmentation)
@@ -73,12 +73,12 @@ def _source(
     val_fraction: float,
     names: tuple[str, ...],
     augment: partial[Tensor] | None,
-) -> Source:
+) -> DataSource:
     folder = download.folder(data_dir, _spellings("train-images-idx3-ubyte"))
     images, labels = _part(download, folder, "train", len(names))
     test_images, test_labels = _part(download, folder, "t10k", len(names))
     train, val = by_sample(len(images), (val_fraction,), seed)
-    return Source(
+    return DataSource(
         train=TensorDataset(images[train], labels[train]),
         val=TensorDataset(images[val], labels[val]),
         test=TensorDataset(test_images, test_labels),

@@ -5,12 +5,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.augment import KeyedRandom
 
 _SHIFT, _FLIP = 0, 1  # one stream of random numbers each
 
 
-def shifted(images: Tensor, draws: Draws, reach: int) -> Tensor:
+def shifted(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
     """Move each image (n, C, H, W) by up to `reach` pixels in both directions; what comes in is 0.
 
     The same as a random crop of the image padded by `reach` (He et al. 2015).
@@ -18,12 +18,12 @@ def shifted(images: Tensor, draws: Draws, reach: int) -> Tensor:
     return _moved(images, draws.uniform(_SHIFT, 2), reach)
 
 
-def mirrored(images: Tensor, draws: Draws) -> Tensor:
+def mirrored(images: Tensor, draws: KeyedRandom) -> Tensor:
     """Mirror each image left to right with probability ½."""
     return _turned(images, draws.uniform(_FLIP))
 
 
-def shifted_and_mirrored(images: Tensor, draws: Draws, reach: int) -> Tensor:
+def shifted_and_mirrored(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
     """Both of the above."""
     drawn = draws.together((_SHIFT, 2), (_FLIP, 1))
     return _turned(_moved(images, drawn[:, :2], reach), drawn[:, 2:])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import Standardised, met_shape
 from multigpu_cli.data.split import by_sample
 from multigpu_cli.errors import RequestError
@@ -82,7 +82,7 @@ def load(
     resize: int | None = None,
     augment: bool = True,
     new: str | None = None,
-) -> Source:
+) -> DataSource:
     """The images of a folder.
 
     Args:
@@ -104,7 +104,7 @@ def load(
 
     learnt = images(train, training=True)
     assert learnt is not None
-    return Source(
+    return DataSource(
         train=learnt,
         val=images(val),
         test=images(test),

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.augment import Draws
-from multigpu_cli.data.base import Fetching, Source
+from multigpu_cli.data.augment import KeyedRandom
+from multigpu_cli.data.base import DataSource, LoaderOptions
 from multigpu_cli.data.sampler import HELD_OUT, epoch_order
 from multigpu_cli.data.transfer import Fetched, moved, sent
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.items import Items
+    from multigpu_cli.data.item_fetcher import ItemFetcher
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 
@@ -58,12 +58,12 @@ class Loader:
     """
 
     whole_epochs = False  # a run may go on from any step
-    _fetch: "_Memory | Items"
+    _fetch: "_InMemoryFetcher | ItemFetcher"
 
     def __init__(
         self,
         split: Dataset[Any],
-        source: Source,
+        source: DataSource,
         config: DataConfig,
         *,
         device: torch.device,
@@ -73,11 +73,13 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch = _Memory(split, device, config.on_device, source.fetching)
+            self._fetch = _InMemoryFetcher(split, device, config.on_device, source.fetching)
         else:
-            from multigpu_cli.data.items import Items  # late: what lies in memory needs no loader processes
+            from multigpu_cli.data.item_fetcher import (
+                ItemFetcher,  # late: what lies in memory needs no loader processes
+            )
 
-            self._fetch = Items(split, device, seed, config.num_workers, workers_here, source.fetching)
+            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.fetching)
         self.where = self._fetch.where
 
     def close(self) -> None:
@@ -136,15 +138,15 @@ class Loader:
         inputs, targets, indices = fetched
         if isinstance(inputs, Tensor):
             if train and self.source.augment is not None:
-                inputs = self.source.augment(inputs, Draws(self.seed, epoch, sent(indices, self.device)))
+                inputs = self.source.augment(inputs, KeyedRandom(self.seed, epoch, sent(indices, self.device)))
             inputs = self.source.prepare(inputs)
         return Batch(inputs, targets, indices, index)
 
 
-class _Memory:
+class _InMemoryFetcher:
     """A dataset held in one piece, in host or device memory, and indexed by whole batches."""
 
-    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, fetching: Fetching) -> None:
+    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, fetching: LoaderOptions) -> None:
         tensors = split.tensors
         if len(tensors) != 2:
             raise RequestError(f"--data: a sample must be (input, target), not {len(tensors)} tensors")

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.parent import die_with_parent
+from multigpu_cli.runtime.parent_death import die_with_parent
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a folder: a Unix socket's path has 108, with a zero
 _SHORT = ("/tmp", "/dev/shm")  # where TMPDIR is too long

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.split import by_sample
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
 
 
-def load(data_dir: str | None, seed: int, file: str | None = None, new: str | None = None) -> Source:
+def load(data_dir: str | None, seed: int, file: str | None = None, new: str | None = None) -> DataSource:
     """The arrays as they are, float64 as float32; nothing is scaled but bytes, to 0…1.
 
     X and y alone are divided by seed, 80/10/10; without X_val, 10 % of the training samples are set aside. Whole
@@ -41,7 +41,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     task, classes = _kind(inputs, targets, list(splits.values()))
     if new and task == "language-model":
         raise RequestError("data.args.new: the targets of tokens are tokens", remedy="multigpu sample writes text")
-    return Source(
+    return DataSource(
         train=splits["train"],
         val=splits.get("val"),
         test=splits.get("test"),

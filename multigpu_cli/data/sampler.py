@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 
 HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
 

@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.description import described
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.infer_shape import described
+from multigpu_cli.data.iterable import IndexedStream
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.sample import plain
 from multigpu_cli.data.split import by_sample
-from multigpu_cli.data.stream import Stream
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 from multigpu_cli.runtime import plugins
 
 
-def open_source(config: DataConfig, seed: int) -> Source:
+def open_source(config: DataConfig, seed: int) -> DataSource:
     """Load the dataset that --data names: one of ours, or the user's own.
 
     A user's factory is called once per split with those of `split` (train, val, test), `data_dir, mode, seed` and of
@@ -78,12 +78,12 @@ def _check_finite(dataset: Any, where: str) -> None:
 
 def _from_one(
     factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
-) -> Source:
+) -> DataSource:
     other = None
     if "new" not in inspect.signature(factory).parameters:
         other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
     found = plugins.call(factory, offered, args, where="data")
-    source = found if isinstance(found, Source) else _divided(_dataset(found, name, seed), seed)
+    source = found if isinstance(found, DataSource) else _divided(_dataset(found, name, seed), seed)
     if other is None:
         return source
     if found is source or not isinstance(other, dict):
@@ -91,7 +91,7 @@ def _from_one(
             f"data.args.new: {name} knows no new samples by {other!r}",
             remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
         )
-    from multigpu_cli.data.unanswered import unanswered  # late: few have new samples
+    from multigpu_cli.data.unlabeled import unanswered  # late: few have new samples
 
     new = _dataset(plugins.call(factory, offered, args | other, where="data"), name, seed)
     return replace(source, new=unanswered(new, source.train) or new)
@@ -99,7 +99,7 @@ def _from_one(
 
 def _from_splits(
     factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
-) -> Source:
+) -> DataSource:
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
         found = plugins.call(factory, {**offered, "split": split}, args, where="data")
@@ -111,7 +111,7 @@ def _from_splits(
     return described(splits["train"], splits["val"], splits["test"])
 
 
-def _divided(dataset: Dataset[Any], seed: int) -> Source:
+def _divided(dataset: Dataset[Any], seed: int) -> DataSource:
     parts = by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
     train, val, test = (_part(dataset, part) for part in parts)
     return described(train, val, test)
@@ -125,7 +125,7 @@ def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
 
 def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
     if isinstance(found, IterableDataset):
-        return Stream(found, name, seed)
+        return IndexedStream(found, name, seed)
     if (arrays := _arrays(found)) is not None:
         inputs, targets = arrays
         return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())

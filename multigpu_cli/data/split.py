@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 
 _SPLIT = 0x5917  # keeps the split's random stream apart from the epochs' orders
 

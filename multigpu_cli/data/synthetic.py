@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import met_shape, standardised
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 
 _COARSE = 4  # patterns have at most so many cells along each axis
 _DISTANCE = 6.0  # of two classes, in deviations of the noise along the line between them, at difficulty 1
@@ -30,7 +30,7 @@ def load(
     val: int = 1_000,
     test: int = 1_000,
     difficulty: float = 1.0,
-) -> Source:
+) -> DataSource:
     """Make the samples, by seed.
 
     Args:
@@ -52,7 +52,7 @@ def load(
         for size, stream in ((train, _TRAIN), (val, _VAL), (test, _TEST))
     ]
     assert parts[0] is not None
-    return Source(
+    return DataSource(
         train=parts[0],
         val=parts[1],
         test=parts[2],

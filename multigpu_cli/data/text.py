@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.vocabulary import Bytes, Numbers, Vocabulary, characters_of
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -72,7 +72,7 @@ def load(
     windows: int | None = None,
     vocabulary: int | None = None,
     dtype: str = "uint16",
-) -> Source:
+) -> DataSource:
     """A text, cut into windows; the last part of it is for validation.
 
     Args:
@@ -109,7 +109,7 @@ def load(
                 remedy="more text, or a smaller data.args.block",
             )
     held_out = {name: Windows(array, block, known.size, moving=False) for name, array in arrays.items()}
-    return Source(
+    return DataSource(
         train=Windows(arrays["train"], block, known.size, moving=True, count=windows),
         val=held_out.get("val"),
         test=held_out.get("test"),

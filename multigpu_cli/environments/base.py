@@ -38,7 +38,7 @@ class Box:
         return torch.minimum(torch.maximum(actions, low), high)
 
 
-class Stepped(NamedTuple):
+class StepReturn(NamedTuple):
     """What a step gave.
 
     Attributes:
@@ -81,7 +81,7 @@ class EnvironmentGroup(ABC):
         """Begin episode 0 of every environment: the first observations (E, *shape)."""
 
     @abstractmethod
-    def step(self, actions: Tensor) -> Stepped:
+    def step(self, actions: Tensor) -> StepReturn:
         """Act once in every environment; where an episode ends, the next one begins at once.
 
         Args:

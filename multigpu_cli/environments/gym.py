@@ -7,9 +7,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, Stepped
+from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 
 
 class GymGroup(EnvironmentGroup):
@@ -46,7 +46,7 @@ class GymGroup(EnvironmentGroup):
             self._begin(at, 0)
         return self._shown(self._now)
 
-    def step(self, actions: Tensor) -> Stepped:
+    def step(self, actions: Tensor) -> StepReturn:
         size = len(self._all)
         rewards, terminated, truncated = numpy.zeros(size, numpy.float32), [False] * size, [False] * size
         self._now = numpy.empty_like(self._now)  # what was shown before shares its memory
@@ -63,7 +63,7 @@ class GymGroup(EnvironmentGroup):
                 self._begin(at, self._episodes[at] + 1)
             shown = self._shown(self._now)
         flags = torch.tensor([terminated, truncated], device=self._device)
-        return Stepped(shown, torch.from_numpy(rewards).to(self._device), flags[0], flags[1], last_shown)
+        return StepReturn(shown, torch.from_numpy(rewards).to(self._device), flags[0], flags[1], last_shown)
 
     def state(self) -> dict[str, Tensor]:
         longest = max(map(len, self._taken))

@@ -2,6 +2,6 @@
 
 ENVIRONMENTS = {
     "gym": "multigpu_cli.environments.gym:group",
-    "trading": "multigpu_cli.environments.trading_request:group",
+    "trading": "multigpu_cli.environments.trading.request:group",
 }
 """`gym` takes a gymnasium id after a colon: gym:CartPole-v1."""

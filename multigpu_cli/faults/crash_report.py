@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Protocol
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.causes import remedy_for
-from multigpu_cli.faults.ends import End
-from multigpu_cli.runtime.aside import quoted
+from multigpu_cli.faults.classify import remedy_for
+from multigpu_cli.faults.rank_exit import RankExit
+from multigpu_cli.runtime.rank_output import quoted
 
 
-class Stands(Protocol):
+class HasPosition(Protocol):
     """A rank and where it stands."""
 
     @property
@@ -20,7 +20,7 @@ class Stands(Protocol):
     def order(self) -> tuple[int, int]: ...
 
 
-def lost(ends: Sequence[End], size: int, done: int | None, logs: Path | None = None) -> TrainingError:
+def lost(ends: Sequence[RankExit], size: int, done: int | None, logs: Path | None = None) -> TrainingError:
     """The error of a rank that only lost others: the first end that is nobody's consequence, or who left no word.
 
     Args:
@@ -56,7 +56,7 @@ def one_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def text(error: BaseException, ends: Sequence[End]) -> str:
+def text(error: BaseException, ends: Sequence[RankExit]) -> str:
     """The whole report; the guilty rank's stack stands last, where people look."""
     ordered = sorted(ends, key=lambda end: not end.consequence)
     parts = [f"{type(error).__name__}: {error}\n"]
@@ -67,7 +67,7 @@ def text(error: BaseException, ends: Sequence[End]) -> str:
     return "\n".join(parts)
 
 
-def hang(places: Sequence[Stands], size: int, seconds: float, logs: Path | None) -> TrainingError:
+def hang(places: Sequence[HasPosition], size: int, seconds: float, logs: Path | None) -> TrainingError:
     """Who did not arrive, and where everyone stands."""
     silent = sorted(set(range(size)) - {place.rank for place in places})
     furthest = max(place.order for place in places)

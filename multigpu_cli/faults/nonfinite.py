@@ -10,7 +10,7 @@ _IN_A_ROW_FP16 = 30  # the loss scale halves at each overflow: finding it takes 
 _MOST_LOOSE = 1000  # steps are noted at no cost, and packed now and then where nobody reads for long
 
 
-class Nonfinite:
+class NonfiniteGuard:
     """Follows the skipped steps of a run without a host sync in the step.
 
     Args:

@@ -54,7 +54,7 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Agreement:
+class StopConsensus:
     """Lets ranks agree, every half second or so, on wishes that each may have at another moment.
 
     The steps at which they meet are counted, not timed: all ranks take the same interval, the shortest that anyone

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import wrap
 from typing import Any, Literal, TextIO
 
-from multigpu_cli.monitor import result
+from multigpu_cli.monitor import format
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.monitor.progress import Bar, Progress
-from multigpu_cli.runtime.aside import Aside
+from multigpu_cli.monitor.progress import ProgressDisplay, TqdmDisplay
+from multigpu_cli.runtime.rank_output import RankOutput
 
 Level = Literal["silent", "quiet", "normal", "verbose"]
 _LEVELS: tuple[Level, ...] = ("silent", "quiet", "normal", "verbose")
@@ -32,39 +32,39 @@ class Console:
         stream: TextIO | None = None,
         *,
         json: bool = False,
-        aside: Aside | None = None,
+        aside: RankOutput | None = None,
     ) -> None:
         self._level = _LEVELS.index(level)
         self._results = sys.stdout if stream is None else stream
         self._stream = sys.stderr if json else self._results
         self._json = json
         self.aside = aside
-        self._progress = Progress(0)
+        self._progress = ProgressDisplay(0)
 
     def plan(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
         """A table of label → value, wrapped to the width of a terminal."""
         if self._shows("normal"):
             self._table(rows, title)
 
-    def progress(self, total_steps: int, initial: int = 0) -> Progress:
+    def progress(self, total_steps: int, initial: int = 0) -> ProgressDisplay:
         """Follow the steps of a run: a bar on a terminal, else nothing but the total that `train` lines name."""
         wanted = self._shows("normal") and self._is_terminal()
-        self._progress = Bar(total_steps, initial, self._stream) if wanted else Progress(total_steps)
+        self._progress = TqdmDisplay(total_steps, initial, self._stream) if wanted else ProgressDisplay(total_steps)
         return self._progress
 
     def train(self, fields: Mapping[str, Any]) -> None:
         """The numbers of a `train` event: into the bar where there is one, else as a line."""
         if not self._shows("normal"):
             return
-        self._progress.update(fields["step"], result.facts(fields))
-        if self._shows("verbose") or not isinstance(self._progress, Bar):
-            self._line(result.train_line(fields, self._progress.total))
-        self.detail(f"  {result.every_number(fields)}")
+        self._progress.update(fields["step"], format.facts(fields))
+        if self._shows("verbose") or not isinstance(self._progress, TqdmDisplay):
+            self._line(format.train_line(fields, self._progress.total))
+        self.detail(f"  {format.every_number(fields)}")
 
     def eval(self, fields: Mapping[str, Any]) -> None:
         """The numbers of an `eval` event, as a line."""
         if self._shows("normal"):
-            self._line(result.eval_line(fields))
+            self._line(format.eval_line(fields))
 
     def note(self, text: str) -> None:
         """Something that happened and is worth a line: a checkpoint found, a step skipped."""
@@ -119,11 +119,11 @@ class Console:
         if self._json:
             self.data(summary)
         elif self._shows("normal"):
-            self._table(result.rows(summary), "Result")
-            self._lines(result.class_table(per_class, class_names) if per_class else ())
-            self._lines(result.confusion_table(confusion, class_names, self._width()) if confusion else ())
+            self._table(format.rows(summary), "Result")
+            self._lines(format.class_table(per_class, class_names) if per_class else ())
+            self._lines(format.confusion_table(confusion, class_names, self._width()) if confusion else ())
         elif self._shows("quiet"):
-            self._line(result.one_line(summary))
+            self._line(format.one_line(summary))
 
     def _shows(self, level: Level) -> bool:
         return self._level >= _LEVELS.index(level)

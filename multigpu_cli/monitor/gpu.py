@@ -24,7 +24,7 @@ class NoNvml(Exception):
 
 
 @dataclass(frozen=True)
-class Tenant:
+class GpuProcess:
     """A process that holds memory of a GPU; bytes are None where the driver does not say."""
 
     pid: int
@@ -58,7 +58,7 @@ class Gpu:
     mig: bool = False
     pcie: tuple[int, int] | None = None
     pcie_most: tuple[int, int] | None = None
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[GpuProcess, ...] = ()
     unreachable: str = ""
 
 
@@ -157,7 +157,7 @@ def _gpu(nvml: Any, number: int, handle: Any) -> Gpu:
         mig=bool(mig and mig[0]),
         pcie=_pcie(nvml, handle, nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth),
         pcie_most=_pcie(nvml, handle, nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth),
-        tenants=tuple(Tenant(each.pid, each.usedGpuMemory) for each in tenants),
+        tenants=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in tenants),
     )
 
 

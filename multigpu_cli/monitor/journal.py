@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from multigpu_cli.monitor.lines import Lines, Warn
+from multigpu_cli.monitor.append_file import AppendFile, Warn
 
 Event = dict[str, Any]
 
@@ -37,7 +37,7 @@ class Journal:
     def __init__(
         self, path: Path | str | None, listeners: Sequence[Callable[[Event], None]] = (), warn: Warn = warnings.warn
     ) -> None:
-        self._lines = None if path is None else Lines(path, warn)
+        self._lines = None if path is None else AppendFile(path, warn)
         self._listeners = tuple(listeners)
 
     def write(self, event: str, **fields: Any) -> Event:

@@ -36,7 +36,7 @@ class Quantiles:
         return math.nan
 
 
-class Meters:
+class StepTimer:
     """Steps, samples and seconds of training: over the run, and over the window since the last `read`.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TextIO
 _NARROWEST = 3  # columns of the bar itself
 
 
-class Progress:
+class ProgressDisplay:
     """Shows nothing; the base of what does.
 
     Attributes:
@@ -31,7 +31,7 @@ class Progress:
         yield
 
 
-class Bar(Progress):
+class TqdmDisplay(ProgressDisplay):
     """A tqdm bar: steps, time left, and as many facts as fit, redrawn at most five times a second."""
 
     def __init__(self, total_steps: int, initial: int, stream: TextIO) -> None:

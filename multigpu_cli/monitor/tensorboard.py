@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from multigpu_cli.monitor.lines import Warn
+from multigpu_cli.monitor.append_file import Warn
 
 _SYSTEM = {
     *(

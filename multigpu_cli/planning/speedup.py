@@ -17,7 +17,7 @@ _FIRST_BUCKET, _BUCKET = 1, 25  # MiB, DDP's own sizes
 
 
 @dataclass(frozen=True)
-class Wire:
+class Link:
     """A connection between workers.
 
     Attributes:
@@ -34,7 +34,7 @@ class Wire:
     overlaps: bool = True
 
     @classmethod
-    def measured(cls, how: str, workers: int, points: Sequence[tuple[float, float]], *, overlaps: bool) -> "Wire":
+    def measured(cls, how: str, workers: int, points: Sequence[tuple[float, float]], *, overlaps: bool) -> "Link":
         """The wire between so many workers on which messages took so many (bytes, seconds)."""
         latency, bandwidth = fitted(points, workers)
         said = f"measured here: {how}, {workers} workers, {1e6 * latency:.0f} µs"
@@ -51,26 +51,26 @@ class Wire:
 ASSUMED = {
     wire.name: wire
     for wire in (
-        Wire("pcie4", 10e-6, 20e9, "PCIe 4.0 ×16: 32 GB/s a direction, 20 of which arrive; 10 µs a hop"),
-        Wire("nvlink4", 5e-6, 350e9, "NVLink 4 with a switch: 450 GB/s a direction, 350 of which arrive; 5 µs a hop"),
-        Wire("ethernet-25", 50e-6, 2.8e9, "25 Gbit/s: 3.1 GB/s, 2.8 of which arrive; 50 µs a hop (TCP)"),
-        Wire("ethernet-100", 30e-6, 11e9, "100 Gbit/s: 12.5 GB/s, 11 of which arrive; 30 µs a hop"),
-        Wire("infiniband-400", 5e-6, 45e9, "400 Gbit/s: 50 GB/s, 45 of which arrive; 5 µs a hop"),
+        Link("pcie4", 10e-6, 20e9, "PCIe 4.0 ×16: 32 GB/s a direction, 20 of which arrive; 10 µs a hop"),
+        Link("nvlink4", 5e-6, 350e9, "NVLink 4 with a switch: 450 GB/s a direction, 350 of which arrive; 5 µs a hop"),
+        Link("ethernet-25", 50e-6, 2.8e9, "25 Gbit/s: 3.1 GB/s, 2.8 of which arrive; 50 µs a hop (TCP)"),
+        Link("ethernet-100", 30e-6, 11e9, "100 Gbit/s: 12.5 GB/s, 11 of which arrive; 30 µs a hop"),
+        Link("infiniband-400", 5e-6, 45e9, "400 Gbit/s: 50 GB/s, 45 of which arrive; 5 µs a hop"),
     )
 }
 BETWEEN_MACHINES = {"ethernet-25", "ethernet-100", "infiniband-400"}
 
 
 @dataclass(frozen=True)
-class Network:
+class Interconnect:
     """The wire within a machine, and the one between machines.
 
     Attributes:
         per_machine: workers on one.
     """
 
-    inside: Wire
-    between: Wire | None = None
+    inside: Link
+    between: Link | None = None
     per_machine: int = 8
 
     def all_reduce(self, size: float, workers: int) -> float:
@@ -82,7 +82,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepTimes:
     """The times of one worker alone, in seconds.
 
     Attributes:
@@ -112,7 +112,7 @@ def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
     return (first, *[full] * int(count), *([left] if left else []))
 
 
-def exposed(work: Work, network: Network, workers: int) -> float:
+def exposed(work: StepTimes, network: Interconnect, workers: int) -> float:
     """Seconds of the reduction that backward does not hide."""
     if workers == 1:
         return 0.0
@@ -128,14 +128,14 @@ def exposed(work: Work, network: Network, workers: int) -> float:
     return max(0.0, reduced - work.backward) + after
 
 
-def step_seconds(work: Work, network: Network, workers: int, accumulation: int) -> float:
+def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulation: int) -> float:
     """One optimizer step of so many micro-batches on each worker."""
     passes = accumulation * (work.data + work.forward + work.backward)
     return passes + exposed(work, network, workers) + work.commit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ForecastRow:
     """A forecast for some number of workers.
 
     Attributes:
@@ -159,8 +159,8 @@ class Row:
 
 def forecast(
     counts: Sequence[int],
-    works: Sequence[Work],
-    network: Network,
+    works: Sequence[StepTimes],
+    network: Interconnect,
     *,
     micro_batch: int,
     global_batch: int | None,
@@ -170,7 +170,7 @@ def forecast(
     drop_last: bool = False,
     noise_scale: float | None = None,
     price: float | None = None,
-) -> list[Row]:
+) -> list[ForecastRow]:
     """A row for each number of workers.
 
     With a noise scale 𝓑, a run at global batch B takes (1 + 𝓑/B) / (1 + 𝓑/B₁) times the steps that it takes at B₁
@@ -184,7 +184,7 @@ def forecast(
         accumulation: micro-batches of a step on each worker, where the global batch grows with them.
         price: of one worker's hour.
     """
-    rows: list[Row] = []
+    rows: list[ForecastRow] = []
     least = global_batch or micro_batch * accumulation
     base = BatchPlan(samples=samples, micro_batch=micro_batch, global_batch=least, workers=1, drop_last=drop_last)
     for workers, work in zip(counts, works, strict=True):
@@ -199,7 +199,7 @@ def forecast(
         first = rows[0].samples_per_second if rows else rate / workers
         seconds = steps * step
         rows.append(
-            Row(
+            ForecastRow(
                 workers=workers,
                 global_batch=batch,
                 step=step,
@@ -215,7 +215,7 @@ def forecast(
     return rows
 
 
-def where_it_ends(rows: Sequence[Row]) -> int:
+def where_it_ends(rows: Sequence[ForecastRow]) -> int:
     """The number of workers beyond which the next row saves less than a tenth of the time."""
     for row, following in pairwise(rows):
         if following.seconds > 0.9 * row.seconds:

@@ -15,11 +15,11 @@ from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
-from multigpu_cli.config.kinds import shown
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.feed import Feed
+from multigpu_cli.config.types import shown
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sample import shapes
 from multigpu_cli.errors import RequestError
@@ -29,7 +29,7 @@ from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import decided, together
-from multigpu_cli.runtime.compiled import Compiled
+from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
@@ -38,8 +38,8 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.loss_units import LossNormalizer
 from multigpu_cli.tasks.registry import TASKS
-from multigpu_cli.tasks.units import Units
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -53,7 +53,7 @@ class Loaders:
         eval_limit: samples in one batch of an evaluation at most, where memory has set a limit.
     """
 
-    train: Feed
+    train: BatchStream
     val: Loader | None
     test: Loader | None
     eval_limit: int | None = None
@@ -75,8 +75,8 @@ class TrainComponents:
     state: TrainState
     strategy: Strategy
     loaders: Loaders
-    units: Units
-    compiled: Compiled | None = field(default=None, kw_only=True)
+    units: LossNormalizer
+    compiled: CompiledModel | None = field(default=None, kw_only=True)
 
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
@@ -129,14 +129,14 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     model = together(world, lambda: _compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
     components = TrainComponents(
-        spec, world, task, state, _build_strategy(model, world, spec), loaders, Units(task, world)
+        spec, world, task, state, _build_strategy(model, world, spec), loaders, LossNormalizer(task, world)
     )
-    if isinstance(model, Compiled):
+    if isinstance(model, CompiledModel):
         components.compiled, model.size = model, lambda: components.plan.batches.micro_batch
     return components
 
 
-def _build_state(spec: RunSpec, world: World, task: Task, train: Feed) -> TrainState:
+def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) -> TrainState:
     """What can be built without communication, so that errors can be compared."""
     config, source = spec.config, spec.source
     live = spec.user_objects
@@ -155,7 +155,7 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: Feed) -> TrainS
     return TrainState(model, optimizer, precision, average, Progress(), scheduler)
 
 
-def init_model(config: Config, source: Source) -> nn.Module:
+def init_model(config: Config, source: DataSource) -> nn.Module:
     """The network as its seed makes it, the dataset's own where the user named none."""
     offered = {
         "input_shape": source.input_shape,
@@ -226,12 +226,12 @@ def _build_loaders(spec: RunSpec, world: World, task: Task) -> Loaders:
     return Loaders(task.feed(data, world, seed), val, test)
 
 
-def first_batch(loader: Feed, size: int) -> Batch:
+def first_batch(loader: BatchStream, size: int) -> Batch:
     """The first samples, unshuffled: alike on every rank, and at every start."""
     return next(loader.held_out(size, 0, 1))
 
 
-def choose_task(config: Config, source: Source, live: "UserObjects | None") -> Task:
+def choose_task(config: Config, source: DataSource, live: "UserObjects | None") -> Task:
     """The user's own loss as a task, or the one that has a name."""
     if not (live and live.criterion):
         return build_task(config, source)
@@ -240,7 +240,7 @@ def choose_task(config: Config, source: Source, live: "UserObjects | None") -> T
     return Criterion(source, config.task, live.criterion)
 
 
-def build_task(config: Config, source: Source) -> Task:
+def build_task(config: Config, source: DataSource) -> Task:
     """The task that the user named, else the dataset's own."""
     name = config.task.name or source.task
     factory = plugins.find(name, TASKS, flag="--task")
@@ -276,9 +276,9 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
 def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
     config, choice, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
-        from multigpu_cli.strategies.exact import Exact  # late, each of them: a run has one
+        from multigpu_cli.strategies.exact import ExactReduction  # late, each of them: a run has one
 
-        return Exact(model, world)
+        return ExactReduction(model, world)
     if choice.strategy == "dp":
         from multigpu_cli.strategies.data_parallel import DataParallel
 
@@ -311,4 +311,4 @@ def _compile_model(model: nn.Module, config: Config, device: torch.device) -> nn
             "--compile reduce-overhead: CUDA graphs write over the gradients that --exact still has to add up",
             remedy="--compile default, or no --exact",
         )
-    return Compiled(model, None if wanted == "default" else wanted)
+    return CompiledModel(model, None if wanted == "default" else wanted)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.best import Best
+from multigpu_cli.checkpoint.best import BestWeights
 from multigpu_cli.checkpoint.lock import check_ours
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.store import Store
@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.faults.replica_check import check_replicas
 
 if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
@@ -97,7 +97,7 @@ def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
         if best is not None:
             checkpointer.best_sha256 = save_weights(weights, best, run.spec.label(), best_metrics, watchdog.moved)
         facts = run.spec.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
-        so_far = Best(weights, checkpointer.best_sha256) if best_metrics else None
+        so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
         size = checkpointer.store.save(step, snapshot.state, facts, so_far)
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.checkpoint.run_folder import Start
+from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.mark import Mark, differences
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.fingerprint import Mark, differences
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.precision import choose_format
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.sources import acts
+from multigpu_cli.tasks.open_data import acts
 
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or start afresh, with --resume never and another --save-dir "
@@ -38,7 +38,7 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
     return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
 
 
-def check_device(config: Config, choice: Choice, world: World) -> Iterator[RequestError]:
+def check_device(config: Config, choice: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
     if choice.strategy == "dp" and acts(config):
@@ -59,7 +59,9 @@ def check_device(config: Config, choice: Choice, world: World) -> Iterator[Reque
         yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
 
 
-def check_data(config: Config, plan: Plan, source: Source, start: Start, mark: Mark) -> Iterator[RequestError]:
+def check_data(
+    config: Config, plan: Plan, source: DataSource, start: ResumePoint, mark: Mark
+) -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds.
 
     Args:

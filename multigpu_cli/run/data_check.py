@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.mark import Mark, differences
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.fingerprint import Mark, differences
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.runtime.collectives import collected, gathered
 from multigpu_cli.runtime.world import World
 
 
-def check_same_data(world: World, source: Source, mark: Mark, name: str) -> None:
+def check_same_data(world: World, source: DataSource, mark: Mark, name: str) -> None:
     """Compare a mark of the data over all ranks.
 
     Raises:

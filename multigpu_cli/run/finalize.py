@@ -10,16 +10,16 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import check_ours, needed
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
-from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.resume_rules import settings
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.causes import unused_names
+from multigpu_cli.faults.classify import unused_names
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.aside import log_of, who_spoke
 from multigpu_cli.runtime.collectives import decided, gathered, together
+from multigpu_cli.runtime.rank_output import log_of, who_spoke
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.faults.nonfinite import Nonfinite
-from multigpu_cli.faults.watch import Watch
-from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.faults.nonfinite import NonfiniteGuard
+from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
-from multigpu_cli.monitor.trace import SampleTrace
+from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.compute import StepResult
 from multigpu_cli.run.loss_meter import LossMeter
@@ -23,10 +23,10 @@ class StepObserver:
     A step calls four verbs: `fetch`, `phase`, `backward_done` and `step_done`.
     """
 
-    watchdog: Watch
-    meters: Meters
+    watchdog: Watchdog
+    meters: StepTimer
     noise: NoiseMeter
-    nonfinite: Nonfinite
+    nonfinite: NonfiniteGuard
     loss: LossMeter
     trace: SampleTrace | None
     _layout: StepLayout = field(init=False)

@@ -15,7 +15,14 @@ from torch import Tensor
 from multigpu_cli.checkpoint.best import best_of, first_with
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import needed
-from multigpu_cli.checkpoint.run_folder import NoneWhole, NothingThere, Start, choose_start, leads_somewhere, read_note
+from multigpu_cli.checkpoint.run_folder import (
+    CheckpointNotFound,
+    NoIntactCheckpoint,
+    ResumePoint,
+    choose_start,
+    leads_somewhere,
+    read_note,
+)
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError, counted
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
 
 
-def agree_on_start(config: Config, world: World) -> Start:
+def agree_on_start(config: Config, world: World) -> ResumePoint:
     """Run folder and checkpoint, the same on every rank.
 
     On a shared file system all nodes see the same, and rank 0's word counts. On local ones a node may have what rank 0
@@ -53,9 +60,9 @@ def _find_earlier_folders(world: World) -> list[str]:
     return next(filter(None, collected(world, earlier)), [])
 
 
-def _agree(config: Config, world: World, begun: list[str]) -> Start:
+def _agree(config: Config, world: World, begun: list[str]) -> ResumePoint:
     if world.size == world.local_size:
-        return Start(**decided(world, lambda: choose_start(config, attempt=world.attempt, begun=begun).as_dict()))
+        return ResumePoint(**decided(world, lambda: choose_start(config, attempt=world.attempt, begun=begun).as_dict()))
     first = world.local_rank == 0
     elsewhere = any(collected(world, first and leads_somewhere(config.checkpoint.resume)))
     found, error = _look_for_start(config, world, begun, elsewhere=elsewhere) if first else (None, None)
@@ -63,13 +70,13 @@ def _agree(config: Config, world: World, begun: list[str]) -> Start:
     steps = [int(step) for step in gathered(world, torch.tensor([reached], device=world.device))]
     holder = steps.index(max(steps))
     together(world, lambda: _raise_start_error(error, world, somewhere=max(steps) > 0))
-    start = Start(**from_main(world, found.as_dict() if found and world.rank == holder else None, source=holder))
+    start = ResumePoint(**from_main(world, found.as_dict() if found and world.rank == holder else None, source=holder))
     return replace(start, holder=holder)
 
 
 def _look_for_start(
     config: Config, world: World, begun: list[str], *, elsewhere: bool
-) -> tuple[Start | None, TrainingError | None]:
+) -> tuple[ResumePoint | None, TrainingError | None]:
     try:
         return choose_start(config, attempt=world.attempt, begun=begun, elsewhere=elsewhere), None
     except TrainingError as error:
@@ -82,13 +89,13 @@ def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: 
     Args:
         somewhere: some node has a whole checkpoint, which the others may lack.
     """
-    if error is None or (somewhere and isinstance(error, NothingThere)):
+    if error is None or (somewhere and isinstance(error, CheckpointNotFound)):
         return
-    if world.main or isinstance(error, NoneWhole):
+    if world.main or isinstance(error, NoIntactCheckpoint):
         raise error
 
 
-def _apply_notes(start: Start, world: World) -> Start:
+def _apply_notes(start: ResumePoint, world: World) -> ResumePoint:
     """A rank that ran out of memory left word of smaller micro-batches on its own node."""
     note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
     local = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from multigpu_cli.faults.stop import Agreement, StopRequest
+from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.progress import Progress as Bar
+from multigpu_cli.monitor.progress import ProgressDisplay as TqdmDisplay
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.checkpointing import Checkpointer
 from multigpu_cli.run.observer import StepObserver
-from multigpu_cli.runtime.elastic import Last
+from multigpu_cli.runtime.elastic import PreviousAttempt
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
@@ -31,7 +31,7 @@ class RunLog:
     journal: Journal
     tensorboard: "TensorBoard | None"
     console: Console
-    progress_bar: Bar
+    progress_bar: TqdmDisplay
     sampler: "Sampler | None"
     flops_per_sample: float | None
     unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()
@@ -49,8 +49,8 @@ class RunControl:
     """
 
     stop: StopRequest
-    consensus: Agreement
-    previous_attempt: Last | None = None
+    consensus: StopConsensus
+    previous_attempt: PreviousAttempt | None = None
     ended: bool = False
 
 

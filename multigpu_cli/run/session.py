@@ -17,16 +17,16 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError, counted
-from multigpu_cli.faults.ends import earlier_cause
-from multigpu_cli.faults.nonfinite import Nonfinite
-from multigpu_cli.faults.stop import Agreement, StopRequest
-from multigpu_cli.faults.watch import LONG, Watch
+from multigpu_cli.faults.nonfinite import NonfiniteGuard
+from multigpu_cli.faults.rank_exit import earlier_cause
+from multigpu_cli.faults.stop import StopConsensus, StopRequest
+from multigpu_cli.faults.watchdog import LONG, Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
-from multigpu_cli.monitor.trace import SampleTrace
-from multigpu_cli.planning.peaks import peak_flops
+from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
 from multigpu_cli.run.finalize import build_summary, close_run, finish_failed, name_unused_parameters
@@ -37,12 +37,12 @@ from multigpu_cli.run.resume import restore_best_weights
 from multigpu_cli.run.run import Run, RunControl, RunLog
 from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.runtime.aside import log_of
 from multigpu_cli.runtime.collectives import decided, leave_to_watch, together
 from multigpu_cli.runtime.determinism import be_deterministic, be_fast
-from multigpu_cli.runtime.devices import Choice, describe_unlike_gpus, gpu_models
+from multigpu_cli.runtime.devices import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.runtime.elastic import note_run
-from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.runtime.rank_output import log_of
+from multigpu_cli.runtime.world import LaunchEnv, World, joined
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
@@ -60,7 +60,7 @@ class ResolvedRequest(NamedTuple):
     spec: RunSpec
     world: World
     stop: StopRequest
-    watchdog: Watch
+    watchdog: Watchdog
     console: Console
     began: float
 
@@ -68,8 +68,8 @@ class ResolvedRequest(NamedTuple):
 @contextmanager
 def resolve_request(
     config: Config,
-    choice: Choice,
-    meeting: Rendezvous | None,
+    choice: Placement,
+    meeting: LaunchEnv | None,
     console: Console,
     last_words: Callable[[TrainingError], None],
     user_objects: "UserObjects | None",
@@ -84,7 +84,7 @@ def resolve_request(
     with (
         joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend) as world,
         StopRequest() as stop,
-        Watch(world, config.fault.hang_timeout, last_words) as watchdog,
+        Watchdog(world, config.fault.hang_timeout, last_words) as watchdog,
     ):
         spec = resolve_spec(config, choice, world, user_objects=user_objects)
         if spec.config.reproducibility.exact:
@@ -140,7 +140,7 @@ def record_failure(run: Run) -> Iterator[None]:
 
 
 def assemble_run(
-    components: TrainComponents, console: Console, stop: StopRequest, watchdog: Watch, stack: ExitStack
+    components: TrainComponents, console: Console, stop: StopRequest, watchdog: Watchdog, stack: ExitStack
 ) -> Run:
     """Open journal, TensorBoard and the rest in the run folder, which is already ours; the stack closes them."""
     world, config, plan = components.world, components.config, components.plan
@@ -169,15 +169,15 @@ def assemble_run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
             watchdog,
-            Meters(device_runs_ahead=world.device.type == "cuda"),
+            StepTimer(device_runs_ahead=world.device.type == "cuda"),
             NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
-            Nonfinite(config.fault.nonfinite, world.device, fp16=fp16),
+            NonfiniteGuard(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, components.progress, plan.batches.steps_per_epoch),
             trace,
         ),
         checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), components.progress.step),
         log=RunLog(journal, board, console, bar, _watch_gpu(world.device, stack), _count_flops(components)),
-        control=RunControl(stop, Agreement(world), world.last if world.attempt else None),
+        control=RunControl(stop, StopConsensus(world), world.last if world.attempt else None),
     )
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multigpu_cli.checkpoint.run_folder import Start
+from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.own_code import NAMING, check_code
-from multigpu_cli.config.pinned import OF_THE_COMMAND, merged, settings, with_settings
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND, merged, settings, with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.mark import Mark, mark_of
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.fingerprint import Mark, mark_of
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, all_wrong
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
@@ -23,10 +23,10 @@ from multigpu_cli.run.checks import check_data, check_device, describe_machine, 
 from multigpu_cli.run.resume import agree_on_start
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import Choice, cores
+from multigpu_cli.runtime.devices import Placement, cores
 from multigpu_cli.runtime.precision import agreed_format
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.sources import maker_of, opened
+from multigpu_cli.tasks.open_data import maker_of, opened
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -53,9 +53,9 @@ class RunSpec:
 
     user_config: Config
     config: Config
-    placement: Choice
-    start: Start
-    source: Source
+    placement: Placement
+    start: ResumePoint
+    source: DataSource
     plan: Plan
     model: str
     task: str
@@ -113,10 +113,10 @@ class RunSpec:
 
 def resolve_spec(
     config: Config,
-    choice: Choice,
+    choice: Placement,
     world: World,
     *,
-    source: Source | None = None,
+    source: DataSource | None = None,
     user_objects: "UserObjects | None" = None,
 ) -> RunSpec:
     """Choose the folder, take over what its checkpoint pins, load the data and do the sums.
@@ -156,7 +156,7 @@ def resolve_spec(
     return RunSpec(user_config, config, choice, start, source, plan, model, task, mark, user_objects)
 
 
-def _open_source(config: Config, choice: Choice, world: World, source: Source | None) -> Source:
+def _open_source(config: Config, choice: Placement, world: World, source: DataSource | None) -> DataSource:
     """The dataset; what is wrong with it is told together with what is wrong with the device."""
     wrong = list(check_device(config, choice, world))
     try:
@@ -190,10 +190,10 @@ def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:
 def _make_plan(
     user_config: Config,
     config: Config,
-    choice: Choice,
+    choice: Placement,
     world: World,
-    start: Start,
-    source: Source,
+    start: ResumePoint,
+    source: DataSource,
     user_objects: "UserObjects | None",
 ) -> Plan:
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
@@ -242,13 +242,13 @@ def _make_plan(
     )
 
 
-def _describe_compile(config: Config, choice: Choice) -> str:
+def _describe_compile(config: Config, choice: Placement) -> str:
     mode, overlaps = config.model.compile, choice.strategy == "ddp" and not config.reproducibility.exact
     pieces = ", inside DDP: in pieces that end with its buckets, so that these travel during backward"
     return "" if mode == "off" else mode + (pieces if overlaps else "")
 
 
-def _list_unused_flags(config: Config, choice: Choice, user_objects: "UserObjects | None") -> list[str]:
+def _list_unused_flags(config: Config, choice: Placement, user_objects: "UserObjects | None") -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
     if not user_objects:

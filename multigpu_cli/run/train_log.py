@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multigpu_cli.errors import TrainingError, counted
 from multigpu_cli.monitor.noise_scale import Norms
-from multigpu_cli.planning.peaks import peak_flops
+from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.compute import StepResult
 from multigpu_cli.runtime.collectives import gathered

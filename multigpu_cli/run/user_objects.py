@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapted
 from multigpu_cli.runtime.collectives import decided, from_main
@@ -35,7 +35,7 @@ class UserObjects:
         ddp: further arguments of DistributedDataParallel.
     """
 
-    source: Source
+    source: DataSource
     model: nn.Module
     criterion: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None

@@ -6,7 +6,7 @@ import random
 import numpy
 import torch
 
-from multigpu_cli.planning.keys import key
+from multigpu_cli.planning.rng_keys import key
 
 _INIT = 0x1417  # keeps the random stream of the initial weights apart from the others
 

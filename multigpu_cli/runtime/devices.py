@@ -8,10 +8,10 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.runtime.world import Rendezvous, World
+from multigpu_cli.runtime.world import LaunchEnv, World
 
 
-class Choice(NamedTuple):
+class Placement(NamedTuple):
     """How the work is shared out.
 
     Attributes:
@@ -50,7 +50,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | None) -> Choice:
+def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: LaunchEnv | None) -> Placement:
     """Settle strategy and devices from what was asked for and what is there.
 
     Raises:
@@ -61,7 +61,7 @@ def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | 
     ids = _usable(wanted, gpus)
     if wanted.multi_gpu == "dp":
         if len(ids) >= 2:
-            return Choice("dp", cuda(ids), 0, f"--multi-gpu dp on GPUs {_listed(ids)}")
+            return Placement("dp", cuda(ids), 0, f"--multi-gpu dp on GPUs {_listed(ids)}")
         return _single(ids, f"--multi-gpu dp needs two GPUs and there {_are(len(ids))}")
     if wanted.multi_gpu == "none":
         return _single(ids, "--multi-gpu none")
@@ -70,18 +70,18 @@ def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: Rendezvous | 
     return _single(ids, "one GPU" if ids else "no GPU found")
 
 
-def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: Rendezvous) -> Choice:
+def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: LaunchEnv) -> Placement:
     processes = f"{meeting.starter} {meeting.size} process{'es' if meeting.size > 1 else ''}"
     if wanted.multi_gpu == "none" and meeting.size > 1:
         raise RequestError(
             f"--multi-gpu none, but {processes}", remedy="python main_multi_gpu.py --multi-gpu none, without torchrun"
         )
     if not gpus:
-        return Choice("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
-    return Choice("ddp", cuda((own_gpu(meeting, gpus),)), 0, processes)
+        return Placement("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
+    return Placement("ddp", cuda((own_gpu(meeting, gpus),)), 0, processes)
 
 
-def own_gpu(meeting: Rendezvous, gpus: int) -> int:
+def own_gpu(meeting: LaunchEnv, gpus: int) -> int:
     """The GPU of a process that a launcher started: that of its local rank, or the only one that it is shown.
 
     That one may be another for each process, or the same: which it is shows when they have met (check_own_gpus).
@@ -101,24 +101,24 @@ def own_gpu(meeting: Rendezvous, gpus: int) -> int:
     return meeting.local_rank
 
 
-def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Choice:
+def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Placement:
     if not ids:
         count = wanted.nproc_per_node or min(2, cpus)
         reason = f"self-launched on {count} CPU process{'es' if count > 1 else ''}, no GPU found"
-        return Choice("ddp", (torch.device("cpu"),) * count, count, reason)
+        return Placement("ddp", (torch.device("cpu"),) * count, count, reason)
     count = wanted.nproc_per_node or len(ids)
     if count > len(ids):
         raise RequestError(
             f"--nproc-per-node {count}, but only {counted(len(ids), 'GPU')} to use: {_listed(ids)}",
             remedy=f"--nproc-per-node {len(ids)}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return Choice("ddp", cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")
+    return Placement("ddp", cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")
 
 
-def _single(ids: tuple[int, ...], because: str) -> Choice:
+def _single(ids: tuple[int, ...], because: str) -> Placement:
     device = cuda(ids[:1])[0] if ids else torch.device("cpu")
     where = f"GPU {ids[0]}" if ids else "CPU"
-    return Choice("single", (device,), 0, f"{because}: one process on {where}")
+    return Placement("single", (device,), 0, f"{because}: one process on {where}")
 
 
 def _usable(wanted: DeviceConfig, gpus: int) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def cuda(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", number) for number in ids)
 
 
-def gpu_models(choice: Choice, world: World) -> dict[int, str]:
+def gpu_models(choice: Placement, world: World) -> dict[int, str]:
     """The model of each rank's GPU by its rank, or of each GPU of this process by its number; empty on CPU."""
     if world.size > 1:
         return {rank: gpu.model for rank, gpu in enumerate(world.gpus) if gpu}

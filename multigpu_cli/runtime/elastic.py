@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from multigpu_cli.errors import FAILED, TrainingError
 
 
-class Verdict(NamedTuple):
+class FinalVerdict(NamedTuple):
     """How an attempt ended that must not be repeated.
 
     Attributes:
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
     nodes: Sequence[str] = ()
 
     @classmethod
-    def of(cls, code: int, message: str, nodes: Iterable[str]) -> "Verdict":
+    def of(cls, code: int, message: str, nodes: Iterable[str]) -> "FinalVerdict":
         """From what JSON leaves of one."""
         return cls(code, message, tuple(nodes))
 
@@ -35,17 +35,17 @@ class Verdict(NamedTuple):
         return not self.nodes or set(self.nodes) == set(nodes)
 
 
-class Over(TrainingError):
+class AttemptRefused(TrainingError):
     """An earlier attempt, perhaps on another node, has ended for good: there is nothing to do in this one."""
 
     shared = True
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: FinalVerdict) -> None:
         super().__init__(verdict.message)
         self.exit_code = verdict.code
 
 
-class Last(NamedTuple):
+class PreviousAttempt(NamedTuple):
     """How the attempt before this one ended.
 
     Attributes:
@@ -58,7 +58,7 @@ class Last(NamedTuple):
     moved: float
 
 
-class Round(NamedTuple):
+class AttemptRecord(NamedTuple):
     """An attempt that all ranks have agreed on, as one rank remembers it.
 
     Attributes:
@@ -99,7 +99,7 @@ def redirected(environ: Mapping[str, str]) -> bool:
     return any(file.with_name(name).exists() for name in ("stdout.log", "stderr.log")) if file.name else False
 
 
-def remember(environ: Mapping[str, str], verdict: Verdict) -> None:
+def remember(environ: Mapping[str, str], verdict: FinalVerdict) -> None:
     """Let the attempts that this agent may still start know that there is nothing to repeat.
 
     The agent restarts its workers after any exit code but 0, also after a wrong request or a stop.
@@ -110,7 +110,7 @@ def remember(environ: Mapping[str, str], verdict: Verdict) -> None:
         _write(agent_folder(environ), f"verdict-{attempt(environ)}", verdict._replace(nodes=nodes)._asdict())
 
 
-def earlier_verdict(environ: Mapping[str, str]) -> Verdict | None:
+def earlier_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
     """How an earlier attempt under the same agent ended, if that was for good and this agent is alone."""
     found = last_verdict(environ)
     alone = environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE")
@@ -118,7 +118,7 @@ def earlier_verdict(environ: Mapping[str, str]) -> Verdict | None:
     return found if found and found.holds(here) else None
 
 
-def last_verdict(environ: Mapping[str, str]) -> Verdict | None:
+def last_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
     """The last one that was left here since nodes met for work, whether it holds or not.
 
     Those from before did not hold then: a node that came and went again does not bring them back.
@@ -126,7 +126,7 @@ def last_verdict(environ: Mapping[str, str]) -> Verdict | None:
     folder, before = agent_folder(environ), _round(environ)
     for number in reversed(range(before.attempt if before else 0, attempt(environ))):
         if found := _read(folder, f"verdict-{number}"):
-            return Verdict.of(**found)
+            return FinalVerdict.of(**found)
     return None
 
 
@@ -145,7 +145,7 @@ def note_failure(environ: Mapping[str, str], message: str, step: int | None) -> 
     if step is not None and not before:
         _write(folder, f"failure-{number}", failure)
         return ""
-    remember(environ, Verdict(FAILED, message))
+    remember(environ, FinalVerdict(FAILED, message))
     if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return ""
     why = "a failure before the first step" if step is None else f"the same failure at step {step} again"
@@ -165,21 +165,21 @@ def agreed_on(environ: Mapping[str, str], number: int, nodes: Sequence[str]) -> 
     """Remember the attempt that all ranks have agreed on."""
     folder = agent_folder(environ)
     if folder is not None:
-        now = Round(number, list(nodes), os.getpid())
+        now = AttemptRecord(number, list(nodes), os.getpid())
         with suppress(OSError):  # a full disk: then the agents' own counts must do
             _replace(folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.json", now._asdict())
 
 
-def note_end(folder: Path | None, number: int, last: Last) -> None:
+def note_end(folder: Path | None, number: int, last: PreviousAttempt) -> None:
     """Leave word for the next attempt of how this one ended."""
     with suppress(OSError):
         _write(folder, f"last-{number}", last._asdict())
 
 
-def last_end(environ: Mapping[str, str]) -> Last | None:
+def last_end(environ: Mapping[str, str]) -> PreviousAttempt | None:
     """What was left by the attempt before this one."""
     found = _read(agent_folder(environ), f"last-{attempt(environ) - 1}")
-    return Last(**found) if found else None
+    return PreviousAttempt(**found) if found else None
 
 
 def note_run(folder: Path | None, number: int, run: str) -> None:
@@ -207,9 +207,9 @@ def agent_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(file).parents[2] if file else None
 
 
-def _round(environ: Mapping[str, str]) -> Round | None:
+def _round(environ: Mapping[str, str]) -> AttemptRecord | None:
     found = _read(agent_folder(environ), f"round-{environ.get('LOCAL_RANK', '0')}")
-    return Round(**found) if found else None
+    return AttemptRecord(**found) if found else None
 
 
 def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:

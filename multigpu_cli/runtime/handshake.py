@@ -15,13 +15,13 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.elastic import Last, Verdict
+from multigpu_cli.runtime.elastic import FinalVerdict, PreviousAttempt
 
 _GO = "multigpu/go"
 _PAUSE = 0.02  # seconds between two looks
 
 
-class OwnGpu(NamedTuple):
+class RankGpu(NamedTuple):
     """The GPU that a rank works on: what no other GPU is called, and what is alike."""
 
     uuid: str
@@ -29,7 +29,7 @@ class OwnGpu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hello:
+class RankInfo:
     """What a rank says of itself and its node.
 
     Attributes:
@@ -49,24 +49,24 @@ class Hello:
     node: str
     attempt: int = 0
     restarts_left: int = 0
-    verdict: Verdict | None = None
-    last: Last | None = None
-    gpu: OwnGpu | None = None
+    verdict: FinalVerdict | None = None
+    last: PreviousAttempt | None = None
+    gpu: RankGpu | None = None
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: bytes) -> "Hello":
+    def from_text(cls, text: bytes) -> "RankInfo":
         found: dict[str, Any] = json.loads(text)
-        found["verdict"] = Verdict.of(*found["verdict"]) if found["verdict"] else None
-        found["last"] = Last(*found["last"]) if found["last"] else None
-        found["gpu"] = OwnGpu(*found["gpu"]) if found["gpu"] else None
+        found["verdict"] = FinalVerdict.of(*found["verdict"]) if found["verdict"] else None
+        found["last"] = PreviousAttempt(*found["last"]) if found["last"] else None
+        found["gpu"] = RankGpu(*found["gpu"]) if found["gpu"] else None
         return cls(**found)
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Roster:
     """What all ranks know once they have met.
 
     Attributes:
@@ -84,18 +84,18 @@ class Agreed:
     hosts: tuple[str, ...]
     nodes: tuple[str, ...]
     restarts_left: int
-    verdict: Verdict | None
-    last: Last | None
-    gpus: tuple[OwnGpu | None, ...]
+    verdict: FinalVerdict | None
+    last: PreviousAttempt | None
+    gpus: tuple[RankGpu | None, ...]
 
 
-def merged(hellos: Sequence[Hello], generation: str) -> Agreed:
+def merged(hellos: Sequence[RankInfo], generation: str) -> Roster:
     """What follows from what all ranks said, in rank order."""
     nodes = tuple(hello.node for hello in hellos)
     number = max(hello.attempt for hello in hellos)
     verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.holds(nodes)]
     ends = [hello.last for hello in hellos if hello.last and hello.attempt == number]
-    return Agreed(
+    return Roster(
         generation=generation,
         attempt=number,
         hosts=tuple(hello.host for hello in hellos),
@@ -107,7 +107,7 @@ def merged(hellos: Sequence[Hello], generation: str) -> Agreed:
     )
 
 
-def agree(store: dist.Store, own: Hello, *, patience: float) -> Agreed:
+def agree(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
     """Meet all other ranks.
 
     Args:
@@ -121,12 +121,12 @@ def agree(store: dist.Store, own: Hello, *, patience: float) -> Agreed:
     return _lead(store, own, until) if own.rank == 0 else _follow(store, own, until)
 
 
-def _lead(store: dist.Store, own: Hello, until: float) -> Agreed:
+def _lead(store: dist.Store, own: RankInfo, until: float) -> Roster:
     seen: list[bytes] = []
     now = merged([own], uuid4().hex)
     while own.size > 1:
         said = [_said(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
-        hellos = [Hello.from_text(text) for text in said if text]
+        hellos = [RankInfo.from_text(text) for text in said if text]
         if len(hellos) < own.size - 1 or any(hello.size != own.size for hello in hellos):
             seen = []  # an earlier attempt had another size
         elif said != seen:
@@ -141,7 +141,7 @@ def _lead(store: dist.Store, own: Hello, until: float) -> Agreed:
     return now
 
 
-def _follow(store: dist.Store, own: Hello, until: float) -> Agreed:
+def _follow(store: dist.Store, own: RankInfo, until: float) -> Roster:
     store.set(f"multigpu/hello-{own.rank}", own.as_text())
     generation = ""
     while not (generation and store.check([f"{generation}/sealed"])):
@@ -152,7 +152,7 @@ def _follow(store: dist.Store, own: Hello, until: float) -> Agreed:
         if time.monotonic() > until:
             _give_up(store, own, generation)
         time.sleep(_PAUSE)
-    hellos = [Hello.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
+    hellos = [RankInfo.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
     return merged(hellos, generation)
 
 
@@ -160,7 +160,7 @@ def _said(store: dist.Store, key: str) -> bytes | None:
     return bytes(store.get(key)) if store.check([key]) else None
 
 
-def _give_up(store: dist.Store, own: Hello, generation: str) -> NoReturn:
+def _give_up(store: dist.Store, own: RankInfo, generation: str) -> NoReturn:
     """Name who is missing, as far as this rank can tell."""
     ranks = range(1, own.size)
     silent = [rank for rank in ranks if not store.check([f"multigpu/hello-{rank}"])]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.kinds import shown
+from multigpu_cli.config.types import shown
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
 

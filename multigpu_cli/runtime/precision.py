@@ -15,14 +15,14 @@ from multigpu_cli.runtime.world import World
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Format(NamedTuple):
+class PrecisionChoice(NamedTuple):
     """A number format with its reason."""
 
     name: str
     because: str
 
 
-def choose_format(wanted: str, device: torch.device) -> Format:
+def choose_format(wanted: str, device: torch.device) -> PrecisionChoice:
     """bf16 on CUDA devices that have it, fp16 on older ones, full precision on CPU, unless said otherwise.
 
     Raises:
@@ -31,16 +31,18 @@ def choose_format(wanted: str, device: torch.device) -> Format:
     if wanted == "fp16" and device.type == "cpu":
         raise RequestError("--amp fp16 needs a GPU: CPUs have no fast fp16", remedy="--amp bf16 or --amp off")
     if wanted != "auto":
-        return Format(wanted, f"--amp {wanted}")
+        return PrecisionChoice(wanted, f"--amp {wanted}")
     if device.type != "cuda":
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return Format("off", "on CPU, fp32" + ("; its bf16 instructions are there for --amp bf16" if native else ""))
+        return PrecisionChoice(
+            "off", "on CPU, fp32" + ("; its bf16 instructions are there for --amp bf16" if native else "")
+        )
     with torch.cuda.device(device):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Format("bf16", "the GPU has it") if native else Format("fp16", "the GPU has no bf16")
+    return PrecisionChoice("bf16", "the GPU has it") if native else PrecisionChoice("fp16", "the GPU has no bf16")
 
 
-def agreed_format(wanted: str, world: World, devices: Sequence[torch.device]) -> Format:
+def agreed_format(wanted: str, world: World, devices: Sequence[torch.device]) -> PrecisionChoice:
     """The same on every rank: where one of several GPUs has no bf16, all take fp16.
 
     Args:
@@ -55,7 +57,7 @@ def agreed_format(wanted: str, world: World, devices: Sequence[torch.device]) ->
     old = [str(device) for device in devices if choose_format(wanted, device).name == "fp16"]
     counts = gathered(world, torch.tensor([len(old)], device=world.device))
     old += [f"rank {rank}'s GPU" for rank, count in enumerate(counts) if int(count)]
-    return Format("fp16", f"{old[0]} has no bf16") if old and own.name == "bf16" else own
+    return PrecisionChoice("fp16", f"{old[0]} has no bf16") if old and own.name == "bf16" else own
 
 
 class Precision:

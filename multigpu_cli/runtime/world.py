@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group  # for the end of a run that has failed
 
-from multigpu_cli.config.environment import self_launched
+from multigpu_cli.config.launcher_rules import self_launched
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.parent import die_with_parent
+from multigpu_cli.runtime.parent_death import die_with_parent
 
 if TYPE_CHECKING:
-    from multigpu_cli.runtime.handshake import OwnGpu
+    from multigpu_cli.runtime.handshake import RankGpu
 
 _PATIENCE = 120.0  # seconds for the others to load torch and arrive
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class LaunchEnv:
     """What torchrun (or another launcher of its kind) tells each process.
 
     Attributes:
@@ -51,12 +51,12 @@ class Rendezvous:
     environ: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def here(cls) -> "Rendezvous | None":
+    def here(cls) -> "LaunchEnv | None":
         """What this process was told; None where no launcher started it."""
         return cls.from_environment(os.environ)
 
     @classmethod
-    def joining(cls, rank: int, size: int, local_rank: int | None) -> "Rendezvous":
+    def joining(cls, rank: int, size: int, local_rank: int | None) -> "LaunchEnv":
         """Rank `rank` of processes that somebody else started, at MASTER_ADDR and MASTER_PORT.
 
         Raises:
@@ -73,7 +73,7 @@ class Rendezvous:
         return cls(rank, size, local, size, address, port, attempt=0, agent_store=False)
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> "Rendezvous | None":
+    def from_environment(cls, env: Mapping[str, str]) -> "LaunchEnv | None":
         """None where no launcher started us.
 
         Raises:
@@ -132,10 +132,10 @@ class World:
     hosts: tuple[str, ...] = field(default=(), compare=False)
     nodes: tuple[str, ...] = field(default=(), compare=False)
     restarts_left: int = field(default=0, compare=False)
-    last: elastic.Last | None = field(default=None, compare=False)
+    last: elastic.PreviousAttempt | None = field(default=None, compare=False)
     agent: Path | None = field(default=None, compare=False)
     generation: str = field(default="", compare=False)
-    gpus: "tuple[OwnGpu | None, ...]" = field(default=(), compare=False)
+    gpus: "tuple[RankGpu | None, ...]" = field(default=(), compare=False)
 
     @property
     def main(self) -> bool:
@@ -145,7 +145,7 @@ class World:
 
 @contextmanager
 def joined(
-    meeting: Rendezvous | None, device: torch.device, *, timeout: float, backend: str | None = None
+    meeting: LaunchEnv | None, device: torch.device, *, timeout: float, backend: str | None = None
 ) -> Iterator[World]:
     """Form the process group for as long as the context lasts; without a launcher, a world of one.
 
@@ -182,7 +182,7 @@ def _kept_clocks() -> Iterator[None]:
             backend._set_default_timeout(clock)
 
 
-def met(meeting: Rendezvous, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
+def met(meeting: LaunchEnv, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
     """Agree with the others who is there, without a process group yet; the world, and a store to form one over."""
     store = _store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0)
     client = _store(meeting, timeout, hosts=False)  # of its own, for other threads
@@ -242,7 +242,7 @@ def check_own_gpus(world: World) -> None:
     raise error
 
 
-def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client: dist.Store) -> World:
+def _world(device: torch.device, meeting: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
     """Meet the others, and agree with them on what this attempt is.
 
     Args:
@@ -251,11 +251,11 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
     Raises:
         Over: an earlier attempt has ended for good.
     """
-    from multigpu_cli.runtime.handshake import Hello, OwnGpu, agree  # late: a world of one meets nobody
+    from multigpu_cli.runtime.handshake import RankGpu, RankInfo, agree  # late: a world of one meets nobody
 
     environ = meeting.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    hello = Hello(
+    hello = RankInfo(
         rank=meeting.rank,
         size=meeting.size,
         nonce=uuid4().hex,
@@ -265,11 +265,11 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
         restarts_left=meeting.restarts_left,
         verdict=elastic.last_verdict(environ),
         last=elastic.last_end(environ),
-        gpu=OwnGpu(str(gpu.uuid), gpu.name) if gpu else None,
+        gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
     )
     agreed = agree(store, hello, patience=_PATIENCE)
     if agreed.verdict:
-        raise elastic.Over(agreed.verdict)
+        raise elastic.AttemptRefused(agreed.verdict)
     elastic.agreed_on(environ, agreed.attempt, agreed.nodes)
     return World(
         device,
@@ -289,7 +289,7 @@ def _world(device: torch.device, meeting: Rendezvous, store: dist.Store, client:
     )
 
 
-def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.TCPStore:
+def _store(meeting: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
     try:
         store = dist.TCPStore(
             meeting.address,
@@ -310,7 +310,7 @@ def _store(meeting: Rendezvous, timeout: float, *, hosts: bool) -> dist.TCPStore
     return store
 
 
-def _nobody(meeting: Rendezvous) -> TrainingError:
+def _nobody(meeting: LaunchEnv) -> TrainingError:
     problem = f"no answer from {meeting.address}:{meeting.port}, where rank 0's store should be"
     if meeting.agent_store and meeting.size > meeting.local_size:
         problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"

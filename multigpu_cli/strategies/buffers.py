@@ -32,7 +32,7 @@ class StepBuffers:
         self._places = _places(model)
         buffers = [place.buffer for place in self._places]
         real = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
-        self._kinds = [_Kind([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
+        self._kinds = [_DtypeGroup([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
         self._shared, self._total = workers > 1 or always, total
         self._micro_batches = 1
 
@@ -101,7 +101,7 @@ class StepBuffers:
             for kind, part in zip(travelling, parts, strict=True):
                 kind.move(kind.unpacked(part), self._micro_batches)
 
-    def _floating(self) -> list["_Kind"]:
+    def _floating(self) -> list["_DtypeGroup"]:
         return [kind for kind in self._kinds if kind.floating]
 
     def _bring_home(self) -> None:
@@ -111,7 +111,7 @@ class StepBuffers:
                 place.bring_home(alone=not self._by_changes)
 
 
-class _Place:
+class _BufferSlot:
     """Where a module keeps a buffer, and the tensor that is registered there."""
 
     def __init__(self, owner: MutableMapping[str, Tensor | None], name: str, full_name: str, *, kept: bool) -> None:
@@ -140,7 +140,7 @@ class _Place:
             )
 
 
-class _Kind:
+class _DtypeGroup:
     """All buffers of one number format, seen as one flat tensor: one kernel, where a copy of each would be hundreds.
 
     Attributes:
@@ -217,13 +217,13 @@ class _Kind:
         self.put(moved)
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def _places(model: nn.Module) -> list[_BufferSlot]:
     """One for each registered tensor."""
-    found: dict[int, _Place] = {}
+    found: dict[int, _BufferSlot] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 kept = name not in module._non_persistent_buffers_set
                 full_name = f"{path}.{name}" if path else name
-                found.setdefault(id(buffer), _Place(module._buffers, name, full_name, kept=kept))
+                found.setdefault(id(buffer), _BufferSlot(module._buffers, name, full_name, kept=kept))
     return list(found.values())

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.low_rank import LowRank
-from multigpu_cli.strategies.waiting import LastBucket
+from multigpu_cli.strategies.comm_wait import CommWait
+from multigpu_cli.strategies.powersgd import PowerSGD
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _BUFFERS_BY_DDP: str = (  # renamed in torch 2.13
@@ -75,11 +75,11 @@ class Distributed(Strategy):
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
         )
         self._lays_out_first = world.size > 2 or self.reduces_first
-        self._low_rank = LowRank(self._ddp) if config.grad_compression == "powersgd" else None
+        self._low_rank = PowerSGD(self._ddp) if config.grad_compression == "powersgd" else None
         if hook := _HOOKS.get(config.grad_compression):
             self._ddp.register_comm_hook(None, hook)
         self.callable = self._ddp
-        self._wait = LastBucket((p for p in model.parameters() if p.requires_grad), world.device)
+        self._wait = CommWait((p for p in model.parameters() if p.requires_grad), world.device)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Let DDP lay its buckets out once and for all.

@@ -1,8 +1,8 @@
 """--exact: the same bits on any number of workers.
 
-Every micro-batch is a leaf of one canonical tree (strategies/tree.py): its gradient, and what it changed in the
-buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over more
-than two ranks; here only `a + b` on this device does arithmetic, and the network moves bytes.
+Every micro-batch is a leaf of one canonical tree (strategies/reduction_tree.py): its gradient, and what it changed in
+the buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over
+more than two ranks; here only `a + b` on this device does arithmetic, and the network moves bytes.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from multigpu_cli.runtime.collectives import total
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.buffers import StepBuffers
-from multigpu_cli.strategies.tree import Tree, cover
-from multigpu_cli.strategies.waiting import LastBucket
+from multigpu_cli.strategies.comm_wait import CommWait
+from multigpu_cli.strategies.reduction_tree import ReductionTree, cover
 
 Sum = list[Tensor]  # one tensor for each parameter, and for each number format of floating buffers
 
 
-class Exact(Strategy):
+class ExactReduction(Strategy):
     """Own reduction after backward, in place of DDP's.
 
     Parameters without a gradient count as zeros, on every number of workers.
@@ -39,8 +39,8 @@ class Exact(Strategy):
         self._world = world
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._leaves: int  # of the step that has begun
-        self._tree: Tree[Sum] = Tree(_add)
-        self._wait = LastBucket([], world.device)
+        self._tree: ReductionTree[Sum] = ReductionTree(_add)
+        self._wait = CommWait([], world.device)
 
     def begin(self, micro_batches: int) -> None:
         self._leaves = micro_batches
@@ -106,7 +106,7 @@ class Exact(Strategy):
         outgoing = [mine[:, rank * piece : (rank + 1) * piece].contiguous() for rank in range(ranks)]
         incoming = [torch.empty(len(nodes), piece, dtype=dtype, device=device) for nodes in covers]
         _exchange(outgoing, incoming, self._world)
-        tree: Tree[Tensor] = Tree(lambda left, right: left.add_(right))
+        tree: ReductionTree[Tensor] = ReductionTree(lambda left, right: left.add_(right))
         for nodes, rows in zip(covers, incoming, strict=True):
             for (level, number), row in zip(nodes, rows, strict=True):
                 tree.push(level, number, row)

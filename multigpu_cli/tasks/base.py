@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.feed import Feed
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sampler import HELD_OUT
 from multigpu_cli.errors import RequestError
@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Tensor]
 """A loss of the user's own: outputs and targets → a mean, or one loss for each sample."""
 
 
-class Measured(NamedTuple):
+class BatchMetrics(NamedTuple):
     """What one batch adds to an evaluation.
 
     Attributes:
@@ -74,11 +74,11 @@ class Task(ABC):
     sums: tuple[str, ...] = ()
     expects: str = "what its loss_sum and measure take"
 
-    def __init__(self, source: Source, config: TaskConfig) -> None:
+    def __init__(self, source: DataSource, config: TaskConfig) -> None:
         self.source, self.config = source, config
         self.moved: Callable[[], None] = lambda: None
 
-    def feed(self, config: DataConfig, world: World, seed: int) -> Feed:
+    def feed(self, config: DataConfig, world: World, seed: int) -> BatchStream:
         """What this worker is trained on: a task may bring a stream of micro-batches of its own."""
         return self.loader("train", config, world, seed)  # type: ignore[no-any-return]
 
@@ -103,7 +103,7 @@ class Task(ABC):
         return len(batch)
 
     @abstractmethod
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         """What one batch of an evaluation adds."""
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:

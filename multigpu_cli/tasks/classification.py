@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.tasks.base import Measured, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task
 
 
 class Classification(Task):
@@ -24,7 +24,7 @@ class Classification(Task):
 
     expects = "targets (n,) int64 class numbers; outputs (n, classes) logits"
 
-    def __init__(self, source: Source, config: TaskConfig) -> None:
+    def __init__(self, source: DataSource, config: TaskConfig) -> None:
         super().__init__(source, config)
         if source.num_classes < 2:
             raise RequestError(
@@ -38,12 +38,12 @@ class Classification(Task):
         logits = model(batch.inputs)
         return cross_entropy(_wide(logits), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes
         if logits.shape != (len(batch), classes):
             raise ValueError(f"outputs {tuple(logits.shape)} for {len(batch)} samples of {classes} classes")
         pairs = batch.targets * classes + logits.argmax(1)
-        return Measured(
+        return BatchMetrics(
             cross_entropy(logits, batch.targets, reduction="sum"), torch.bincount(pairs, minlength=classes * classes)
         )
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.base import Loss, Measured, Task
+from multigpu_cli.tasks.base import BatchMetrics, Loss, Task
 
 
 class Criterion(Task):
@@ -27,7 +27,7 @@ class Criterion(Task):
 
     expects = "what the criterion takes"
 
-    def __init__(self, source: Source, config: TaskConfig, criterion: Loss) -> None:
+    def __init__(self, source: DataSource, config: TaskConfig, criterion: Loss) -> None:
         super().__init__(source, config)
         if getattr(criterion, "reduction", "mean") == "sum":
             raise RequestError(
@@ -43,9 +43,9 @@ class Criterion(Task):
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return self._sum(model(batch.inputs), batch)
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         outputs = model(batch.inputs)
-        return Measured(self._sum(outputs, batch).double(), _right(outputs, batch.targets))
+        return BatchMetrics(self._sum(outputs, batch).double(), _right(outputs, batch.targets))
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(counts[0]) / units} if counts.numel() else {}

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.base import Measured, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task
 
 IGNORED = -100  # a target that does not count: torch's own default
 
@@ -29,7 +29,7 @@ class LanguageModel(Task):
     unit = "token"
     expects = "targets (n, t) int64 tokens, -100 where none counts; outputs (n, t, vocabulary) logits"
 
-    def __init__(self, source: Source, config: TaskConfig) -> None:
+    def __init__(self, source: DataSource, config: TaskConfig) -> None:
         super().__init__(source, config)
         if source.num_classes < 2:
             raise RequestError(
@@ -46,11 +46,11 @@ class LanguageModel(Task):
     def units(self, batch: Batch) -> Tensor:
         return torch.count_nonzero(batch.targets != IGNORED)
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, targets = _flat(model(batch.inputs), batch.targets)
         losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
         right = (logits.argmax(1) == targets).sum()
-        return Measured(losses.double().sum(), right.view(1))
+        return BatchMetrics(losses.double().sum(), right.view(1))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         logits, targets = _flat(model(batch.inputs), batch.targets)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.tasks.base import Measured, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task
 
 
 class MultiLabel(Task):
@@ -24,13 +24,13 @@ class MultiLabel(Task):
         targets = targets * (1 - self.config.label_smoothing) + self.config.label_smoothing / 2
         return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, targets = _alike(model(batch.inputs), batch.targets)
         loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
         said, there = logits > 0, targets > 0.5
         whole = (said == there).all(1).sum().view(1)
         counts = [(said & there).sum(0), (said & ~there).sum(0), (~said & there).sum(0), whole]
-        return Measured(loss, torch.cat(counts))
+        return BatchMetrics(loss, torch.cat(counts))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         logits, targets = _alike(model(batch.inputs), batch.targets)

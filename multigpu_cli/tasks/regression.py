@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.tasks.base import Measured, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"squared": mse_loss, "absolute": l1_loss, "huber": huber_loss}
 
@@ -33,7 +33,7 @@ class Regression(Task):
     sums = ("absolute", "squared")
     expects = "targets (n,) or (n, k) numbers; outputs of the same shape, or (n, 1) for (n,)"
 
-    def __init__(self, source: Source, config: TaskConfig, loss: str = "squared") -> None:
+    def __init__(self, source: DataSource, config: TaskConfig, loss: str = "squared") -> None:
         super().__init__(source, config)
         if loss not in _LOSSES:
             raise RequestError(f"task.args.loss: {loss!r}", remedy=did_you_mean(str(loss), _LOSSES))
@@ -44,12 +44,12 @@ class Regression(Task):
         outputs, targets = self._alike(model(batch.inputs), batch.targets)
         return _by_sample(self._loss(outputs, targets, reduction="none")).sum()
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         outputs, targets = (value.double() for value in self._alike(model(batch.inputs), batch.targets))
         error = (outputs - targets) * self.deviation
         loss = _by_sample(self._loss(outputs, targets, reduction="none"))
         sums = torch.stack([_by_sample(error.abs()).sum(), _by_sample(error.square()).sum()])
-        return Measured(loss.sum(), torch.zeros(1, dtype=torch.int64, device=error.device), sums)
+        return BatchMetrics(loss.sum(), torch.zeros(1, dtype=torch.int64, device=error.device), sums)
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         outputs, _ = self._alike(model(batch.inputs), batch.targets)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from multigpu_cli.api.loaders import from_loader, with_collate
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.errors import RequestError
-from tests.api.brought import network
+from tests.support.user_inputs import network
 from train_multi_gpu import train_with_multi_gpu
 
 

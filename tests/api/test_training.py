@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import World
-from tests.api.brought import Points, loader, network, weights
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
+from tests.support.user_inputs import Points, loader, network, weights
 from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
 
 QUIET = {"screen": "silent"}

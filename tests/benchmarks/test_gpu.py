@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_jobs, gpu_side
+from benchmarks import gpu, gpu_side, gpu_workloads
 from benchmarks.gpu import Turn
-from benchmarks.gpu_jobs import CannotRun, data_dir, jobs
 from benchmarks.gpu_side import idle_share
+from benchmarks.gpu_workloads import CannotRun, data_dir, jobs
 from tests.monitor.test_meters import Clock
 
 Measure = Callable[..., dict[str, Any]]
@@ -26,7 +26,7 @@ def call(
     """A call of the command on a machine with a GPU: its exit code, the JSON on stdout, and what went to stderr."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA played")
-    monkeypatch.setattr(gpu_jobs, "has_triton_package", lambda: True)
+    monkeypatch.setattr(gpu_workloads, "has_triton_package", lambda: True)
     for folder in ("har", "fashion-mnist"):
         (tmp_path / "data" / folder).mkdir(parents=True)
 
@@ -123,7 +123,7 @@ def test_data_that_is_not_there_is_said_and_an_archive_is_unpacked_once(tmp_path
 def test_a_compiled_job_without_triton_is_left_out_and_fails_nothing(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_jobs, "has_triton_package", lambda: False)
+    monkeypatch.setattr(gpu_workloads, "has_triton_package", lambda: False)
     code, rows, _ = call(good, "har", "har-compiled", "--turns", "1")
     skipped = "Triton is not installed, and torch.compile needs it for a GPU"
     said = [(each["job"], each.get("skipped")) for each in rows if "job" in each]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from benchmarks.picture import drawn, screen
-from multigpu_cli.monitor.result import eval_line
+from multigpu_cli.monitor.format import eval_line
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers
-from benchmarks.pairs import Row, Seconds, alternate, row, table, tenth
+from benchmarks.paired_timing import Row, Seconds, alternate, row, table, tenth
 from benchmarks.suite import PARTS, last_recorded, part
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.together.launcher import TORCHRUN, alone, options
+from tests.distributed.launcher import TORCHRUN, alone, options
 
 MARK = "MULTIGPU_CHAOS"  # in the environment of every process of a round, with the round's own value
 SECONDS = 240  # more than any one launch takes on a busy machine

@@ -15,7 +15,7 @@ from tests.chaos.job import Job
 from tests.chaos.mischief import Deed, Harm, a_kill
 from tests.chaos.rounds import JOBS, Act, Played, Round, drawn, play, state_size, undisturbed
 from tests.chaos.verdict import damaged_and_lost, left_over, repeated_too_much, repeats, wrong
-from tests.trained import trained
+from tests.support.run_training import trained
 
 KILLED_TWICE = Round(  # the second launch is a single process: few imports of torch, and another number of workers
     1,

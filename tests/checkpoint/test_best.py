@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.best import BEST, Best, best_of, bring_back
+from multigpu_cli.checkpoint.best import BEST, BestWeights, best_of, bring_back
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.store import Store
 
@@ -17,7 +17,7 @@ STATE: dict[str, Any] = {"progress": {}}
 def saved(run: Path, step: int, content: bytes = b"best") -> Path:
     """A checkpoint, written while these are the best weights."""
     (run / "best.pt").write_bytes(content)
-    Store(run / "checkpoints", 9).save(step, STATE, {}, Best(run / "best.pt", sha256(content).hexdigest()))
+    Store(run / "checkpoints", 9).save(step, STATE, {}, BestWeights(run / "best.pt", sha256(content).hexdigest()))
     return run / f"checkpoints/step_{step:08d}"
 
 
@@ -41,7 +41,7 @@ def test_what_has_another_sum_is_not_taken(tmp_path: Path) -> None:
     assert found(checkpoint) == b"best", "from the run folder"
     (tmp_path / "best.pt").write_bytes(b"another's")
     assert found(checkpoint) is None
-    best = Best(tmp_path / "best.pt", sha256(b"best").hexdigest())
+    best = BestWeights(tmp_path / "best.pt", sha256(b"best").hexdigest())
     Store(tmp_path / "elsewhere", 9).save(2, STATE, {}, best)
     assert "best" not in read_manifest(tmp_path / "elsewhere/step_00000002"), "nothing is kept under its name"
 

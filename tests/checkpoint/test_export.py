@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import plugins
-from tests.malicious import poison, poisoned
+from tests.support.malicious_files import poison, poisoned
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
 FACTS = {"settings": {"seed": 1}, "pins": {"model": "mlp"}, "world_size": 1}

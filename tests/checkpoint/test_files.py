@@ -10,7 +10,7 @@ import pytest
 
 from multigpu_cli.checkpoint import files
 from multigpu_cli.checkpoint.files import publish, sum_of, sweep
-from tests.forked import exit_code
+from tests.support.fork import exit_code
 from tests.test_house_rules import ROOT
 
 

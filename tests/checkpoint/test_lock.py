@@ -11,7 +11,7 @@ import pytest
 
 from multigpu_cli.checkpoint.lock import check_ours, is_locked, left, needed, owned
 from multigpu_cli.errors import RequestError, TrainingError
-from tests.forked import exit_code
+from tests.support.fork import exit_code
 
 
 def another_process(work: Callable[[], object]) -> bool:

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.lock import owned
-from multigpu_cli.checkpoint.run_folder import Start, begin_again, choose_start, holds_run, read_summary, write_summary
+from multigpu_cli.checkpoint.run_folder import (
+    ResumePoint,
+    begin_again,
+    choose_start,
+    holds_run,
+    read_summary,
+    write_summary,
+)
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.config.pinned import settings, with_settings
-from multigpu_cli.config.places import broken
+from multigpu_cli.config.paths import broken
+from multigpu_cli.config.resume_rules import settings, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
@@ -54,7 +61,7 @@ def tree(folder: Path) -> set[Path]:
 def test_a_start_is_plain_values(tmp_path: Path) -> None:
     run_in(tmp_path / "run", 10)
     start = choose_start(asked("run"), attempt=0)
-    assert Start(**json.loads(json.dumps(start.as_dict()))) == start
+    assert ResumePoint(**json.loads(json.dumps(start.as_dict()))) == start
 
 
 # -- without --save-dir

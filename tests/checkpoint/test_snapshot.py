@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.serialize import packed, unpacked
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig

@@ -13,7 +13,7 @@ import torch
 from multigpu_cli.checkpoint import store as store_module
 from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
 from multigpu_cli.checkpoint.store import Store
-from tests.forked import exit_code
+from tests.support.fork import exit_code
 
 STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}
 FACTS = {"settings": {"epochs": 3}, "pins": {"lr": 0.004}, "world_size": 2}

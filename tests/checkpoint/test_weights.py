@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.checkpoint.packing import packed
+from multigpu_cli.checkpoint.serialize import packed
 from multigpu_cli.checkpoint.weights import (
     check_extra_state,
     check_fit,
@@ -16,7 +16,7 @@ from multigpu_cli.checkpoint.weights import (
     warm_start,
 )
 from multigpu_cli.errors import RequestError
-from tests.awkward import Note, Telling
+from tests.support.awkward_models import Note, Telling
 
 
 def network(seed: int = 0) -> nn.Module:

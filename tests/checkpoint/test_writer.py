@@ -7,7 +7,7 @@ import pytest
 
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.writer import Writer
-from tests.trained import trained
+from tests.support.run_training import trained
 
 
 def nothing() -> None:

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import main_multi_gpu
-from tests.trained import Agent
+from tests.support.run_training import Agent
 
 
 def outputs(workers: int, words: list[str], folder: Path, prepare: Callable[[], object] = lambda: None) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.commands.verify import compare_runs, print_comparison
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.errors import RequestError

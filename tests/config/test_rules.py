@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.environment import OWN_RUN_ID
+from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.rules import broken, yielding
 from multigpu_cli.config.sources import gather, resolve
 

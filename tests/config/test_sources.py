@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.pinned import OF_THE_COMMAND
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump, explicit_dump, gather, resolve
 from multigpu_cli.errors import RequestError

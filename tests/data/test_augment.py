@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from multigpu_cli.data.augment import Draws
-from multigpu_cli.planning.keys import mixed
+from multigpu_cli.data.augment import KeyedRandom
+from multigpu_cli.planning.rng_keys import mixed
 
 
 def numbers(seed=1, epoch=0, indices=range(2000), stream=0, count=1):
-    return Draws(seed, epoch, torch.tensor(list(indices))).uniform(stream, count)
+    return KeyedRandom(seed, epoch, torch.tensor(list(indices))).uniform(stream, count)
 
 
 def test_a_samples_numbers_do_not_depend_on_its_batch():

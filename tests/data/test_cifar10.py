@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.cifar10 import load
 from multigpu_cli.errors import RequestError
 
@@ -59,7 +59,7 @@ def test_statistics_come_from_the_training_part_alone(folder):
 def test_augmentation_crops_and_mirrors_training_images(folder):
     source = load(str(folder), "flatten", seed=1)
     images = source.train.tensors[0][:50]
-    assert source.augment(images, Draws(1, 0, torch.arange(50))).shape == images.shape
+    assert source.augment(images, KeyedRandom(1, 0, torch.arange(50))).shape == images.shape
     assert load(str(folder), "flatten", seed=1, augment=False).augment is None
 
 

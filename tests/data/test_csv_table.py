@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
-from tests.trained import trained
+from tests.support.run_training import trained
 
 HEAD = "id,size,colour,price,kind"
 
@@ -31,7 +31,7 @@ def list_given_flags(folder: Path, count: int = 200, name: str = "table.csv", se
     return folder
 
 
-def opened(folder: Path | None, **args: Any) -> Source:
+def opened(folder: Path | None, **args: Any) -> DataSource:
     return open_source(DataConfig(name="csv", dir=str(folder) if folder else None, args=args), 42)
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.digits import load
 
 
@@ -25,7 +25,7 @@ def test_the_model_meets_numbers_from_minus_1_to_1():
 def test_augmentation_shifts_and_can_be_left_out():
     source = load(seed=1)
     images = source.train.tensors[0][:100]
-    moved = source.augment(images, Draws(1, 0, torch.arange(100)))
+    moved = source.augment(images, KeyedRandom(1, 0, torch.arange(100)))
     unmoved = (moved == images).flatten(1).all(1).sum()
     assert 2 < unmoved < 30  # one of nine shifts is none
     assert load(seed=1, augment=False).augment is None

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multigpu_cli.data.files import Download
+from multigpu_cli.data.download import Download
 from multigpu_cli.errors import RequestError
 
 SHELLS = Download(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")

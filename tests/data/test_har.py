@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.har import SIGNALS, load
 from multigpu_cli.errors import RequestError
 
@@ -87,7 +87,7 @@ def test_augmentation_turns_all_three_sensors_alike_and_keeps_lengths():
     from multigpu_cli.data.har import _worn_differently
 
     signals = torch.randn(40, 9, 16, generator=torch.Generator().manual_seed(0))
-    turned = _worn_differently(signals, Draws(1, 0, torch.arange(40)), rotation=30.0, scaling=0.0)
+    turned = _worn_differently(signals, KeyedRandom(1, 0, torch.arange(40)), rotation=30.0, scaling=0.0)
     before, after = (batch.view(40, 3, 3, 16).movedim(1, 2).reshape(40, 3, 48) for batch in (signals, turned))
     torch.testing.assert_close(after.norm(dim=1), before.norm(dim=1))
     rotations = torch.linalg.lstsq(before.mT, after.mT).solution.mT  # one matrix explains all three sensors
@@ -101,7 +101,7 @@ def test_augmentation_turns_all_three_sensors_alike_and_keeps_lengths():
 def test_augmentation_scales_within_its_share_and_can_be_left_out(folder):
     source = small(folder, rotation=0, scaling=0.1)
     signals = source.train.tensors[0] + 10
-    ratio = source.augment(signals, Draws(1, 0, torch.arange(len(signals)))) / signals
+    ratio = source.augment(signals, KeyedRandom(1, 0, torch.arange(len(signals)))) / signals
     assert 0.9 <= ratio.min() < ratio.max() <= 1.1
     torch.testing.assert_close(ratio[:, 2, 3], ratio[:, 7, 100])
     assert small(folder, rotation=0, scaling=0).augment is None
@@ -110,10 +110,10 @@ def test_augmentation_scales_within_its_share_and_can_be_left_out(folder):
 def test_a_sample_is_augmented_alike_in_any_batch(folder):
     source = small(folder)
     signals = torch.randn(50, 9, 128)
-    whole = source.augment(signals, Draws(1, 3, torch.arange(50)))
+    whole = source.augment(signals, KeyedRandom(1, 3, torch.arange(50)))
     some = torch.tensor([31, 2, 44])
-    assert torch.equal(source.augment(signals[some], Draws(1, 3, some)), whole[some])
-    assert not torch.equal(source.augment(signals, Draws(1, 4, torch.arange(50))), whole)
+    assert torch.equal(source.augment(signals[some], KeyedRandom(1, 3, some)), whole[some])
+    assert not torch.equal(source.augment(signals, KeyedRandom(1, 4, torch.arange(50))), whole)
 
 
 def test_a_missing_dataset_says_where_it_looked_and_how_to_get_it(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.augment import Draws
+from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.idx import fashion_mnist, mnist
 from multigpu_cli.errors import RequestError
 
@@ -59,7 +59,7 @@ def test_fashion_mnist_has_its_own_names_and_mirrors(tmp_path):
     assert source.class_names[0] == "T-shirt/top"
     assert source.class_names[9] == "Ankle boot"
     images = source.train.tensors[0]
-    draws = Draws(1, 0, torch.arange(len(images)))
+    draws = KeyedRandom(1, 0, torch.arange(len(images)))
     plain = mnist(str(tmp_path), "flatten", seed=1).augment(images, draws)
     mirrored = (source.augment(images, draws) == plain.flip(-1)).flatten(1).all(1)
     assert 25 < mirrored.sum() < 65

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
-from tests.trained import trained
+from tests.support.run_training import trained
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
 COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (230, 20, 30)}
@@ -28,7 +28,7 @@ def filled(folder: Path, count: int = 10) -> Path:
     return folder
 
 
-def opened(folder: Path | None, **args: Any) -> Source:
+def opened(folder: Path | None, **args: Any) -> DataSource:
     place = None if folder is None else str(folder)
     return open_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
 

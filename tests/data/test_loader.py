@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.augment import Draws
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.augment import KeyedRandom
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
@@ -42,8 +42,8 @@ class Noisy(Dataset[Any]):
         return {"x": torch.tensor(float(index)), "draws": draws, "process": os.getpid()}, index % 3
 
 
-def source(split: Dataset[Any], **changed: Any) -> Source:
-    return replace(Source(train=split, val=None, test=None, input_shape=(1,), num_classes=3), **changed)
+def source(split: Dataset[Any], **changed: Any) -> DataSource:
+    return replace(DataSource(train=split, val=None, test=None, input_shape=(1,), num_classes=3), **changed)
 
 
 def in_memory(count: int = 37) -> TensorDataset:
@@ -189,7 +189,7 @@ def test_held_out_items_never_change() -> None:
     assert first[0] != drawn(epoch(served))[0], "and have numbers of their own"
 
 
-def augmenting(inputs: Tensor, draws: Draws) -> Tensor:
+def augmenting(inputs: Tensor, draws: KeyedRandom) -> Tensor:
     return inputs + draws.uniform(0)
 
 

@@ -14,11 +14,11 @@ from torch.utils.data._utils import signal_handling
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import loader_processes
-from multigpu_cli.data.items import elsewhere
+from multigpu_cli.data.item_fetcher import elsewhere
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
-from tests.forked import exit_code
+from tests.support.fork import exit_code
 
 LONG = "a-folder-with-a-long-name/" * 4  # as a scheduler's job folder: a Unix socket has room for 107 bytes in all
 

@@ -7,20 +7,22 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.mark import mark_of
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.fingerprint import mark_of
 from multigpu_cli.run.data_check import group_ranks
 
 
-def source(inputs: torch.Tensor, targets: torch.Tensor, **more: Any) -> Source:
-    return Source(train=TensorDataset(inputs, targets), val=None, test=None, input_shape=(3,), num_classes=2, **more)
+def source(inputs: torch.Tensor, targets: torch.Tensor, **more: Any) -> DataSource:
+    return DataSource(
+        train=TensorDataset(inputs, targets), val=None, test=None, input_shape=(3,), num_classes=2, **more
+    )
 
 
 INPUTS, TARGETS = torch.randn(50, 3, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 2
 HERE = source(INPUTS, TARGETS)
 
 
-def same(one: Source, other: Source) -> bool:
+def same(one: DataSource, other: DataSource) -> bool:
     marks, sums = zip(*(mark_of(each, 42) for each in (one, other)), strict=True)
     return group_ranks(marks, sums) == [0, 0]
 
@@ -43,7 +45,7 @@ def test_the_same_data_have_the_same_mark() -> None:
     ],
     ids=["a sample", "their order", "targets", "length", "format", "another split", "names"],
 )
-def test_what_differs_shows(other: Source) -> None:
+def test_what_differs_shows(other: DataSource) -> None:
     assert not same(HERE, other)
 
 
@@ -61,8 +63,8 @@ class Files(Dataset[Any]):
         return {"x": torch.rand(2), "y": [numpy.arange(index), self.text], "noise": noise}
 
 
-def fetched(dataset: Files) -> Source:
-    return Source(train=dataset, val=None, test=None, input_shape=(2,), num_classes=2)
+def fetched(dataset: Files) -> DataSource:
+    return DataSource(train=dataset, val=None, test=None, input_shape=(2,), num_classes=2)
 
 
 def test_samples_that_are_fetched_one_by_one_are_looked_at_too() -> None:

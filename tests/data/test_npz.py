@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
-from tests.trained import trained
+from tests.support.run_training import trained
 
 X = np.arange(300.0).reshape(50, 6)
 CLASSES = np.arange(50) % 3
 
 
-def opened(folder: Path | None, **args: Any) -> Source:
+def opened(folder: Path | None, **args: Any) -> DataSource:
     return open_source(DataConfig(name="npz", dir=str(folder) if folder else None, args=args), 42)
 
 
-def sizes(source: Source) -> list[int]:
+def sizes(source: DataSource) -> list[int]:
     return [len(part) for part in (source.train, source.val, source.test) if part is not None]  # type: ignore[arg-type]
 
 

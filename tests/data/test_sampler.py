@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.planning.batch import plan_batches
@@ -69,7 +69,7 @@ def test_no_interruption_and_no_number_of_workers_changes_a_step(
     samples: int, batch: int, whole: int, epochs: int, attempts: list[tuple[int, int]]
 ) -> None:
     split = TensorDataset(torch.arange(samples).float(), torch.zeros(samples, dtype=torch.int64))
-    source = Source(train=split, val=None, test=None, input_shape=(), num_classes=2)
+    source = DataSource(train=split, val=None, test=None, input_shape=(), num_classes=2)
     loader = Loader(split, source, DataConfig(), device=torch.device("cpu"), seed=7)
     interrupted = trained_by(attempts, epochs, loader, batch, whole)
     assert interrupted == trained_by([], epochs, loader, batch, whole)

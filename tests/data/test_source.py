@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
 
@@ -90,7 +90,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_data_for_tests", None)
 
 
-def opened(factory: str, seed: int = 42, **config: Any) -> Source:
+def opened(factory: str, seed: int = 42, **config: Any) -> DataSource:
     return open_source(DataConfig(name=f"my_data_for_tests:{factory}", **config), seed)
 
 

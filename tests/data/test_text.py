@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import open_source
 from multigpu_cli.data.text import IGNORED, Windows
@@ -23,11 +23,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path | None, **args: Any) -> Source:
+def opened(folder: Path | None, **args: Any) -> DataSource:
     return open_source(DataConfig(name="text", dir=str(folder) if folder else None, args={"block": 16} | args), 42)
 
 
-def loaded(split: Any, source: Source, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:
+def loaded(split: Any, source: DataSource, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:
     """Inputs of some windows as training meets them."""
     loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
     rows = [row for batch in loader.samples([torch.tensor(samples)], epoch) for row in batch.inputs.tolist()]
@@ -67,7 +67,7 @@ def test_an_epoch_covers_the_text_about_once_and_the_next_one_cuts_elsewhere(fol
     assert all(after - before <= 2 * 16 for before, after in itertools.pairwise(starts))
 
 
-def open_text(source: Source) -> str:
+def open_text(source: DataSource) -> str:
     """The training tokens, one character each."""
     return "".join(map(chr, source.train.tokens.tolist()))  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.sample import Collate
-from multigpu_cli.data.unanswered import unanswered
+from multigpu_cli.data.unlabeled import unanswered
 
 
 class Listed(Dataset[Any]):

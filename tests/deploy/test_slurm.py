@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.together.launcher import options
+from tests.distributed.launcher import options
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"
@@ -156,7 +156,13 @@ def test_a_real_run_goes_on_where_it_stopped_and_ends_as_if_nothing_had_been(job
     for name, code in does.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
     here = {"SLURM_JOB_NUM_NODES": "1", "MULTIGPU_PER_NODE": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    flags = {"data": "tests.own:tensors", "model": "tests.own:net", "exact": True, "epochs": 40, "batch_size": 5}
+    flags = {
+        "data": "tests.support.user_code:tensors",
+        "model": "tests.support.user_code:net",
+        "exact": True,
+        "epochs": 40,
+        "batch_size": 5,
+    }
     words = options(flags | {"global_batch_size": 20, "log_interval": 1, "quiet": True})
     run = tmp_path / "run"
     stopped = job(*words, "--save-dir", str(run), environ=here | {"OWN_PAUSE": "0.05"})

@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.slurm import Cluster, cluster, missing
-from tests.together.launcher import options
+from tests.distributed.launcher import options
+from tests.support.slurm import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(reason := missing()), reason=reason)]
-FLAGS = {"data": "tests.own:tensors", "model": "tests.own:net", "exact": True, "epochs": 24, "batch_size": 5}
+FLAGS = {
+    "data": "tests.support.user_code:tensors",
+    "model": "tests.support.user_code:net",
+    "exact": True,
+    "epochs": 24,
+    "batch_size": 5,
+}
 WORDS = options(FLAGS | {"global_batch_size": 20, "log_interval": 1, "quiet": True})
 """72 steps; with OWN_PAUSE=0.5 they take a minute and more."""
 

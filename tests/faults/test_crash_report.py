@@ -2,11 +2,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from multigpu_cli.faults.crash_report import hang, lost, one_line, text
-from multigpu_cli.faults.ends import End
-from multigpu_cli.faults.watch import Place
+from multigpu_cli.faults.rank_exit import RankExit
+from multigpu_cli.faults.watchdog import RankPosition
 
-GUILTY = End(2, "forward, 12 steps done", "ValueError: bad\nin own.py:3 in f", "stack of 2\n", False, samples=[5, 7])
-INNOCENT = End(0, "reduction, 12 steps done", "RuntimeError: closed by peer", "stack of 0\n", True)
+GUILTY = RankExit(
+    2, "forward, 12 steps done", "ValueError: bad\nin own.py:3 in f", "stack of 2\n", False, samples=[5, 7]
+)
+INNOCENT = RankExit(0, "reduction, 12 steps done", "RuntimeError: closed by peer", "stack of 0\n", True)
 
 
 def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
@@ -36,7 +38,7 @@ def test_the_guilty_stack_stands_last() -> None:
 
 
 def test_who_hangs_is_behind_the_others() -> None:
-    places = [Place(0, 7, "reduction", "a.py:1 in f"), Place(1, 7, "fetching data", "own.py:9 in g")]
+    places = [RankPosition(0, 7, "reduction", "a.py:1 in f"), RankPosition(1, 7, "fetching data", "own.py:9 in g")]
     error = hang(places, 2, 600, Path("run/logs"))
     head, first, *_ = error.problem.splitlines()
     assert head == "no progress for 600 s: rank 1 did not arrive"
@@ -46,16 +48,16 @@ def test_who_hangs_is_behind_the_others() -> None:
 
 
 def test_an_earlier_step_is_behind_whatever_its_phase() -> None:
-    places = [Place(0, 8, "fetching data", ""), Place(1, 7, "reduction", "")]
+    places = [RankPosition(0, 8, "fetching data", ""), RankPosition(1, 7, "reduction", "")]
     assert "rank 1 did not arrive" in hang(places, 2, 1, None).problem
 
 
 def test_who_does_not_answer_did_not_arrive() -> None:
-    error = hang([Place(0, 7, "reduction", "")], 2, 1, None)
+    error = hang([RankPosition(0, 7, "reduction", "")], 2, 1, None)
     assert "rank 1 did not arrive\n  rank 1: does not answer" in error.problem
 
 
 def test_nobody_is_accused_where_all_stand_alike() -> None:
-    places = [Place(rank, 7, "reduction", "") for rank in range(2)]
+    places = [RankPosition(rank, 7, "reduction", "") for rank in range(2)]
     assert "all ranks stand in the same place" in hang(places, 2, 1, None).problem
     assert hang(places[:1], 1, 1, None).problem.startswith("no progress for 1 s\n")

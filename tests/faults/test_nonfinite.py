@@ -2,20 +2,20 @@ import pytest
 import torch
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.nonfinite import Nonfinite
+from multigpu_cli.faults.nonfinite import NonfiniteGuard
 
 CPU = torch.device("cpu")
 
 
-def after(text: str, policy: str = "skip", *, fp16: bool = False) -> Nonfinite:
+def after(text: str, policy: str = "skip", *, fp16: bool = False) -> NonfiniteGuard:
     """A run whose steps went like this: x skipped, . taken."""
-    watch = Nonfinite(policy, CPU, fp16=fp16)
+    watch = NonfiniteGuard(policy, CPU, fp16=fp16)
     for number, step in enumerate(text):
         watch.note(number, torch.tensor(float(step == "x")))
     return watch
 
 
-def judged(watch: Nonfinite) -> list[int]:
+def judged(watch: NonfiniteGuard) -> list[int]:
     found = watch.read()
     watch.judge(found)
     return found

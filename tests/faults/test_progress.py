@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 
 from multigpu_cli.checkpoint import files
-from tests.slow import pause
-from tests.trained import Ended, trained
+from tests.support.run_training import Ended, trained
+from tests.support.slow_parts import pause
 
 TIMEOUT, PAUSE = 1.5, 0.35  # seconds; five pauses in a row are longer than the timeout
-PPO = {"data": "tests.slow:trudging", "task": "ppo", "model": "tests.acting:net", "num_envs": 4, "env_group": 2}
+PPO = {
+    "data": "tests.support.slow_parts:trudging",
+    "task": "ppo",
+    "model": "tests.support.toy_env:net",
+    "num_envs": 4,
+    "env_group": 2,
+}
 PPO_SETS = [f"task.args.{word}" for word in ("rollout=6", "passes=1", "minibatches=2", "evaluate_episodes=1")]
 WAYS: dict[str, tuple[dict[str, Any], list[str], int]] = {  # flags, settings, and the piece at which it stands
     "writing": ({"max_steps": 2, "checkpoint_every": "1000"}, [], 4),
     "acting": (PPO | {"epochs": 2, "warmup_epochs": 0}, PPO_SETS, 9),
-    "evaluating": ({"model": "tests.slow:evaluated", "epochs": 1, "batch_size": 1}, [], 4),
+    "evaluating": ({"model": "tests.support.slow_parts:evaluated", "epochs": 1, "batch_size": 1}, [], 4),
 }
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from multigpu_cli.faults import stop
-from multigpu_cli.faults.stop import Agreement, StopRequest
+from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 ALONE = World(torch.device("cpu"))
 
@@ -59,7 +59,7 @@ def test_in_another_thread_there_is_nothing_to_handle() -> None:
 
 
 def test_alone_every_step_is_a_meeting() -> None:
-    agreement = Agreement(ALONE)
+    agreement = StopConsensus(ALONE)
     assert agreement.on(1, (True, False)) == [True, False]
     assert agreement.on(2, (False, True)) == [False, True]
 
@@ -82,7 +82,7 @@ def meetings(
 
         stop.greatest = counted  # type: ignore[assignment]
         current = [0]
-        agreement = Agreement(world)
+        agreement = StopConsensus(world)
         for step in steps:
             clock[0] += seconds_per_step * (1 + world.rank)  # the ranks do not quite agree on the time
             current[0] = step

@@ -9,15 +9,15 @@ import torch
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.devices import Choice
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.world import LaunchEnv
 
 GPU = torch.device("cuda", 0)
-ONE = Choice("single", (GPU,), 0, "one GPU")
-ONE_RANK = Choice("ddp", (GPU,), 0, "one rank")
+ONE = Placement("single", (GPU,), 0, "one GPU")
+ONE_RANK = Placement("ddp", (GPU,), 0, "one rank")
 
 
-def train(folder: Path, choice: Choice = ONE, sets: tuple[str, ...] = (), **flags: str) -> dict[str, Any]:
+def train(folder: Path, choice: Placement = ONE, sets: tuple[str, ...] = (), **flags: str) -> dict[str, Any]:
     """Carry out one run; returns its summary.
 
     Args:
@@ -29,12 +29,12 @@ def train(folder: Path, choice: Choice = ONE, sets: tuple[str, ...] = (), **flag
     return engine.run(config, choice, meeting, Console("silent"), last_words=raise_again)
 
 
-def alone() -> Rendezvous:
+def alone() -> LaunchEnv:
     """A world of one rank, which keeps the store itself."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return Rendezvous(0, 1, 0, 1, "localhost", port, attempt=0, agent_store=False)
+    return LaunchEnv(0, 1, 0, 1, "localhost", port, attempt=0, agent_store=False)
 
 
 def raise_again(error: Exception) -> None:

@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 
-from multigpu_cli.api import gpus
-from multigpu_cli.api.place import choice_of
-from multigpu_cli.api.recovery import FaultToleranceManager
+from multigpu_cli.api import gpu_info
+from multigpu_cli.api.fault_tolerance import FaultToleranceManager
+from multigpu_cli.api.launch import choice_of
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.world import LaunchEnv
 from tests.gpu.simulated.gpus import alone
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import GIB, Gpu, Machine
@@ -21,8 +21,8 @@ UNLIKE = Machine((Gpu("NVIDIA H100 80GB HBM3", 80 * GIB), Gpu("NVIDIA A100-SXM4-
 
 def test_unlike_gpus_are_listed_with_what_each_has(capfd: pytest.CaptureFixture[str]) -> None:
     def work(sim: Simulated) -> dict[str, object]:
-        gpus.print_gpu_info()
-        return gpus.get_gpu_info()
+        gpu_info.print_gpu_info()
+        return gpu_info.get_gpu_info()
 
     found = alone(work, UNLIKE)
     assert (found["cuda_available"], found["gpu_count"], found["total_memory_gb"]) == (True, 2, 120.0)
@@ -39,7 +39,7 @@ def test_a_rank_takes_the_device_that_the_caller_names_for_it() -> None:
     def work(sim: Simulated) -> tuple[list[torch.device], list[str]]:
         def chosen(rank: int, ids: list[int]) -> torch.device:
             config = MultiGPUConfig(device_ids=ids)
-            meeting = Rendezvous(rank, 2, rank, 2, "localhost", 1, attempt=0, agent_store=False)
+            meeting = LaunchEnv(rank, 2, rank, 2, "localhost", 1, attempt=0, agent_store=False)
             (device,) = choice_of(config, resolve({"multi_gpu": "ddp"}, [], None), meeting).devices
             return device
 

@@ -59,7 +59,7 @@ def test_doctor_says_that_a_gpu_is_full() -> None:
 
 def test_doctor_says_what_a_micro_batch_takes() -> None:
     """A sample keeps 1 MiB for backward; beside the weights are their gradients, and twice their size for AdamW."""
-    flags = {"data": "tests.own:tensors", "model": "tests.gpu.networks:wide", "amp": "off"}
+    flags = {"data": "tests.support.user_code:tensors", "model": "tests.gpu.networks:wide", "amp": "off"}
     sets = ["data.args.train=256", "model.args.width=32768", "model.args.depth=8"]
 
     def work(sim: Simulated) -> list[dict[str, str]]:
@@ -95,7 +95,7 @@ def test_plan_rests_on_the_gpu_and_knows_what_its_memory_takes(capsys: pytest.Ca
 
 def test_bench_measures_the_loading_onto_a_gpu() -> None:
     """The clock stops when the batch has arrived."""
-    config = resolve({"data": "tests.own:tensors", "batch_size": "20"}, [], None)
+    config = resolve({"data": "tests.support.user_code:tensors", "batch_size": "20"}, [], None)
 
     def work(sim: Simulated) -> tuple[list[float], set[str]]:
         with sim.record.watching() as events:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.runtime.world import World
-from tests.api.brought import loader, network
 from tests.commands.several import outputs
 from tests.gpu.simulated.gpus import alone, each_rank
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Gpu, Machine
-from tests.trained import trained
+from tests.support.run_training import trained
+from tests.support.user_inputs import loader, network
 from train_multi_gpu import evaluate_with_multi_gpu
 
 OLD = Gpu("Tesla T4", capability=(7, 5))  # without bf16

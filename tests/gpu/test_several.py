@@ -69,7 +69,11 @@ def test_two_gpus_take_the_same_steps_as_one(strategy: str, ranks: int, tmp_path
 
 def test_sync_batchnorm_takes_its_statistics_from_both_gpus(tmp_path: Path) -> None:
     """Two halves of a batch come to what the whole batch comes to on one."""
-    run = RUN | {"model": "tests.greedy:net", "sets": ("model.args.norm=true", "model.args.limit=1000"), "amp": "off"}
+    run = RUN | {
+        "model": "tests.support.oom_model:net",
+        "sets": ("model.args.norm=true", "model.args.limit=1000"),
+        "amp": "off",
+    }
     flags = {"batch_size": 8, "sync_bn": True, "drop_last": True}
     two = trained(2, save_dir=str(tmp_path / "two"), **run | flags)
     assert not two.error, two.error

@@ -10,8 +10,8 @@ from torch import nn
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
-from tests.together.launcher import ran, torchrun
-from tests.trained import trained
+from tests.distributed.launcher import ran, torchrun
+from tests.support.run_training import trained
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from multigpu_cli.monitor import gpu
-from multigpu_cli.monitor.gpu import NoNvml, Sampler, Tenant, driver, gpus, links, opened
-from tests.nvml import GIB, Nvml, a100, t4
+from multigpu_cli.monitor.gpu import GpuProcess, NoNvml, Sampler, driver, gpus, links, opened
+from tests.support.fake_nvml import GIB, Nvml, a100, t4
 
 
 def within(seconds: float, holds: Callable[[], bool]) -> bool:
@@ -27,7 +27,7 @@ def test_what_a_gpu_says() -> None:
     assert (found.memory_total, found.memory_used, found.capability) == (40 * GIB, 9 * GIB, (8, 0))
     assert (found.utilisation, found.temperature, found.power) == (97, 31, 52.0)
     assert (found.pcie, found.pcie_most, found.mig) == ((1, 16), (4, 16), False)
-    assert found.tenants == (Tenant(4321, 8 * GIB), Tenant(4322, None))
+    assert found.tenants == (GpuProcess(4321, 8 * GIB), GpuProcess(4322, None))
 
 
 def test_what_a_gpu_does_not_say_is_none() -> None:

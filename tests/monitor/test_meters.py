@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.monitor.meters import Meters, Quantiles
+from multigpu_cli.monitor.meters import Quantiles, StepTimer
 
 
 class Clock:
@@ -42,7 +42,7 @@ def test_no_steps_have_no_quantiles() -> None:
 
 def test_step_times_and_rates_of_run_and_window() -> None:
     clock = Clock()
-    meters = Meters(clock=clock)
+    meters = StepTimer(clock=clock)
     for seconds in (0.1, 0.1, 0.1, 0.5):
         clock.pass_by(seconds)
         meters.step(64)
@@ -61,7 +61,7 @@ def test_step_times_and_rates_of_run_and_window() -> None:
 
 def test_training_begins_once() -> None:
     clock, cpu = Clock(), Clock()
-    meters = Meters(clock=clock, cpu=cpu)
+    meters = StepTimer(clock=clock, cpu=cpu)
     with meters.paused():
         clock.pass_by(1)
     for _ in range(2):  # the second time a step is done: what passes then is part of the next
@@ -77,7 +77,7 @@ def test_training_begins_once() -> None:
 
 def test_pauses_are_no_training_time() -> None:
     clock = Clock()
-    meters = Meters(clock=clock)
+    meters = StepTimer(clock=clock)
     clock.pass_by(0.1)
     with meters.paused():
         clock.pass_by(1000)
@@ -89,7 +89,7 @@ def test_pauses_are_no_training_time() -> None:
 
 def test_cpu_time_of_the_window_leaves_pauses_out() -> None:
     clock, cpu = Clock(), Clock()
-    meters = Meters(clock=clock, cpu=cpu)
+    meters = StepTimer(clock=clock, cpu=cpu)
     for passing in (0.5, 0.25):
         cpu.pass_by(passing)
         with meters.paused():
@@ -100,7 +100,7 @@ def test_cpu_time_of_the_window_leaves_pauses_out() -> None:
 
 def test_a_read_within_a_step_cuts_no_time_off_it() -> None:
     clock = Clock()
-    meters = Meters(clock=clock)
+    meters = StepTimer(clock=clock)
     clock.pass_by(0.3)
     meters.read()
     clock.pass_by(0.1)
@@ -110,7 +110,7 @@ def test_a_read_within_a_step_cuts_no_time_off_it() -> None:
 
 def test_waits_count_as_training_and_by_their_reason() -> None:
     clock = Clock()
-    meters = Meters(clock=clock)
+    meters = StepTimer(clock=clock)
     for _ in range(2):
         with meters.waiting("data_wait"):
             clock.pass_by(0.25)
@@ -123,7 +123,7 @@ def test_waits_count_as_training_and_by_their_reason() -> None:
 
 def test_where_the_device_runs_ahead_steps_count_with_the_mean_of_their_window() -> None:
     clock = Clock()
-    meters = Meters(device_runs_ahead=True, clock=clock)
+    meters = StepTimer(device_runs_ahead=True, clock=clock)
     for _ in range(9):
         clock.pass_by(0.001)  # only queued
         meters.step(16)
@@ -133,4 +133,4 @@ def test_where_the_device_runs_ahead_steps_count_with_the_mean_of_their_window()
 
 
 def test_an_empty_window_has_no_rate() -> None:
-    assert Meters(clock=Clock()).read() == {"samples_per_second": 0.0, "step_ms": 0.0}
+    assert StepTimer(clock=Clock()).read() == {"samples_per_second": 0.0, "step_ms": 0.0}

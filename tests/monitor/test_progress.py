@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from multigpu_cli.monitor.progress import Bar, Progress
+from multigpu_cli.monitor.progress import ProgressDisplay, TqdmDisplay
 
 
 class Screen(io.StringIO):
@@ -14,7 +14,7 @@ class Screen(io.StringIO):
 
 
 def test_the_base_shows_nothing_but_knows_the_total() -> None:
-    progress = Progress(40)
+    progress = ProgressDisplay(40)
     progress.update(3, ["loss 1.0"])
     with progress.out_of_the_way():
         pass
@@ -31,9 +31,9 @@ FACTS = ["loss 0.5123", "5,230 samples/s", "GPU 12.3 GiB"]
 def test_the_bar_shows_what_fits_and_goes_away(
     columns: int, total: int, known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Bar, "_columns", lambda bar: columns)
+    monkeypatch.setattr(TqdmDisplay, "_columns", lambda bar: columns)
     screen = Screen()
-    bar = Bar(total, 40, screen)
+    bar = TqdmDisplay(total, 40, screen)
     time.sleep(0.25)
     bar.update(60, FACTS)
     shown = screen.getvalue().split("\r")[-1]
@@ -45,7 +45,7 @@ def test_the_bar_shows_what_fits_and_goes_away(
 
 def test_many_steps_cost_few_redraws() -> None:
     screen = Screen()
-    bar = Bar(50_000, 0, screen)
+    bar = TqdmDisplay(50_000, 0, screen)
     began = time.perf_counter()
     for step in range(1, 50_001):
         bar.update(step)
@@ -57,7 +57,7 @@ def test_many_steps_cost_few_redraws() -> None:
 
 def test_the_bar_starts_no_thread() -> None:
     before = threading.active_count()
-    bar = Bar(10, 0, Screen())
+    bar = TqdmDisplay(10, 0, Screen())
     bar.update(1)
     assert threading.active_count() == before
     bar.close()
@@ -65,7 +65,7 @@ def test_the_bar_starts_no_thread() -> None:
 
 def test_a_closed_bar_stays_away() -> None:
     screen = Screen()
-    bar = Bar(10, 0, screen)
+    bar = TqdmDisplay(10, 0, screen)
     bar.close()
     length = len(screen.getvalue())
     with bar.out_of_the_way():

@@ -10,9 +10,9 @@ import pytest
 
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.tensorboard import TensorBoard
-from tests import faulty
-from tests.browser import pixels, screenshot
-from tests.forked import exit_code
+from tests.support import disk_fault_model
+from tests.support.browser import pixels, screenshot
+from tests.support.fork import exit_code
 
 
 def stored(folder: Path) -> Any:
@@ -95,7 +95,7 @@ def test_a_full_disk_makes_a_gap_and_is_said_once(tmp_path: Path) -> None:
         said: list[str] = []
         with TensorBoard(tmp_path / "tb", said.append) as board:
             for step in range(1, 9):
-                {3: faulty.full, 6: faulty.room}.get(step, lambda: None)()
+                {3: disk_fault_model.full, 6: disk_fault_model.room}.get(step, lambda: None)()
                 board({"event": "train", "time": 1.0, "step": step, "loss": float(step)})
         assert points(tmp_path / "tb", "train/loss") == [(step, float(step)) for step in (1, 2, 6, 7, 8)]
         assert said == ["TensorBoard's curves have a gap ([Errno 27] File too large); the journal has all numbers"]

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from multigpu_cli.planning.speedup import (
     ASSUMED,
-    Network,
-    Wire,
-    Work,
+    Interconnect,
+    Link,
+    StepTimes,
     buckets,
     exposed,
     fitted,
@@ -19,19 +19,19 @@ from multigpu_cli.planning.speedup import (
 )
 
 MIB = 2**20
-WIRE = Wire("test", 0.0, 1e9, "")
-WORK = Work(data=0.01, forward=0.1, backward=0.2, commit=0.02, messages=buckets(51 * MIB))
+WIRE = Link("test", 0.0, 1e9, "")
+WORK = StepTimes(data=0.01, forward=0.1, backward=0.2, commit=0.02, messages=buckets(51 * MIB))
 
 
 def test_a_ring() -> None:
-    wire = Wire("test", 1e-3, 1e9, "")
+    wire = Link("test", 1e-3, 1e9, "")
     assert wire.all_reduce(4e9, 1) == 0
     assert wire.all_reduce(4e9, 4) == pytest.approx(6e-3 + 1.5 * 4)
 
 
 def test_across_machines_each_worker_carries_its_part() -> None:
-    inside, between = Wire("in", 0.0, 8e9, ""), Wire("out", 0.0, 1e9, "")
-    network = Network(inside, between, per_machine=4)
+    inside, between = Link("in", 0.0, 8e9, ""), Link("out", 0.0, 1e9, "")
+    network = Interconnect(inside, between, per_machine=4)
     assert network.all_reduce(4e9, 4) == inside.all_reduce(4e9, 4)
     assert network.all_reduce(4e9, 8) == pytest.approx(1.5 * 0.5 + 2 * 0.5 * 1)
 
@@ -46,26 +46,28 @@ def test_buckets_are_those_of_ddp() -> None:
 
 def test_what_backward_hides_costs_nothing() -> None:
     """Two workers: each bucket takes as long as its bytes. The last one starts when backward ends."""
-    assert exposed(WORK, Network(WIRE), 1) == 0
-    assert exposed(WORK, Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
-    slow = Network(replace(WIRE, bandwidth=1e7))
+    assert exposed(WORK, Interconnect(WIRE), 1) == 0
+    assert exposed(WORK, Interconnect(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
+    slow = Interconnect(replace(WIRE, bandwidth=1e7))
     assert exposed(WORK, slow, 2) == pytest.approx(0.2 * 1 / 51 + 51 * MIB / 1e7 - 0.2), "the wire is never idle"
-    assert exposed(WORK, Network(replace(WIRE, overlaps=False)), 2) == pytest.approx(51 * MIB / 1e9), (
+    assert exposed(WORK, Interconnect(replace(WIRE, overlaps=False)), 2) == pytest.approx(51 * MIB / 1e9), (
         "nothing is hidden"
     )
-    assert exposed(replace(WORK, after=10_000_000), Network(WIRE), 2) == pytest.approx(25 * MIB / 1e9 + 0.01), (
+    assert exposed(replace(WORK, after=10_000_000), Interconnect(WIRE), 2) == pytest.approx(25 * MIB / 1e9 + 0.01), (
         "there is nothing to hide them behind"
     )
-    nothing_hidden = exposed(replace(WORK, after=10_000_000), Network(replace(WIRE, overlaps=False)), 2)
+    nothing_hidden = exposed(replace(WORK, after=10_000_000), Interconnect(replace(WIRE, overlaps=False)), 2)
     assert nothing_hidden == pytest.approx(51 * MIB / 1e9 + 0.01)
     last = replace(WORK, messages=(), after=51 * MIB)
-    assert exposed(last, Network(WIRE), 2) == pytest.approx(51 * MIB / 1e9), "--exact sends when backward has ended"
-    assert step_seconds(WORK, Network(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
+    assert exposed(last, Interconnect(WIRE), 2) == pytest.approx(51 * MIB / 1e9), (
+        "--exact sends when backward has ended"
+    )
+    assert step_seconds(WORK, Interconnect(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
 
 
 @given(st.integers(1, 2**31), st.integers(2, 64), st.floats(1e7, 1e12), st.floats(0, 1e-3))
 def test_no_wire_is_better_than_none(gradient: int, workers: int, bandwidth: float, latency: float) -> None:
-    work, network = replace(WORK, messages=buckets(gradient)), Network(Wire("any", latency, bandwidth, ""))
+    work, network = replace(WORK, messages=buckets(gradient)), Interconnect(Link("any", latency, bandwidth, ""))
     hidden = exposed(work, network, workers)
     assert 0 <= hidden <= sum(network.all_reduce(size, workers) for size in buckets(gradient)) + 1e-9
     assert sum(buckets(gradient)) == gradient
@@ -73,7 +75,7 @@ def test_no_wire_is_better_than_none(gradient: int, workers: int, bandwidth: flo
 
 def test_a_growing_batch_takes_fewer_steps() -> None:
     rows = forecast(
-        [1, 2, 4], [WORK] * 3, Network(WIRE), micro_batch=32, global_batch=None, samples=1280, epochs=2, price=3.6
+        [1, 2, 4], [WORK] * 3, Interconnect(WIRE), micro_batch=32, global_batch=None, samples=1280, epochs=2, price=3.6
     )
     assert [(row.workers, row.global_batch, row.steps) for row in rows] == [(1, 32, 80), (2, 64, 40), (4, 128, 20)]
     assert rows[0].step == pytest.approx(0.33)
@@ -85,7 +87,7 @@ def test_a_growing_batch_takes_fewer_steps() -> None:
 
 def test_a_fixed_batch_is_shared_out() -> None:
     """100 samples as four micro-batches: three workers are no quicker than two, one of them has two of the four."""
-    free = Network(Wire("free", 0.0, 1e30, ""))
+    free = Interconnect(Link("free", 0.0, 1e30, ""))
     rows = forecast([1, 2, 3, 4], [WORK] * 4, free, micro_batch=32, global_batch=100, samples=1000, epochs=1)
     assert [row.steps for row in rows] == [10] * 4
     assert [row.step for row in rows] == [pytest.approx(n * 0.31 + 0.02) for n in (4, 2, 2, 1)]
@@ -93,7 +95,7 @@ def test_a_fixed_batch_is_shared_out() -> None:
 
 
 def test_accumulation_makes_steps_larger_and_fewer() -> None:
-    free = Network(Wire("free", 0.0, 1e30, ""))
+    free = Interconnect(Link("free", 0.0, 1e30, ""))
     rows = forecast([1, 2], [WORK] * 2, free, micro_batch=8, global_batch=None, samples=100, epochs=2.0, accumulation=4)
     assert [(row.global_batch, row.steps) for row in rows] == [(32, 8), (64, 4)], "each epoch ends with a short step"
     assert [row.step for row in rows] == [pytest.approx(4 * 0.31 + 0.02)] * 2
@@ -104,7 +106,7 @@ def test_accumulation_makes_steps_larger_and_fewer() -> None:
 
 def test_a_step_takes_no_more_samples_than_there_are() -> None:
     """Two micro-batches are all there is: eight workers are no quicker than two, and six of them idle."""
-    free = Network(Wire("free", 0.0, 1e30, ""))
+    free = Interconnect(Link("free", 0.0, 1e30, ""))
     rows = forecast([1, 2, 8], [WORK] * 3, free, micro_batch=4, global_batch=None, samples=8, epochs=5.0)
     assert [row.steps for row in rows] == [10, 5, 5]
     assert [row.samples_per_second * row.step for row in rows] == pytest.approx([4, 8, 8])
@@ -112,7 +114,7 @@ def test_a_step_takes_no_more_samples_than_there_are() -> None:
 
 def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
     """At B ≪ 𝓑 twice the batch halves the steps, at B ≫ 𝓑 it saves none."""
-    free = Network(Wire("free", 0.0, 1e30, ""))
+    free = Interconnect(Link("free", 0.0, 1e30, ""))
 
     def seconds(noise: float) -> list[float]:
         rows = forecast(
@@ -128,7 +130,7 @@ def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
 
 
 def test_a_wire_is_found_again_from_its_times() -> None:
-    wire = Wire("known", 2e-5, 3e9, "")
+    wire = Link("known", 2e-5, 3e9, "")
     points = [(float(size), wire.all_reduce(size, 4)) for size in (8, 2**18, 2**24)]
     assert fitted(points, 4) == (pytest.approx(2e-5), pytest.approx(3e9))
 
@@ -140,7 +142,7 @@ def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tu
     falling = [(size, 1e-3 * (2 - size / 2**24)) for size in sizes]
     latency, bandwidth = fitted(falling, 2)
     assert (0.5e-3 <= latency <= 1e-3, bandwidth) == (True, inf)
-    assert "GB/s" not in Wire.measured("gloo", 2, falling, overlaps=False).rests_on
+    assert "GB/s" not in Link.measured("gloo", 2, falling, overlaps=False).rests_on
     if len(set(sizes)) > 1:
         latency, bandwidth = fitted([(size, size**1.2) for size in sizes], 2)
         assert latency == 0
@@ -150,9 +152,9 @@ def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tu
 def test_a_reduction_that_was_seen_is_not_modelled() -> None:
     """Between workers that share a CPU; a plan for another wire does not know it."""
     seen = replace(WORK, reduction=0.007)
-    assert exposed(seen, Network(replace(WIRE, overlaps=False)), 2) == 0.007
-    assert exposed(seen, Network(replace(WIRE, overlaps=False)), 1) == 0
-    assert exposed(seen, Network(WIRE), 2) == exposed(WORK, Network(WIRE), 2)
+    assert exposed(seen, Interconnect(replace(WIRE, overlaps=False)), 2) == 0.007
+    assert exposed(seen, Interconnect(replace(WIRE, overlaps=False)), 1) == 0
+    assert exposed(seen, Interconnect(WIRE), 2) == exposed(WORK, Interconnect(WIRE), 2)
 
 
 def test_what_is_assumed_is_said() -> None:

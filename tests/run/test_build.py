@@ -13,7 +13,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.run.build import TrainComponents, _compile_model, build_components
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 def components(folder: Path, *sets: str, **flags: Any) -> TrainComponents:
     config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
-    choice, world = Choice("single", (CPU,), 0, "a test"), World(CPU)
+    choice, world = Placement("single", (CPU,), 0, "a test"), World(CPU)
     return build_components(resolve_spec(config, choice, world), world)
 
 
@@ -93,7 +93,12 @@ def test_layers_that_get_their_weights_from_the_first_batch_get_the_same_ones_wh
 
 def test_a_network_that_does_not_take_two_samples_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="rank 0 ran out of memory"):
-        components(tmp_path, "model.args.evaluation=1", model="tests.awkward:greedy", data="tests.own:tensors")
+        components(
+            tmp_path,
+            "model.args.evaluation=1",
+            model="tests.support.awkward_models:greedy",
+            data="tests.support.user_code:tensors",
+        )
 
 
 @pytest.mark.parametrize(("kind", "language"), [("cpu", "C++"), ("cuda", "C")])

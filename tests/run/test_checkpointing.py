@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import checkpointing
 from multigpu_cli.run.checkpointing import CheckpointSchedule
-from tests.trained import trained
+from tests.support.run_training import trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 8}
 

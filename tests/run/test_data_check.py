@@ -7,25 +7,25 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.mark import mark_of
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.fingerprint import mark_of
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run import spec
 from multigpu_cli.run.data_check import check_same_data, check_same_machine
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
-from tests.trained import trained
+from tests.support.ranks import each_rank
+from tests.support.run_training import trained
 
 
-def source(size: int = 30, shift: float = 0.0) -> Source:
+def source(size: int = 30, shift: float = 0.0) -> DataSource:
     inputs = torch.arange(3.0 * size).view(size, 3)
     inputs[7] += shift
-    return Source(
+    return DataSource(
         train=TensorDataset(inputs, torch.arange(size) % 2), val=None, test=None, input_shape=(3,), num_classes=2
     )
 
 
-def said(world: World, hosts: tuple[str, ...], data: list[Source]) -> str:
+def said(world: World, hosts: tuple[str, ...], data: list[DataSource]) -> str:
     try:
         mine = data[world.rank]
         check_same_data(replace(world, hosts=hosts), mine, mark_of(mine, 42), "mine")

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.listing import listed
+from multigpu_cli.checkpoint.inspect import listed
 from multigpu_cli.monitor import journal
-from tests import faulty
-from tests.forked import exit_code
+from tests.support import disk_fault_model
+from tests.support.fork import exit_code
+from tests.support.run_training import Ended, trained
 from tests.test_house_rules import ROOT
-from tests.trained import Ended, trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 4, "checkpoint_every": "3", "log_interval": 1}
 STEPS = 24
-NET = {"model": "tests.faulty:net"}
+NET = {"model": "tests.support.disk_fault_model:net"}
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_where_it_stays_full_the_run_fails_and_goes_on_later(workers: int, undis
 
 def test_a_full_disk_ends_in_one_message_and_no_traceback() -> None:
     """Through the front door, with TensorBoard at work."""
-    flags = ["--data", "tests.own:tensors", *(word for name in NET for word in (f"--{name}", NET[name]))]
+    flags = ["--data", "tests.support.user_code:tensors", *(word for name in NET for word in (f"--{name}", NET[name]))]
     flags += [word for name in RUN for word in (f"--{name.replace('_', '-')}", str(RUN[name]))]
     ended = subprocess.run(
         [sys.executable, str(ROOT / "main_multi_gpu.py"), *flags, "--quiet"],
@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_before_the_start_is_a_wrong_request() -> None:
         from multigpu_cli.checkpoint.lock import owned
         from multigpu_cli.errors import RequestError
 
-        faulty.full()
+        disk_fault_model.full()
         with pytest.raises(RequestError, match=r"--save-dir run: File too large\n  try: make room"), owned(Path("run")):
             pass
 

@@ -13,7 +13,7 @@ import torch
 from multigpu_cli.checkpoint import weights
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import checkpointing
-from tests.trained import Ended, trained
+from tests.support.run_training import Ended, trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
 
@@ -23,7 +23,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("spoilt.py").write_text(
         """
-from tests.own import tensors
+from tests.support.user_code import tensors
 
 def dataset(split, seed, bad=1):
     inputs, targets = tensors(split, seed).tensors
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_stays_as_evidence() -> None:
 def judged(scores: list[float], **flags: Any) -> Ended:
     """A run whose evaluations have these scores, one an epoch."""
     Path("scores.json").write_text(json.dumps(scores))
-    return trained(**RUN | {"epochs": len(scores), "task": "tests.planned:Planned"} | flags)
+    return trained(**RUN | {"epochs": len(scores), "task": "tests.support.scripted_task:Planned"} | flags)
 
 
 @pytest.mark.parametrize(

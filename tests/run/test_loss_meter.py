@@ -14,9 +14,9 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.run import loss_meter
 from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
-from tests.own import sentences
-from tests.trained import trained
+from tests.support.ranks import each_rank
+from tests.support.run_training import trained
+from tests.support.user_code import sentences
 
 ALONE = World(torch.device("cpu"))
 RUN: dict[str, Any] = {
@@ -116,7 +116,7 @@ def test_a_line_has_the_mean_since_the_line_before_and_the_summary_that_of_the_l
 
 def test_tokens_count_as_often_as_there_are() -> None:
     """Samples have from nine tokens down to none."""
-    flags = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "num_workers": 0}
+    flags = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model", "num_workers": 0}
     sets = ["model.depth=1", "model.width=16", "model.heads=2"]
     trained(**RUN | flags | {"log_interval": 1}, save_dir="each", sets=sets, trace_samples=True)
     trained(2, **RUN | flags, save_dir="two", sets=sets)
@@ -143,7 +143,7 @@ def test_a_kill_between_two_lines_and_in_an_epoch_changes_neither() -> None:
 def test_a_step_that_was_skipped_is_left_out() -> None:
     Path("spoilt.py").write_text(
         """
-from tests.own import tensors
+from tests.support.user_code import tensors
 
 def dataset(split, seed):
     inputs, targets = tensors(split, seed).tensors

@@ -12,10 +12,10 @@ import torch
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import evaluation, memory_probe
 from tests.run.test_profile import components
-from tests.trained import trained
+from tests.support.run_training import trained
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
-GREEDY = {"model": "tests.greedy:net", "data": "tests.own:tensors"}
+GREEDY = {"model": "tests.support.oom_model:net", "data": "tests.support.user_code:tensors"}
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +93,16 @@ def evaluated(folder: str) -> list[float]:
     return [event["loss"] for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "eval"]
 
 
-EVALUATED = {"model": "tests.awkward:greedy", "data": "tests.own:tensors"}
+EVALUATED = {"model": "tests.support.awkward_models:greedy", "data": "tests.support.user_code:tensors"}
 
 
 @pytest.mark.parametrize(
     ("workers", "data"),
-    [(1, "tests.own:tensors"), (2, "tests.own:tensors"), (2, "tests.own:no_validation")],
+    [
+        (1, "tests.support.user_code:tensors"),
+        (2, "tests.support.user_code:tensors"),
+        (2, "tests.support.user_code:no_validation"),
+    ],
     ids=["alone", "on one of two ranks", "at the end"],
 )
 def test_an_evaluation_that_runs_out_of_memory_later_goes_on_in_smaller_batches(workers: int, data: str) -> None:
@@ -155,7 +159,7 @@ def test_auto_says_when_nothing_fits() -> None:
 
 
 def test_auto_begins_with_two_where_batch_norm_cannot_train_on_one() -> None:
-    ended = trained(**RUN | {"model": "tests.own:net", "batch_size": "auto"})
+    ended = trained(**RUN | {"model": "tests.support.user_code:net", "batch_size": "auto"})
     assert ended.error == ""
     [start] = [event for event in journal.read("run/journal.jsonl") if event["event"] == "start"]
     assert start["plan"]["batch_size"] == 16
@@ -170,7 +174,7 @@ def test_what_auto_found_is_pinned() -> None:
 
 
 def test_a_parameter_that_takes_no_part_is_found_before_ddp_waits_for_it() -> None:
-    ended = trained(2, **RUN | {"model": "tests.failing:forgetful"}, sets=["model.args.at=1"])
+    ended = trained(2, **RUN | {"model": "tests.support.failing_model:forgetful"}, sets=["model.args.at=1"])
     assert ended.kind == "RequestError"
     assert "1.bias took no part in the loss" in ended.error
     assert "--find-unused-parameters" in ended.error
@@ -179,7 +183,7 @@ def test_a_parameter_that_takes_no_part_is_found_before_ddp_waits_for_it() -> No
 
 def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> None:
     """BatchNorm over single features can't train on one; without it there is nothing to refuse."""
-    alone = {"data": "tests.own:tensors", "model": "tests.own:net"}
+    alone = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
     ended = trained(**RUN | alone, sets=["data.args.train=61"])
     assert ended.kind == "RequestError"
     assert "--drop-last" in ended.error

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import torch
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.planning.batch import MicroBatch, StepLayout
 from multigpu_cli.run.build import first_batch
 from multigpu_cli.run.compute import StepResult, forward_backward
@@ -17,7 +17,7 @@ from tests.run.test_profile import components
 
 def observer() -> Any:
     """One whose parts note how they are called."""
-    return StepObserver(watchdog=Mock(), meters=Meters(), noise=Mock(), nonfinite=Mock(), loss=Mock(), trace=Mock())
+    return StepObserver(watchdog=Mock(), meters=StepTimer(), noise=Mock(), nonfinite=Mock(), loss=Mock(), trace=Mock())
 
 
 def batches(count: int) -> list[Batch]:

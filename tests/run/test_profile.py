@@ -10,7 +10,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.profile import profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def in_a_block(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def components(tmp_path: Path, model: str, **flags: str | bool) -> TrainComponents:
-    words = {"data": "tests.own:tensors", "model": model, "save_dir": str(tmp_path / "run")}
-    choice = Choice("single", (CPU,), 0, "test")
+    words = {"data": "tests.support.user_code:tensors", "model": model, "save_dir": str(tmp_path / "run")}
+    choice = Placement("single", (CPU,), 0, "test")
     return build_components(resolve_spec(resolve(words | flags, [], None), choice, World(CPU)), World(CPU))
 
 
@@ -65,7 +65,7 @@ def test_checkpointed_blocks_keep_less_and_are_counted_once(tmp_path: Path) -> N
 
 
 def test_it_leaves_no_trace(tmp_path: Path) -> None:
-    made = components(tmp_path, "tests.own:net")
+    made = components(tmp_path, "tests.support.user_code:net")
     before = {name: tensor.clone() for name, tensor in made.state.model.state_dict().items()}
     profile_micro_batch(made, 10)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state.model.state_dict().items())

@@ -19,8 +19,8 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.resume import agree_on_start
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
-from tests.trained import trained
+from tests.support.ranks import each_rank
+from tests.support.run_training import trained
 
 
 def holding(folder: Path, step: int) -> None:
@@ -182,7 +182,7 @@ def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alon
 ) -> None:
     """The first attempt ends before its first checkpoint; beside it lies an unfinished run of the same settings."""
     monkeypatch.chdir(tmp_path)
-    home, agent = Path("checkpoints/tests.own-tensors"), tmp_path / "agent"
+    home, agent = Path("checkpoints/tests.support.user_code-tensors"), tmp_path / "agent"
     agent.mkdir()
     flags = {"batch_size": 10, "max_steps": 4}
     assert trained(2, save_dir=str(home / "stranger"), **flags).error == ""

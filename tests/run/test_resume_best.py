@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.best import BEST
-from multigpu_cli.checkpoint.listing import listed
+from multigpu_cli.checkpoint.inspect import listed
 from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, signed
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.resume import log_recovery, restore_best_weights
-from multigpu_cli.runtime.elastic import Last
+from multigpu_cli.runtime.elastic import PreviousAttempt
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
-from tests.trained import Ended, trained
+from tests.support.ranks import each_rank
+from tests.support.run_training import Ended, trained
 
 RUN = {"global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run"}
 
@@ -53,7 +53,7 @@ def test_after_a_stop_nothing_is_done_again_and_the_gap_is_journalled(tmp_path: 
 def test_steps_that_are_done_again_are_counted_once() -> None:
     written: list[dict[str, Any]] = []
     run: Any = SimpleNamespace(
-        control=SimpleNamespace(previous_attempt=Last("rank 2 ended without a word", 12, time.time() - 8)),
+        control=SimpleNamespace(previous_attempt=PreviousAttempt("rank 2 ended without a word", 12, time.time() - 8)),
         progress=SimpleNamespace(step=11),
         log=SimpleNamespace(
             journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
@@ -70,7 +70,8 @@ def test_steps_that_are_done_again_are_counted_once() -> None:
 # -- after a resume and at the end best.pt's step equals progress.best.step
 
 SCORED: dict[str, Any] = {
-    "save_dir": "run", "batch_size": 10, "epochs": 4, "keep": "9", "task": "tests.planned:Planned", "log_interval": 1
+    "save_dir": "run", "batch_size": 10, "epochs": 4, "keep": "9", "log_interval": 1,
+    "task": "tests.support.scripted_task:Planned",
 }  # fmt: skip
 RISING = [0.1, 0.2, 0.3, 0.4]
 FIRST_PASS = {"OWN_DEED": "0:2:SIGKILL"}  # the first one is the rehearsal's

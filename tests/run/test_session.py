@@ -17,14 +17,19 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import record_failure
-from multigpu_cli.runtime.devices import Choice
-from tests.trained import trained
+from multigpu_cli.runtime.devices import Placement
+from tests.support.run_training import trained
 
 
 def prepared(folder: Path) -> AbstractContextManager[Run]:
     """A run of one epoch, six steps, before its first one."""
-    flags = {"data": "tests.own:tensors", "model": "tests.own:net", "save_dir": str(folder), "batch_size": "10"}
-    choice = Choice("single", (torch.device("cpu"),), 0, "a test")
+    flags = {
+        "data": "tests.support.user_code:tensors",
+        "model": "tests.support.user_code:net",
+        "save_dir": str(folder),
+        "batch_size": "10",
+    }
+    choice = Placement("single", (torch.device("cpu"),), 0, "a test")
     config = resolve(flags | {"epochs": "1"}, [], None)
     return engine.prepare(config, choice, None, Console("quiet", io.StringIO()), last_words=print, user_objects=None)
 
@@ -63,7 +68,7 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speak
 ) -> None:
     folder = tmp_path / "run"
     flags = {"save_dir": str(folder), "batch_size": 10, "epochs": 2, "log_interval": 3, "freeze": ["2.weight"]}
-    flags["data"] = "tests.own:wide"
+    flags["data"] = "tests.support.user_code:wide"
     ended = trained(3, screen="verbose", environ={"OWN_DEED": "1:6:SIGCONT"}, **flags)  # rank 1 says so, and goes on
     assert ended.error == ""
     out = capfd.readouterr().out
@@ -71,7 +76,7 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speak
         re.findall(r"^ (\w[\w ]*?) {2,}(.*)$", out.partition("Details\n")[2].partition("step ")[0], re.MULTILINE)
     )
     assert shown["versions"].startswith(f"torch {torch.__version__}, Python 3.")
-    assert shown["model"] == "tests.own:net: 80,083 parameters, 83 trained, 0.3 MiB"
+    assert shown["model"] == "tests.support.user_code:net: 80,083 parameters, 83 trained, 0.3 MiB"
     assert shown["samples"] == "60 training, 21 validation, 22 test; in host memory; evaluated in batches of 20"
     assert shown["optimizer"] == "AdamW, 4 tensors"
     assert shown["checkpoints"] == "every epoch, 3 are kept"

@@ -12,14 +12,14 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.checks import check_data
 from multigpu_cli.run.spec import RunSpec, resolve_spec
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
-from tests.own import tensors
+from tests.support.ranks import each_rank
+from tests.support.user_code import tensors
 
 ALONE = World(torch.device("cpu"))
-SINGLE = Choice("single", (ALONE.device,), 0, "a test")
-OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "save_dir": "run"}
+SINGLE = Placement("single", (ALONE.device,), 0, "a test")
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net", "save_dir": "run"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def spec(workers: int = 1, **flags: Any) -> RunSpec:
     """A request as `workers` self-launched CPU processes would settle it, or one alone."""
-    choice = Choice("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
+    choice = Placement("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
     return resolve_spec(resolve(OWN | flags, [], None), choice, ALONE)
 
 
@@ -191,7 +191,7 @@ def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
     def work(world: World) -> str:
         data = arrays(f"here{world.rank}", X_train=float(world.rank))
         try:
-            resolve_spec(resolve(OWN | data, [], None), Choice("ddp", (world.device,), 0, "a test"), world)
+            resolve_spec(resolve(OWN | data, [], None), Placement("ddp", (world.device,), 0, "a test"), world)
         except RequestError as error:
             return error.problem
         return ""
@@ -206,12 +206,16 @@ def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
     [
         ({"sync_bn": True}, 1, "--sync-bn works with ddp on GPUs only"),
         ({"amp": "fp16"}, 1, "--amp fp16 needs a GPU"),
-        ({"early_stopping_patience": 2, "data": "tests.own:no_validation"}, 1, "needs a validation split"),
+        (
+            {"early_stopping_patience": 2, "data": "tests.support.user_code:no_validation"},
+            1,
+            "needs a validation split",
+        ),
         ({"grad_compression": "bf16"}, 2, "--grad-compression bf16 needs NCCL"),
         ({"global_batch_size": 2}, 3, "--global-batch-size 2 is below the number of workers"),
         ({"drop_last": True, "global_batch_size": 61}, 1, "--drop-last leaves nothing"),
         ({"warmup_epochs": 20.0}, 1, "--warmup-epochs 20 never ends within --epochs 20"),
-        ({"data": "tests.own:nowhere"}, 1, "has no 'nowhere'"),
+        ({"data": "tests.support.user_code:nowhere"}, 1, "has no 'nowhere'"),
         ({"resume": "elsewhere"}, 1, "--resume elsewhere: no checkpoint there"),
     ],
 )
@@ -247,7 +251,7 @@ def test_flags_without_effect_here_are_named() -> None:
 
 def test_dataparallel_counts_its_devices_as_workers() -> None:
     devices = (torch.device("cuda", 0), torch.device("cuda", 1))
-    choice = Choice("dp", devices, 0, "a test")
+    choice = Placement("dp", devices, 0, "a test")
     plan = resolve_spec(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE).plan
     assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
 
@@ -258,4 +262,7 @@ def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> N
     assert found.user_config.model.name is None
     assert found.pinned["model"] == "convnet"
     assert found.plan.contents == "convnet on digits (1,258 training samples), classification"
-    assert spec().plan.contents == "tests.own:net on tests.own:tensors (60 training samples), classification"
+    assert (
+        spec().plan.contents
+        == "tests.support.user_code:net on tests.support.user_code:tensors (60 training samples), classification"
+    )

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.world import World
-from tests.awkward import Telling
-from tests.gloo import each_rank
-from tests.own import tensors
+from tests.support.awkward_models import Telling
+from tests.support.ranks import each_rank
+from tests.support.user_code import tensors
 
-SOURCE = Source(train=tensors("train", 42), val=None, test=None, input_shape=(3,), num_classes=2)
+SOURCE = DataSource(train=tensors("train", 42), val=None, test=None, input_shape=(3,), num_classes=2)
 
 
 def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None:

@@ -24,7 +24,7 @@ WORKER = """
 import os, signal, time
 from pathlib import Path
 from multigpu_cli.runtime.elastic import write_error
-from multigpu_cli.runtime.parent import die_with_parent
+from multigpu_cli.runtime.parent_death import die_with_parent
 
 def save(number, frame):
     Path("told-" + os.environ["RANK"]).touch()

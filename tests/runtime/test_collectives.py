@@ -21,7 +21,7 @@ from multigpu_cli.runtime.collectives import (
     total,
 )
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 ALONE = World(torch.device("cpu"))
 

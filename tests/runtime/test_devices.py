@@ -3,15 +3,15 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.devices import Choice, choose, cores, describe_unlike_gpus, gpu_models, visible_gpus
-from multigpu_cli.runtime.handshake import OwnGpu
-from multigpu_cli.runtime.world import Rendezvous, World
+from multigpu_cli.runtime.devices import Placement, choose, cores, describe_unlike_gpus, gpu_models, visible_gpus
+from multigpu_cli.runtime.handshake import RankGpu
+from multigpu_cli.runtime.world import LaunchEnv, World
 
 
-def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Choice:
+def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:
     meeting = None
     if processes:
-        meeting = Rendezvous(
+        meeting = LaunchEnv(
             rank=1,
             size=processes,
             local_rank=processes - 1,
@@ -24,7 +24,7 @@ def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int =
     return choose(DeviceConfig(multi_gpu=mode, **asked), gpus=gpus, cpus=cpus, meeting=meeting)  # type: ignore[arg-type]
 
 
-def names(choice: Choice) -> list[str]:
+def names(choice: Placement) -> list[str]:
     return [str(device) for device in choice.devices]
 
 
@@ -122,7 +122,7 @@ def test_what_does_not_go_with_torchrun_is_refused(mode: str, gpus: int, named: 
 
 def test_a_local_rank_beyond_the_visible_gpus_is_refused() -> None:
     """By a launcher that does not say how many processes it has started here."""
-    meeting = Rendezvous(3, 8, 3, 1, "localhost", 1, attempt=0, agent_store=False)
+    meeting = LaunchEnv(3, 8, 3, 1, "localhost", 1, attempt=0, agent_store=False)
     with pytest.raises(RequestError, match=r"LOCAL_RANK=3.*2 visible GPUs"):
         choose(DeviceConfig(), gpus=2, cpus=2, meeting=meeting)
 
@@ -130,12 +130,12 @@ def test_a_local_rank_beyond_the_visible_gpus_is_refused() -> None:
 def test_gpus_are_counted_by_rank_and_in_one_process_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"model {device.index}")
     first, third = torch.device("cuda", 0), torch.device("cuda", 2)
-    alone = gpu_models(Choice("dp", (third, first), 0, ""), World(third))
+    alone = gpu_models(Placement("dp", (third, first), 0, ""), World(third))
     assert alone == {2: "model 2", 0: "model 0"}
-    gpus = (OwnGpu("a", "H100"), OwnGpu("b", "L4"))
-    assert gpu_models(Choice("ddp", (first,), 0, ""), World(first, 0, 2, gpus=gpus)) == {0: "H100", 1: "L4"}
+    gpus = (RankGpu("a", "H100"), RankGpu("b", "L4"))
+    assert gpu_models(Placement("ddp", (first,), 0, ""), World(first, 0, 2, gpus=gpus)) == {0: "H100", 1: "L4"}
     cpu = torch.device("cpu")
-    assert gpu_models(Choice("ddp", (cpu,), 0, ""), World(cpu, 0, 2, gpus=(None, None))) == {}
+    assert gpu_models(Placement("ddp", (cpu,), 0, ""), World(cpu, 0, 2, gpus=(None, None))) == {}
 
 
 @pytest.mark.parametrize(
@@ -169,5 +169,5 @@ def test_this_machine_is_counted() -> None:
 def test_processes_of_our_own_launch_are_called_so() -> None:
     ours = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for run_id, because in (("multigpu-1", "self-launched 2 processes"), ("none", "torchrun started 2 processes")):
-        meeting = Rendezvous.from_environment(ours | {"TORCHELASTIC_RUN_ID": run_id})
+        meeting = LaunchEnv.from_environment(ours | {"TORCHELASTIC_RUN_ID": run_id})
         assert choose(DeviceConfig(), gpus=2, cpus=2, meeting=meeting).because == because

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.runtime.elastic import (
-    Last,
-    Verdict,
+    FinalVerdict,
+    PreviousAttempt,
     agreed_on,
     earlier_verdict,
     exit_codes,
@@ -41,13 +41,13 @@ def attempt(folder: Path, number: int, *, restarts: int = 2, rank: int = 0) -> E
 
 
 def test_the_next_attempt_learns_the_verdict(tmp_path: Path) -> None:
-    remember(attempt(tmp_path, 0, rank=1), Verdict(2, "wrong"))
-    remember(attempt(tmp_path, 0), Verdict(75, "the first word counts"))
-    assert earlier_verdict(attempt(tmp_path, 1)) == Verdict(2, "wrong")
+    remember(attempt(tmp_path, 0, rank=1), FinalVerdict(2, "wrong"))
+    remember(attempt(tmp_path, 0), FinalVerdict(75, "the first word counts"))
+    assert earlier_verdict(attempt(tmp_path, 1)) == FinalVerdict(2, "wrong")
 
 
 def test_a_first_attempt_another_agent_and_no_agent_know_of_none(tmp_path: Path) -> None:
-    remember(attempt(tmp_path, 0), Verdict(2, "wrong"))
+    remember(attempt(tmp_path, 0), FinalVerdict(2, "wrong"))
     assert earlier_verdict(attempt(tmp_path, 0)) is None
     assert earlier_verdict({}) is None
     assert earlier_verdict(attempt(tmp_path / "other", 1)) is None
@@ -55,15 +55,15 @@ def test_a_first_attempt_another_agent_and_no_agent_know_of_none(tmp_path: Path)
 
 
 def test_nothing_is_left_where_no_attempt_follows(tmp_path: Path) -> None:
-    remember(attempt(tmp_path, 0, restarts=0), Verdict(2, "wrong"))
-    remember(attempt(tmp_path, 2), Verdict(2, "wrong"))
-    remember({}, Verdict(2, "wrong"))
+    remember(attempt(tmp_path, 0, restarts=0), FinalVerdict(2, "wrong"))
+    remember(attempt(tmp_path, 2), FinalVerdict(2, "wrong"))
+    remember({}, FinalVerdict(2, "wrong"))
     assert list(tmp_path.glob("*.json")) == []
 
 
 def test_a_failure_before_the_first_step_is_final(tmp_path: Path) -> None:
     assert "no restart" in note_failure(attempt(tmp_path, 0), "no such column", None)
-    assert earlier_verdict(attempt(tmp_path, 1)) == Verdict(1, "no such column")
+    assert earlier_verdict(attempt(tmp_path, 1)) == FinalVerdict(1, "no such column")
 
 
 def test_the_same_failure_at_the_same_step_is_final_the_second_time(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_same_failure_at_the_same_step_is_final_the_second_time(tmp_path: Pa
     assert note_failure(attempt(tmp_path, 0, rank=1), "boom", 7) == "", "another rank of the same attempt"
     assert earlier_verdict(attempt(tmp_path, 1)) is None
     assert "step 7 again" in note_failure(attempt(tmp_path, 1), "boom", 7)
-    assert earlier_verdict(attempt(tmp_path, 2)) == Verdict(1, "boom")
+    assert earlier_verdict(attempt(tmp_path, 2)) == FinalVerdict(1, "boom")
 
 
 @pytest.mark.parametrize(("message", "step"), [("boom", 8), ("bang", 7)])
@@ -97,7 +97,7 @@ def test_a_verdict_is_of_the_nodes_that_came_to_it(tmp_path: Path, monkeypatch: 
     """Alone again after the other node was stopped, this one goes on; together they would not."""
     here = attempt(tmp_path, 0)
     agreed_on(here, 0, [node_name(here), "another"])
-    remember(here, Verdict(75, "stopped"))
+    remember(here, FinalVerdict(75, "stopped"))
     monkeypatch.setattr(os, "getpid", lambda: 1)
     alone = attempt(tmp_path, 1) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert earlier_verdict(alone) is None
@@ -116,18 +116,18 @@ def test_a_node_that_comes_and_goes_again_brings_no_verdict_back(
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
         agreed_on(here, process, nodes)
         if not process:
-            remember(here, Verdict(75, "stopped"))
+            remember(here, FinalVerdict(75, "stopped"))
     monkeypatch.setattr(os, "getpid", lambda: 2)
     assert number(here) == 2
     assert last_verdict(here) is None
 
 
 def test_how_an_attempt_ended_is_for_the_next_one_alone(tmp_path: Path) -> None:
-    note_end(tmp_path, 0, Last("rank 2 was lost", 7, 100.0))
-    note_end(tmp_path, 0, Last("the first word counts", 7, 100.0))
-    assert last_end(attempt(tmp_path, 1)) == Last("rank 2 was lost", 7, 100.0)
+    note_end(tmp_path, 0, PreviousAttempt("rank 2 was lost", 7, 100.0))
+    note_end(tmp_path, 0, PreviousAttempt("the first word counts", 7, 100.0))
+    assert last_end(attempt(tmp_path, 1)) == PreviousAttempt("rank 2 was lost", 7, 100.0)
     assert last_end(attempt(tmp_path, 2)) is None
-    note_end(None, 0, Last("no agent", None, 0.0))
+    note_end(None, 0, PreviousAttempt("no agent", None, 0.0))
 
 
 def test_the_last_attempt_says_nothing_of_restarts(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.elastic import Last, Verdict
-from multigpu_cli.runtime.handshake import Agreed, Hello, OwnGpu, agree, merged
+from multigpu_cli.runtime.elastic import FinalVerdict, PreviousAttempt
+from multigpu_cli.runtime.handshake import RankGpu, RankInfo, Roster, agree, merged
 
-FIRST = Hello(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)
+FIRST = RankInfo(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)
 SECOND = replace(FIRST, rank=1, nonce="b")
 THIRD = replace(FIRST, rank=2, nonce="c", host="node2", node="node2 9 run")
-STOP, WRONG = Verdict(75, "stopped", ("node1 7 run", "node2 9 run")), Verdict(2, "wrong")
+STOP, WRONG = FinalVerdict(75, "stopped", ("node1 7 run", "node2 9 run")), FinalVerdict(2, "wrong")
 
 
-def met(store: dist.Store, hellos: list[Hello], late: Callable[[], None] = lambda: None) -> list[Agreed]:
+def met(store: dist.Store, hellos: list[RankInfo], late: Callable[[], None] = lambda: None) -> list[Roster]:
     """What each rank is told; `late` happens once all but the last have spoken."""
     with ThreadPoolExecutor(len(hellos)) as ranks:
         early = [ranks.submit(agree, store, hello, patience=10) for hello in hellos[:-1]]
@@ -38,7 +38,7 @@ def test_all_ranks_are_told_the_same() -> None:
 
 
 def test_all_ranks_are_told_whose_gpu_is_which() -> None:
-    gpus = [OwnGpu("uuid-0", "H100"), OwnGpu("uuid-1", "L4"), None]
+    gpus = [RankGpu("uuid-0", "H100"), RankGpu("uuid-1", "L4"), None]
     hellos = [replace(hello, gpu=gpu) for hello, gpu in zip((FIRST, SECOND, THIRD), gpus, strict=True)]
     assert {told.gpus for told in met(dist.HashStore(), hellos)} == {tuple(gpus)}
 
@@ -48,7 +48,7 @@ def test_a_rank_alone_meets_itself() -> None:
 
 
 @pytest.mark.parametrize("order", [[FIRST, SECOND, THIRD], [THIRD, SECOND, FIRST], [SECOND, FIRST, THIRD]])
-def test_words_of_an_earlier_attempt_confuse_nobody(order: list[Hello]) -> None:
+def test_words_of_an_earlier_attempt_confuse_nobody(order: list[RankInfo]) -> None:
     """Of the same size and of another; the ranks of now come in any order, also after the old words were believed."""
     store = dist.HashStore()
     before = met(store, [replace(hello, nonce=f"old {hello.nonce}", node="gone") for hello in (FIRST, SECOND, THIRD)])
@@ -72,10 +72,10 @@ def test_a_word_that_was_believed_too_soon_is_taken_back() -> None:
 
 def test_the_longest_memory_counts_the_attempts() -> None:
     """A node that joins has seen none; a membership change does not raise the agents' own counts."""
-    ends = [Last("rank 2 lost", 12, 100.0), Last("rank 2 lost", 12, 101.0), None]
+    ends = [PreviousAttempt("rank 2 lost", 12, 100.0), PreviousAttempt("rank 2 lost", 12, 101.0), None]
     hellos = [replace(h, attempt=n, last=e) for h, n, e in zip((FIRST, SECOND, THIRD), (4, 4, 0), ends, strict=True)]
     found = merged(hellos, "g")
-    assert (found.attempt, found.last) == (4, Last("rank 2 lost", 12, 101.0))
+    assert (found.attempt, found.last) == (4, PreviousAttempt("rank 2 lost", 12, 101.0))
     assert merged([replace(FIRST, restarts_left=1), SECOND, THIRD], "g").restarts_left == 1
     forgotten = [replace(FIRST, attempt=2), replace(SECOND, attempt=2), replace(THIRD, last=ends[0])]
     assert merged(forgotten, "g").last is None, "what a newcomer's agent lived through before is of another attempt"
@@ -87,7 +87,7 @@ def test_a_verdict_of_one_node_is_everybodys() -> None:
 
 
 @pytest.mark.parametrize("others", [[], [replace(THIRD, node="node3 5 run")]])
-def test_a_verdict_binds_only_the_nodes_that_came_to_it(others: list[Hello]) -> None:
+def test_a_verdict_binds_only_the_nodes_that_came_to_it(others: list[RankInfo]) -> None:
     """Who left was stopped, and the others go on; who joined had the others stopped."""
     same, here = merged([replace(FIRST, verdict=STOP), THIRD], "g"), [replace(FIRST, verdict=STOP), *others]
     assert same.verdict == STOP
@@ -97,7 +97,7 @@ def test_a_verdict_binds_only_the_nodes_that_came_to_it(others: list[Hello]) -> 
 def test_who_does_not_arrive_is_named() -> None:
     store, refused = dist.HashStore(), threading.Event()
 
-    def lonely(hello: Hello) -> None:
+    def lonely(hello: RankInfo) -> None:
         with pytest.raises(TrainingError, match="rank 2 of 3" if hello.rank == 0 else "rank 0 of 3") as error:
             agree(store, hello, patience=0.3)
         assert error.value.consequence, "the same again may go well"

@@ -6,9 +6,9 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.runtime import precision
-from multigpu_cli.runtime.precision import Format, Precision, agreed_format, choose_format
+from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agreed_format, choose_format
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -50,8 +50,10 @@ def test_auto_on_cuda_asks_for_native_bf16(native: bool, name: str, monkeypatch:
 def test_ranks_on_unlike_gpus_take_one_format(ranks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is scaled for fp16 on one rank alone would drown the others'."""
 
-    def work(world: World) -> Format:
-        monkeypatch.setattr(precision, "choose_format", lambda wanted, device: Format(ranks[world.rank], "its GPU"))
+    def work(world: World) -> PrecisionChoice:
+        monkeypatch.setattr(
+            precision, "choose_format", lambda wanted, device: PrecisionChoice(ranks[world.rank], "its GPU")
+        )
         return agreed_format("auto", world, [world.device])
 
     found = each_rank(3, work)
@@ -70,7 +72,7 @@ def test_what_was_asked_for_needs_no_agreement() -> None:
 def test_the_gpus_of_one_process_take_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """DataParallel, and the plan of a run that is not started yet."""
     formats = {CUDA: "bf16", torch.device("cuda", 1): "fp16", CPU: "bf16"}
-    monkeypatch.setattr(precision, "choose_format", lambda wanted, device: Format(formats[device], "its own"))
+    monkeypatch.setattr(precision, "choose_format", lambda wanted, device: PrecisionChoice(formats[device], "its own"))
     assert agreed_format("auto", World(CPU), [CUDA, torch.device("cuda", 1)]) == ("fp16", "cuda:1 has no bf16")
     assert agreed_format("auto", World(CPU), [CUDA]) == ("bf16", "its own")
 

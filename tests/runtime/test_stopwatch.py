@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from multigpu_cli.monitor.meters import Meters
+from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.runtime.stopwatch import Stopwatch
 from tests.monitor.test_meters import Clock
 
@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def test_what_the_host_waits_for_the_gpu_is_no_wait_of_the_gpu(device: Device) -> None:
     """Steps of 100 ms on the device; the host needs 1 ms for a step, and 20 ms for the samples of each fifth one."""
-    meters = Meters(device_runs_ahead=True, clock=device.host)
+    meters = StepTimer(device_runs_ahead=True, clock=device.host)
     for number in range(10):
         with meters.waiting("data_wait"):
             device.host.pass_by(0.02 if number % 5 == 0 else 0.0)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import world as runtime_world
 from multigpu_cli.runtime.collectives import leave_to_watch
-from multigpu_cli.runtime.handshake import OwnGpu
-from multigpu_cli.runtime.world import Rendezvous, World, check_own_gpus, grouped, joined
-from tests.forked import exit_code
-from tests.gloo import each_rank
+from multigpu_cli.runtime.handshake import RankGpu
+from multigpu_cli.runtime.world import LaunchEnv, World, check_own_gpus, grouped, joined
+from tests.support.fork import exit_code
+from tests.support.ranks import each_rank
 
 TORCHRUN = {
     "RANK": "5",
@@ -31,12 +31,12 @@ TORCHRUN = {
 
 
 def test_without_a_launcher_there_is_no_meeting() -> None:
-    assert Rendezvous.from_environment({}) is None
-    assert Rendezvous.from_environment({"MASTER_ADDR": "node0", "LOCAL_RANK": "0"}) is None
+    assert LaunchEnv.from_environment({}) is None
+    assert LaunchEnv.from_environment({"MASTER_ADDR": "node0", "LOCAL_RANK": "0"}) is None
 
 
 def test_torchruns_variables_are_read() -> None:
-    assert Rendezvous.from_environment(TORCHRUN) == Rendezvous(
+    assert LaunchEnv.from_environment(TORCHRUN) == LaunchEnv(
         rank=5,
         size=8,
         local_rank=1,
@@ -51,7 +51,7 @@ def test_torchruns_variables_are_read() -> None:
 
 def test_another_launcher_may_leave_out_what_is_torchruns_own() -> None:
     plain = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    meeting = Rendezvous.from_environment(plain)
+    meeting = LaunchEnv.from_environment(plain)
     assert meeting is not None
     assert (meeting.local_size, meeting.attempt, meeting.agent_store, meeting.restarts_left) == (8, 0, False, 0)
 
@@ -59,14 +59,14 @@ def test_another_launcher_may_leave_out_what_is_torchruns_own() -> None:
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_half_set_environment_is_refused_by_name(name: str) -> None:
     with pytest.raises(RequestError, match=name) as refused:
-        Rendezvous.from_environment({key: value for key, value in TORCHRUN.items() if key != name})
+        LaunchEnv.from_environment({key: value for key, value in TORCHRUN.items() if key != name})
     assert "torchrun" in refused.value.remedy
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
 def test_a_variable_that_is_no_number_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match=r"must be numbers.*many"):
-        Rendezvous.from_environment(TORCHRUN | {name: "many"})
+        LaunchEnv.from_environment(TORCHRUN | {name: "many"})
 
 
 def test_rank_0_is_the_one_that_speaks() -> None:
@@ -84,7 +84,7 @@ def test_a_world_of_one_needs_no_group() -> None:
 @pytest.mark.parametrize("agent_store", [False, True])
 def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    meeting = Rendezvous(
+    meeting = LaunchEnv(
         rank=0,
         size=1,
         local_rank=0,
@@ -122,7 +122,7 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
 )
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_does(hosts: str, uuids: str, named: str) -> None:
     """A launcher that shows each rank one GPU may show all of them the same."""
-    gpus = tuple(OwnGpu(uuid, "H100") for uuid in uuids)
+    gpus = tuple(RankGpu(uuid, "H100") for uuid in uuids)
     world = World(torch.device("cuda", 0), 1, 4, 1, 4, hosts=tuple(hosts), gpus=gpus)
     if not named:
         return check_own_gpus(world)
@@ -143,7 +143,7 @@ def test_a_group_of_somebody_else_has_its_own_clock_again_afterwards() -> None:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
     def work(world: World) -> tuple[float, bool, float]:
-        before, meeting = clock(), Rendezvous(world.rank, 2, world.rank, 2, "", 0, 0, agent_store=False)
+        before, meeting = clock(), LaunchEnv(world.rank, 2, world.rank, 2, "", 0, 0, agent_store=False)
         with joined(meeting, world.device, timeout=30) as ours:
             leave_to_watch(ours)
             meanwhile = clock()
@@ -154,7 +154,7 @@ def test_a_group_of_somebody_else_has_its_own_clock_again_afterwards() -> None:
 
 def test_a_worker_ends_with_its_agent() -> None:
     """A killed agent must not leave workers behind that train beside the run that follows."""
-    meeting = Rendezvous(
+    meeting = LaunchEnv(
         rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=_free_port(), attempt=0, agent_store=False
     )
     read, write = os.pipe()
@@ -176,7 +176,7 @@ def test_a_worker_ends_with_its_agent() -> None:
 
 
 def test_the_tests_themselves_were_not_launched() -> None:
-    assert Rendezvous.from_environment(os.environ) is None
+    assert LaunchEnv.from_environment(os.environ) is None
 
 
 def _free_port() -> int:

@@ -7,7 +7,7 @@ from torch import nn
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies import buckets
 from multigpu_cli.strategies.buckets import DEFAULT_CAP, measured_cap
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 
 def test_a_small_model_is_not_measured_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.models.resnet import ResNet
 from multigpu_cli.strategies.buffers import StepBuffers
-from tests.operations import Operations
+from tests.support.op_counter import Operations
 
 
 def kept(value: Tensor) -> Tensor:

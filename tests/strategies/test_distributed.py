@@ -10,20 +10,20 @@ import torch.distributed as dist
 from torch import nn
 
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
-from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.models.build import in_channels_last
 from multigpu_cli.models.convnet import build
 from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.runtime.compiled import Compiled
+from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.distributed import Distributed
-from multigpu_cli.strategies.exact import Exact
+from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.single import Single
-from tests.gloo import each_rank
 from tests.strategies.one_step import network, reduce_step, state
+from tests.support.ranks import each_rank
 
 SHARES = {
     "even": BatchPlan(samples=24, micro_batch=4, global_batch=24, workers=3),
@@ -231,7 +231,7 @@ def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]
     """Weights after those steps."""
     model = Branching()
     wanted = CommunicationConfig(find_unused_parameters=True)
-    strategy: Strategy = Exact(model, world) if kind == "exact" else Single(model)
+    strategy: Strategy = ExactReduction(model, world) if kind == "exact" else Single(model)
     if kind == "ddp" and world.size > 1:
         strategy = Distributed(model, world, wanted)
     moved = build_optimizer(model, OptimizerConfig(name=optimizer, weight_decay=0.1))
@@ -304,7 +304,7 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
             pieces.append(len([node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]))
             return graph.forward
 
-        model = Compiled(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
+        model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
         model.size = lambda: 8
         strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
         with strategy.accumulating(last=True):

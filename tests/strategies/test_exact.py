@@ -12,10 +12,10 @@ from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.distributed import Distributed
-from multigpu_cli.strategies.exact import Exact
-from multigpu_cli.strategies.tree import Tree
-from tests.gloo import each_rank
+from multigpu_cli.strategies.exact import ExactReduction
+from multigpu_cli.strategies.reduction_tree import ReductionTree
 from tests.strategies.one_step import network, reduce_step
+from tests.support.ranks import each_rank
 
 ALONE = World(torch.device("cpu"))
 LEAVES = range(1, 18)
@@ -56,12 +56,12 @@ def gradient(strategy: Strategy, model: Vector, count: int, world: World) -> byt
 
 def every_count(world: World) -> list[bytes]:
     model = Vector(5)
-    strategy = Exact(model, world)
+    strategy = ExactReduction(model, world)
     return [gradient(strategy, model, count, world) for count in LEAVES]
 
 
 def by_definition(count: int) -> bytes:
-    tree: Tree[Tensor] = Tree(lambda left, right: left + right)
+    tree: ReductionTree[Tensor] = ReductionTree(lambda left, right: left + right)
     for number in range(count):
         tree.push(0, number, leaf(count, number))
     return tree.total().numpy().tobytes()
@@ -122,17 +122,17 @@ def steps(plan: BatchPlan, kind: Callable[[nn.Module, World], Strategy]) -> Call
     ids=["even", "uneven", "idle", "one"],
 )
 def test_buffers_have_the_bits_of_one_worker_too(workers: int, plan: BatchPlan) -> None:
-    expected = steps(plan, Exact)(ALONE)
-    assert each_rank(workers, steps(plan, Exact)) == [expected] * workers
+    expected = steps(plan, ExactReduction)(ALONE)
+    assert each_rank(workers, steps(plan, ExactReduction)) == [expected] * workers
 
 
 def test_it_is_the_gradient_of_the_global_batch() -> None:
     """Not only alike everywhere, but right."""
     plan = BatchPlan(samples=20, micro_batch=3, global_batch=20, workers=1)
     model, plain = network(norm=False), network(norm=False)
-    reduce_step(Exact(model, ALONE), plan, 0)
+    reduce_step(ExactReduction(model, ALONE), plan, 0)
     whole = BatchPlan(samples=20, micro_batch=20, global_batch=20, workers=1)
-    reduce_step(Exact(plain, ALONE), whole, 0)
+    reduce_step(ExactReduction(plain, ALONE), whole, 0)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
@@ -147,7 +147,7 @@ def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:
 
     def work(world: World) -> list[float]:
         model = Branch()
-        gradient(Exact(model, world), model, 4, world)
+        gradient(ExactReduction(model, world), model, 4, world)
         assert model.unused.grad is not None
         return model.unused.grad.tolist()  # type: ignore[no-any-return]
 
@@ -158,7 +158,7 @@ def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:
 def test_nothing_of_an_abandoned_step_is_left() -> None:
     """As after an out-of-memory in its second micro-batch."""
     model = Vector(5)
-    strategy = Exact(model, ALONE)
+    strategy = ExactReduction(model, ALONE)
     strategy.begin(3)
     strategy.callable(leaf(3, 0)).backward()
     strategy.micro_batch_done(0)
@@ -169,7 +169,7 @@ def test_nothing_of_an_abandoned_step_is_left() -> None:
 def test_a_nan_reaches_every_rank() -> None:
     def work(world: World) -> list[bool]:
         model = Vector(3)
-        strategy = Exact(model, world)
+        strategy = ExactReduction(model, world)
         strategy.begin(world.size)
         value = torch.full((3,), torch.nan if world.rank == 1 else 1.0)
         strategy.callable(value).backward()
@@ -211,7 +211,7 @@ def each_kind(world: World) -> dict[str, bytes]:
     for weight in FLOATING:
         for buffer in KINDS:
             model = Counting(weight, buffer)
-            strategy = Exact(model, world)
+            strategy = ExactReduction(model, world)
             gradients = [gradient(strategy, model, count, world) for count in (8, 7, 8, 7)]
             state = [value.flatten().view(torch.uint8).numpy().tobytes() for value in model.buffers()]
             found[f"{weight} with {buffer}"] = b"".join(gradients + state)
@@ -239,7 +239,7 @@ def test_a_model_in_two_formats() -> None:
 
     def work(world: World) -> list[bytes]:
         model, found = Both(), []
-        strategy = Exact(model, world)
+        strategy = ExactReduction(model, world)
         for count in (8, 7):
             found.append(gradient(strategy, model, count, world))
             assert model.narrow.grad is not None

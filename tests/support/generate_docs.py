@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m tests.support.generate_docs"
 EXTENSIONS = (
     "multigpu_cli.tasks.base:Task",
-    "multigpu_cli.tasks.base:Measured",
+    "multigpu_cli.tasks.base:BatchMetrics",
     "multigpu_cli.data.loader:Batch",
     "multigpu_cli.environments.base:EnvironmentGroup",
-    "multigpu_cli.environments.base:Stepped",
+    "multigpu_cli.environments.base:StepReturn",
     "multigpu_cli.environments.base:Discrete",
     "multigpu_cli.environments.base:Box",
 )

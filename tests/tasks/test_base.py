@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.base import Measured, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task
 from multigpu_cli.tasks.classification import Classification
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 CPU = torch.device("cpu")
 ALONE = World(CPU)
@@ -32,7 +32,7 @@ def evaluated(count: int, batch_size: int, precision: str = "off") -> Callable[[
 
     def work(world: World) -> Any:
         test = split(count)
-        source = Source(train=test, val=None, test=test, input_shape=(6,), num_classes=4)
+        source = DataSource(train=test, val=None, test=test, input_shape=(6,), num_classes=4)
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
         loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
@@ -78,16 +78,16 @@ class Counting(Task):
         loss: Tensor = model(batch.inputs).square().sum()
         return loss
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         self.seen_training = model.training
         assert not torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled(), "a table that the model keeps has to take part in training"
-        return Measured(batch.targets.sum().double(), torch.tensor([len(batch), 1]))
+        return BatchMetrics(batch.targets.sum().double(), torch.tensor([len(batch), 1]))
 
 
 def counting(world: World, count: int = 23) -> tuple[Any, Counting, nn.Module]:
     test = TensorDataset(torch.zeros(count, 2), torch.arange(count).float())
-    source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+    source = DataSource(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
     components, model = Counting(source, TaskConfig()), nn.Linear(2, 2).train()
     loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
     return components.evaluate(model, loader, world, Precision("off", CPU), 4), components, model
@@ -125,7 +125,7 @@ def test_workers_add_up_without_a_batch_of_their_own() -> None:
 class Scarce(Counting):
     """Batches of more than two samples don't fit on rank 1."""
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         if batch.index and len(batch) > 2:
             raise torch.OutOfMemoryError("out of memory (played)")
         return super().measure(model, batch)
@@ -134,7 +134,7 @@ class Scarce(Counting):
 def test_out_of_memory_on_one_rank_is_known_to_all() -> None:
     def work(world: World) -> Any:
         test = TensorDataset(torch.zeros(8, 2), torch.arange(8).float())
-        source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+        source = DataSource(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
         loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
         task, model, found = Scarce(source, TaskConfig()), nn.Linear(2, 2).train(), []
         for size in (4, 2):
@@ -150,15 +150,15 @@ def test_out_of_memory_on_one_rank_is_known_to_all() -> None:
 class Noisy(Counting):
     """What it measures depends on what it draws."""
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         drawn = torch.rand(()) + numpy.random.rand() + random.random()
-        return Measured(drawn.double(), torch.zeros(1, dtype=torch.int64))
+        return BatchMetrics(drawn.double(), torch.zeros(1, dtype=torch.int64))
 
 
 def test_what_a_model_draws_in_an_evaluation_does_not_depend_on_the_workers() -> None:
     def work(world: World) -> Any:
         test = TensorDataset(torch.zeros(12, 2), torch.zeros(12))
-        source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+        source = DataSource(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
         loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
         task, model = Noisy(source, TaskConfig()), nn.Linear(2, 2)
         torch.rand(world.rank)
@@ -171,7 +171,7 @@ def test_what_a_model_draws_in_an_evaluation_does_not_depend_on_the_workers() ->
 
 def test_a_loss_that_is_not_finite_is_told_not_hidden() -> None:
     test = TensorDataset(torch.zeros(8, 2), torch.tensor([1.0] * 7 + [float("nan")]))
-    source = Source(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
+    source = DataSource(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
     loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
     found = Counting(source, TaskConfig()).evaluate(nn.Linear(2, 2), loader, ALONE, Precision("off", CPU), 4)
     assert found.metrics["loss"] != found.metrics["loss"]

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.tasks.classification import Classification
@@ -20,8 +20,8 @@ def split(labels: list[int] | Tensor) -> TensorDataset:
     return TensorDataset(torch.zeros(len(targets), 2), targets)
 
 
-def source(train: TensorDataset, num_classes: int = CLASSES, names: tuple[str, ...] = ()) -> Source:
-    return Source(train=train, val=None, test=None, input_shape=(2,), num_classes=num_classes, class_names=names)
+def source(train: TensorDataset, num_classes: int = CLASSES, names: tuple[str, ...] = ()) -> DataSource:
+    return DataSource(train=train, val=None, test=None, input_shape=(2,), num_classes=num_classes, class_names=names)
 
 
 def task(names: tuple[str, ...] = (), **config: float) -> Classification:
@@ -124,7 +124,7 @@ def test_labels_that_are_no_classes_are_refused_before_training(labels: Tensor, 
 
 def test_other_splits_are_checked_too() -> None:
     good, bad = split([0, 1]), split([0, 9])
-    wrong = Source(train=good, val=None, test=bad, input_shape=(2,), num_classes=CLASSES)
+    wrong = DataSource(train=good, val=None, test=bad, input_shape=(2,), num_classes=CLASSES)
     with pytest.raises(RequestError, match="test labels reach from 0 to 9"):
         Classification(wrong, TaskConfig())
 

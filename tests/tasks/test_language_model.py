@@ -7,14 +7,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.language_model import LanguageModel
-from tests.gloo import each_rank
-from tests.own import sentences
+from tests.support.ranks import each_rank
+from tests.support.user_code import sentences
 
 CPU = torch.device("cpu")
 VAL = sentences("val", 3)
@@ -22,7 +22,7 @@ same = nn.Identity()
 
 
 def task(vocabulary: int = 5, **config: float) -> LanguageModel:
-    source = Source(train=VAL, val=VAL, test=None, input_shape=(9,), num_classes=vocabulary)
+    source = DataSource(train=VAL, val=VAL, test=None, input_shape=(9,), num_classes=vocabulary)
     return LanguageModel(source, TaskConfig(**config))  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
@@ -27,7 +27,7 @@ def drawn(count: int = 50) -> tuple[Tensor, Tensor]:
 
 def task(**config: float) -> tuple[MultiLabel, TensorDataset]:
     split = TensorDataset(*drawn())
-    source = Source(train=split, val=split, test=None, input_shape=(4,), num_classes=0, class_names=NAMES)
+    source = DataSource(train=split, val=split, test=None, input_shape=(4,), num_classes=0, class_names=NAMES)
     return MultiLabel(source, TaskConfig(**config)), split  # type: ignore[arg-type]
 
 

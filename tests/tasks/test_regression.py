@@ -7,13 +7,13 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.regression import Regression
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def drawn(*shape: int) -> tuple[Tensor, Tensor]:
 
 def task(split: TensorDataset | None = None, **args: str) -> Regression:
     split = split or TensorDataset(*drawn(4, 2))
-    source = Source(train=split, val=split, test=None, input_shape=(2,), num_classes=0)
+    source = DataSource(train=split, val=split, test=None, input_shape=(2,), num_classes=0)
     return Regression(source, TaskConfig(), **args)
 
 

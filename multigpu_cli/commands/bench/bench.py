@@ -14,14 +14,14 @@ from multigpu_cli.commands.bench.overlap import Overlap, measure_overlap, median
 from multigpu_cli.commands.bench.plot import draw_benchmark
 from multigpu_cli.commands.plan.measure import measure_worker
 from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, measure_interconnect
-from multigpu_cli.config.pinned import forgotten, with_settings
+from multigpu_cli.config.resume_rules import forgotten, with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.launch import run_cli
 from multigpu_cli.monitor.history import history_of
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.planning.speedup import Network, Row
+from multigpu_cli.planning.speedup import ForecastRow, Interconnect
 from multigpu_cli.runtime.devices import cores, usable_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
@@ -112,7 +112,7 @@ def run_benchmark(
     sides += [] if reason else [("dp", count) for count in workers if count > 1]
     runs_of: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
     overlaps: dict[int, list[Overlap | None]] = {count: [] for count in workers}
-    forecasts: dict[int, list[Row]] = {count: [] for count in workers}
+    forecasts: dict[int, list[ForecastRow]] = {count: [] for count in workers}
     wires = {1: NO_WIRE}
     length = steps or 0
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as name:
@@ -122,7 +122,7 @@ def run_benchmark(
                     alone = measure_worker(config, [count])
                     if alone.wire or count not in wires:  # one that is idle is measured once
                         wires[count] = alone.wire or measure_interconnect(count, config.device)
-                    forecasts[count] += forecast_rows(alone, config, [count], Network(wires[count]))
+                    forecasts[count] += forecast_rows(alone, config, [count], Interconnect(wires[count]))
                 length = length or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
                 folder = Path(name, f"{strategy}-{count}-{repetition}")
                 runs_of[strategy, count].append(run_trainer(config, strategy, count, length, folder, environ))
@@ -155,7 +155,11 @@ def why_no_dp(config: Config) -> str:
 
 
 def _summarize_runs(
-    strategy: str, runs: Sequence[Mapping[str, float]], rows: Sequence[Row], hidden: Overlap | None, first: float | None
+    strategy: str,
+    runs: Sequence[Mapping[str, float]],
+    rows: Sequence[ForecastRow],
+    hidden: Overlap | None,
+    first: float | None,
 ) -> BenchResult:
     """The medians over the repetitions.
 

@@ -17,7 +17,7 @@ from multigpu_cli.data.source import open_source
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.devices import cores, cuda, usable_gpus
-from multigpu_cli.tasks.sources import of_samples
+from multigpu_cli.tasks.open_data import of_samples
 
 _SECONDS = 3.0  # of each pass at most
 _ENOUGH = 0.95  # of the best rate

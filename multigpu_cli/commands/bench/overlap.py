@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from multigpu_cli.commands.plan.measure import build_rehearsed, iterate_micro_batches, limit_threads, threads_per_worker
-from multigpu_cli.config.pinned import forgotten, with_settings
+from multigpu_cli.config.resume_rules import forgotten, with_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.faults.drift import check_replicas
+from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.runtime.collectives import gathered
-from multigpu_cli.runtime.devices import Choice, choose, cores, cuda, usable_gpus, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous, joined
+from multigpu_cli.runtime.devices import Placement, choose, cores, cuda, usable_gpus, visible_gpus
+from multigpu_cli.runtime.world import LaunchEnv, joined
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds
@@ -50,7 +50,7 @@ def measure_overlap(config: Config, workers: int) -> Overlap | None:
     if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
         return None
     devices = cuda(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
-    return Overlap(*run_in_workers(Choice("ddp", devices, workers, "bench"), _run_worker, config)[0])
+    return Overlap(*run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0])
 
 
 def median_overlap(seen: list[Overlap | None]) -> Overlap | None:
@@ -69,7 +69,7 @@ def _run_worker(config: Config) -> tuple[float, float]:
     Raises:
         TrainingError: as a training would, or the replicas have drifted apart.
     """
-    meeting = Rendezvous.here()
+    meeting = LaunchEnv.here()
     own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
     choice = choose(own.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     device = choice.devices[0]

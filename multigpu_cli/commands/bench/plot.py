@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from multigpu_cli.monitor.picture_style import STYLE, colour, lettered
+from multigpu_cli.monitor.plot_style import STYLE, colour, lettered
 
 _SHADES = {"compute": "#9fc3da", "data": "#e0a458", "wire": "#d1495b", "stragglers": "#7b4fa3"}
 

@@ -13,9 +13,9 @@ from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.runtime.collectives import greatest
-from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
 from multigpu_cli.runtime.memory import is_out_of_memory
-from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.runtime.world import LaunchEnv, World, joined
 
 LONGEST_WAIT = 60.0  # seconds in a collective
 _ROUNDS = 5
@@ -44,7 +44,7 @@ def measure_allreduce(world: World) -> dict[str, Any]:
     }
 
 
-def measure_in_workers(choice: Choice) -> dict[str, Any]:
+def measure_in_workers(choice: Placement) -> dict[str, Any]:
     """Have `choice.launch` real workers measure.
 
     Raises:
@@ -55,7 +55,7 @@ def measure_in_workers(choice: Choice) -> dict[str, Any]:
 
 
 def _run_worker() -> dict[str, Any]:
-    meeting = Rendezvous.here()
+    meeting = LaunchEnv.here()
     choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     with joined(meeting, choice.devices[0], timeout=LONGEST_WAIT) as world:
         return measure_allreduce(world)

@@ -18,8 +18,8 @@ from multigpu_cli.errors import FAILED
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous, grouped, met
+from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import LaunchEnv, grouped, met
 
 _HOME = "checkpoints"
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
@@ -46,7 +46,7 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def run_job_checks(config: Config, environ: Mapping[str, str], meeting: Rendezvous) -> tuple[list[Finding], int]:
+def run_job_checks(config: Config, environ: Mapping[str, str], meeting: LaunchEnv) -> tuple[list[Finding], int]:
     """What can be found out under torchrun, of all its nodes; for rank 0 to show, and everybody's exit code."""
     choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     if blocked := nodes.check_store_connection(meeting):
@@ -112,20 +112,20 @@ def _list_peer_access(count: int) -> list[list[bool]] | None:
     return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
 
 
-def _check_devices(choice: Choice) -> Iterator[Finding]:
+def _check_devices(choice: Placement) -> Iterator[Finding]:
     if choice.devices[0].type != "cuda":
         yield Finding("host to GPU", "not checked", "no GPU")
     else:
         yield from map(allreduce.check_host_to_device, choice.devices)
 
 
-def _check_allreduce(choice: Choice) -> Iterator[Finding]:
+def _check_allreduce(choice: Placement) -> Iterator[Finding]:
     """Real workers: one for each GPU; with fewer than two of them, processes on the CPU."""
     if choice.devices[0].type == "cuda" and choice.launch < 2:
         yield Finding("all-reduce (nccl)", "not checked", "one GPU has nobody to talk to; on the CPU instead:")
     if choice.devices[0].type != "cuda" or choice.launch < 2:
         count = max(2, choice.launch)
-        choice = Choice("ddp", (torch.device("cpu"),) * count, count, "doctor")
+        choice = Placement("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
         measured = allreduce.measure_in_workers(choice)
     except WorkersFailed as failed:

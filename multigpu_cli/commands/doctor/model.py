@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from multigpu_cli.commands.doctor.findings import Finding
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.build import TrainComponents, build_components
@@ -16,7 +16,7 @@ from multigpu_cli.run.memory_probe import measure_peak_memory, probe_memory
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.sources import acts
+from multigpu_cli.tasks.open_data import acts
 
 _GIB = 2.0**30
 

@@ -19,11 +19,11 @@ from multigpu_cli.commands.doctor import connectivity
 from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.mark import mark_of
+from multigpu_cli.data.fingerprint import mark_of
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError, counted
 from multigpu_cli.run.data_check import group_ranks
-from multigpu_cli.runtime.world import Rendezvous, World
+from multigpu_cli.runtime.world import LaunchEnv, World
 
 _START = 60.0  # seconds for rank 0 to load torch
 _MEANING = {
@@ -53,7 +53,7 @@ def check_nodes(world: World, config: Config, environ: Mapping[str, str], here: 
         return list(judge_nodes(nodes, probe_connections(world, nodes, listener)))
 
 
-def check_store_connection(meeting: Rendezvous) -> Finding | None:
+def check_store_connection(meeting: LaunchEnv) -> Finding | None:
     """The agents have met at the rendezvous; the workers' store listens at another port."""
     until = time.monotonic() + _START
     while (way := connectivity.probe_port(meeting.address, meeting.port)).outcome == "refused":

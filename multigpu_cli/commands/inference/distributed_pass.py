@@ -11,16 +11,16 @@ from multigpu_cli.checkpoint.export import trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.schema import Config, DeviceConfig
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.unanswered import unanswered
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.unlabeled import unanswered
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_cli_in_workers
 from multigpu_cli.run.build import build_task
 from multigpu_cli.runtime.collectives import together
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.devices import choose, cores, visible_gpus
-from multigpu_cli.runtime.precision import Format, Precision, agreed_format
-from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agreed_format
+from multigpu_cli.runtime.world import LaunchEnv, World, joined
 from multigpu_cli.tasks.base import Task
 
 Result = TypeVar("Result")
@@ -68,7 +68,7 @@ def run_distributed(
     Raises:
         RequestError: the run can't be restored, or has no such split; the same on every rank.
     """
-    meeting = Rendezvous.from_environment(environ)
+    meeting = LaunchEnv.from_environment(environ)
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
     choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
     if choice.launch > 1:
@@ -87,14 +87,14 @@ def run_distributed(
         return result if world.main else None
 
 
-def _format(config: Config, world: World) -> Format:
+def _format(config: Config, world: World) -> PrecisionChoice:
     """The same on every worker; fp16 of a run on GPUs is no format for CPUs."""
     amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
     return agreed_format(amp, world, [world.device])
 
 
 def _prepare_pass(
-    request: InferenceRequest, origin: str, run: LoadedRun, world: World, number: Format, *, judged: bool
+    request: InferenceRequest, origin: str, run: LoadedRun, world: World, number: PrecisionChoice, *, judged: bool
 ) -> InferencePass:
     config, name = run.config, _choose_split(run.source, request.split, judged=judged)
     split: Dataset[Any] = getattr(run.source, name)
@@ -117,7 +117,7 @@ def _prepare_pass(
     )
 
 
-def _choose_split(source: Source, wanted: str | None, *, judged: bool) -> str:
+def _choose_split(source: DataSource, wanted: str | None, *, judged: bool) -> str:
     """The split that was asked for, else the first that there is: new samples, test, validation, training."""
     if judged and source.new is not None:
         raise RequestError("data.args.new: these samples have no targets to compare with", remedy="predict")

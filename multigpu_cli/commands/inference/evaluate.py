@@ -5,7 +5,7 @@ from typing import Any
 
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
 from multigpu_cli.commands.requests import InferenceRequest
-from multigpu_cli.monitor import result
+from multigpu_cli.monitor import format
 from multigpu_cli.monitor.journal import valid_json
 
 
@@ -30,10 +30,10 @@ def print_metrics(metrics: dict[str, Any], *, as_json: bool) -> None:
         print(valid_json(metrics, indent=2))
         return
     tables = {"per_class", "confusion"}
-    print(result.eval_line({name: value for name, value in metrics.items() if name not in tables | {"world_size"}}))
+    print(format.eval_line({name: value for name, value in metrics.items() if name not in tables | {"world_size"}}))
     if rows := metrics.get("per_class"):
         names = [str(row["class"]) for row in rows]
-        for line in result.class_table(rows, names):
+        for line in format.class_table(rows, names):
             print(line)
-        for line in result.confusion_table(metrics["confusion"], names) if "confusion" in metrics else ():
+        for line in format.confusion_table(metrics["confusion"], names) if "confusion" in metrics else ():
             print(line)

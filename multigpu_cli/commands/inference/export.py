@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.export import Trained, export_network, export_weights, trained_weights
+from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, trained_weights
 from multigpu_cli.commands.inference.load_run import load_run
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import valid_json
 from multigpu_cli.run.build import first_batch
-from multigpu_cli.tasks.sources import of_samples
+from multigpu_cli.tasks.open_data import of_samples
 
 _SAMPLES = 9
 
@@ -73,7 +73,7 @@ def print_export(export: Export, *, as_json: bool) -> None:
     print(export.checked)
 
 
-def _rebuild_model(weights: Trained, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
+def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
     """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
     run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
     of_samples(run.config, "export to this format (.safetensors and .pt do not)")
@@ -83,7 +83,7 @@ def _rebuild_model(weights: Trained, data_dir: str | None, *, own_code: bool) ->
     return run.model, inputs
 
 
-def _load_samples(config: Config, source: Source) -> object:
+def _load_samples(config: Config, source: DataSource) -> object:
     seed = config.reproducibility.seed
     loader = Loader(source.train, source, config.data, device=torch.device("cpu"), seed=seed, workers_here=1)
     try:

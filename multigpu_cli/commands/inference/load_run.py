@@ -8,17 +8,17 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.checkpoint.export import Trained
+from multigpu_cli.checkpoint.export import TrainedWeights
 from multigpu_cli.checkpoint.weights import check_fit
 from multigpu_cli.config.own_code import check_code
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.vocabulary import recalled
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build import init_model
-from multigpu_cli.tasks.sources import opened
+from multigpu_cli.tasks.open_data import opened
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class LoadedRun:
     """
 
     config: Config
-    source: Source
+    source: DataSource
     model: nn.Module
 
 
-def load_run(weights: Trained, changes: Mapping[str, Any], *, own_code: bool) -> LoadedRun:
+def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: bool) -> LoadedRun:
     """Open the run's dataset, build its network for it, and put the weights in.
 
     Args:
@@ -58,7 +58,7 @@ def load_run(weights: Trained, changes: Mapping[str, Any], *, own_code: bool) ->
     return _load_weights(config, source, weights)
 
 
-def load_run_without_data(weights: Trained, *, own_code: bool) -> LoadedRun:
+def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedRun:
     """The same by what the run has kept of its data, which need not be there: a source without samples.
 
     Raises:
@@ -74,11 +74,11 @@ def load_run_without_data(weights: Trained, *, own_code: bool) -> LoadedRun:
     tokens, shape = built_for.pop("vocabulary", None), tuple(built_for.pop("input_shape"))
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
     known = recalled(tokens) if tokens else None
-    source = Source(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
+    source = DataSource(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
     return _load_weights(config, source, weights)
 
 
-def _load_weights(config: Config, source: Source, found: Trained) -> LoadedRun:
+def _load_weights(config: Config, source: DataSource, found: TrainedWeights) -> LoadedRun:
     model = init_model(config, source)
     check_fit(model, found.state, str(found.origin))
     model.load_state_dict(found.state)
@@ -89,7 +89,7 @@ def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Confi
     return with_settings(Config(), {**changes, "own_code": own_code})
 
 
-def _merge_config(weights: Trained, changes: Mapping[str, Any]) -> Config:
+def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config:
     known = {key: value for key, value in weights.settings.items() if key in SETTINGS}
     if weights.model:
         known["model"] = weights.model

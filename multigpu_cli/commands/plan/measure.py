@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, line_through
-from multigpu_cli.planning.speedup import Wire, Work, buckets
+from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.memory_probe import probe_memory
 from multigpu_cli.run.profile import MicroBatchProfile, profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import gathered, greatest
-from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import LaunchEnv, World, joined
 from multigpu_cli.strategies.buckets import measured_cap
-from multigpu_cli.tasks.sources import of_samples
+from multigpu_cli.tasks.open_data import of_samples
 
 _SECONDS, _WARM_UP = 3.0, 3
 _WINDOW, _WINDOWS = 8, 9  # steps, and at most so many of them
@@ -50,8 +50,8 @@ class SingleWorkerProfile:
     """
 
     components: TrainComponents
-    works: dict[int, Work]
-    wire: Wire | None
+    works: dict[int, StepTimes]
+    wire: Link | None
     memory: Memory
     flops_per_sample: float
     note: str
@@ -89,7 +89,7 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
 
 def _measure_on_cores(
     components: TrainComponents, config: Config, counts: list[int]
-) -> tuple[dict[int, Work], Wire | None]:
+) -> tuple[dict[int, StepTimes], Link | None]:
     """The times of one of so many CPU workers, and the wire between the most of them that have a core each.
 
     Beyond the cores: those of one that has a core to itself, and the wire between as many as there are.
@@ -106,24 +106,24 @@ def _measure_on_cores(
     return works, wire
 
 
-def _measure_alone(components: TrainComponents) -> Work:
+def _measure_alone(components: TrainComponents) -> StepTimes:
     data, forward, backward, commit = median_step(_time_steps(components)[None])
-    return Work(data, forward, backward, commit, *_messages_of_step(components))
+    return StepTimes(data, forward, backward, commit, *_messages_of_step(components))
 
 
-def _measure_together(config: Config, workers: int) -> tuple[Work, Wire]:
+def _measure_together(config: Config, workers: int) -> tuple[StepTimes, Link]:
     """Several processes at once, which take their steps together.
 
     The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
     full of the step, and the threads that carry the bytes have to be woken).
     """
-    choice = Choice("ddp", (torch.device("cpu"),) * workers, workers, "plan")
+    choice = Placement("ddp", (torch.device("cpu"),) * workers, workers, "plan")
     messages, after, seconds = run_in_workers(choice, _run_worker, config)[0]
     data, forward, backward, commit, *sent = seconds
     points = list(zip(_message_sizes(messages, after), sent, strict=True))
     reduction = sum(sent if after else sent[:-1])  # training does not send those 8 bytes
-    work = Work(data, forward, backward, commit, messages, after, reduction)
-    return work, Wire.measured("gloo, between steps", workers, points, overlaps=False)
+    work = StepTimes(data, forward, backward, commit, messages, after, reduction)
+    return work, Link.measured("gloo, between steps", workers, points, overlaps=False)
 
 
 def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
@@ -150,10 +150,10 @@ def _messages_of_step(components: TrainComponents, world: World | None = None) -
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
     """Take steps together with the other workers: bytes of the messages, of what follows them, and the times."""
     cpu = torch.device("cpu")
-    with joined(Rendezvous.here(), cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
+    with joined(LaunchEnv.here(), cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
         own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
-        components, _ = build_rehearsed(own, Choice("single", (cpu,), 0, "plan"), alone, place)
+        components, _ = build_rehearsed(own, Placement("single", (cpu,), 0, "plan"), alone, place)
         with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
             messages, after = _messages_of_step(components, world)
             tensors = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
@@ -161,7 +161,7 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
         return messages, after, median_step(times)
 
 
-def build_rehearsed(config: Config, choice: Choice, world: World, folder: str) -> tuple[TrainComponents, str]:
+def build_rehearsed(config: Config, choice: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
     spec = resolve_spec(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
     components = build_components(spec, world)

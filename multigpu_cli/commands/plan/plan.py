@@ -14,14 +14,22 @@ from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_work
 from multigpu_cli.commands.requests import parse_positive
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.errors import RequestError, counted, did_you_mean
+from multigpu_cli.monitor.format import duration
 from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.monitor.result import duration
 from multigpu_cli.planning.memory import Memory
-from multigpu_cli.planning.speedup import ASSUMED, BETWEEN_MACHINES, Network, Row, Wire, forecast, where_it_ends
-from multigpu_cli.runtime.devices import Choice, cores, cuda, usable_gpus
+from multigpu_cli.planning.speedup import (
+    ASSUMED,
+    BETWEEN_MACHINES,
+    ForecastRow,
+    Interconnect,
+    Link,
+    forecast,
+    where_it_ends,
+)
+from multigpu_cli.runtime.devices import Placement, cores, cuda, usable_gpus
 
-NO_WIRE = Wire("none", 0.0, inf, "one worker needs none")
+NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
 _GIB = 2.0**30
 
 
@@ -50,7 +58,7 @@ class Forecast:
     memory: Memory
     micro_batch: int
     capacity: int | None
-    rows: list[Row]
+    rows: list[ForecastRow]
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,11 +114,11 @@ def forecast_rows(
     alone: SingleWorkerProfile,
     config: Config,
     counts: list[int],
-    network: Network,
+    network: Interconnect,
     *,
     noise_scale: float | None = None,
     price: float | None = None,
-) -> list[Row]:
+) -> list[ForecastRow]:
     """The table for these numbers of workers."""
     batches, schedule = alone.components.plan.batches, alone.components.plan.schedule
     return forecast(
@@ -128,13 +136,13 @@ def forecast_rows(
     )
 
 
-def measure_interconnect(workers: int, device: DeviceConfig) -> Wire:
+def measure_interconnect(workers: int, device: DeviceConfig) -> Link:
     """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
     ids = usable_gpus(device)
     devices = cuda(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, cores()))
-    measured = measure_in_workers(Choice("ddp", devices, len(devices), "plan"))
+    measured = measure_in_workers(Placement("ddp", devices, len(devices), "plan"))
     points = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])]
-    return Wire.measured(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
+    return Link.measured(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
 
 
 def save_plan(forecast: Forecast, folder: Path) -> None:
@@ -155,10 +163,10 @@ def print_plan(forecast: Forecast, *, as_json: bool) -> None:
     print(valid_json(forecast.as_dict(), indent=2) if as_json else "\n".join(_format_plan(forecast)))
 
 
-def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Network, str]:
+def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Interconnect, str]:
     chosen, device = request.interconnect, alone.components.spec.config.device
     if max(request.workers) == 1:
-        return Network(NO_WIRE), NO_WIRE.rests_on
+        return Interconnect(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
         one_gpu = len(usable_gpus(device)) == 1
         chosen = "pcie4" if one_gpu else "measured"
@@ -166,15 +174,17 @@ def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[N
         inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
         if max(request.workers) > request.per_node:
             rests_on = f"assumed: {between.rests_on} between machines of {request.per_node}; {inside.rests_on} within"
-            return Network(inside, between, request.per_node), rests_on
-        return Network(between), f"assumed: {between.rests_on}"
+            return Interconnect(inside, between, request.per_node), rests_on
+        return Interconnect(between), f"assumed: {between.rests_on}"
     wire = (
         (alone.wire or measure_interconnect(max(request.workers), device)) if chosen == "measured" else ASSUMED[chosen]
     )
-    return Network(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
+    return Interconnect(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
 
 
-def _collect_notes(alone: SingleWorkerProfile, config: Config, request: PlanRequest, rows: list[Row]) -> Iterator[str]:
+def _collect_notes(
+    alone: SingleWorkerProfile, config: Config, request: PlanRequest, rows: list[ForecastRow]
+) -> Iterator[str]:
     if alone.note:
         yield alone.note
     if alone.components.world.device.type == "cpu" and max(request.workers) > cores():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.resume_rules import settings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.history import PLAN, History, history_of
 

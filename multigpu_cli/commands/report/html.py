@@ -9,7 +9,7 @@ from multigpu_cli.commands.report import tables
 from multigpu_cli.commands.report.data import RunData
 from multigpu_cli.commands.report.plots import Picture
 from multigpu_cli.commands.report.tables import ReportTable, pick_headline
-from multigpu_cli.monitor.picture_style import colour
+from multigpu_cli.monitor.plot_style import colour
 
 _CSS = """
 :root { color-scheme: light; --ink: #22303c; --soft: #5d6d7e; --line: #dfe4e8; --back: #f5f7f8; }

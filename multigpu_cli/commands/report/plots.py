@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from multigpu_cli.commands.report.data import RunData, Series, smooth_values
-from multigpu_cli.monitor.picture_style import INK, STYLE, colour, lettered
+from multigpu_cli.monitor.plot_style import INK, STYLE, colour, lettered
 
 _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
 _SIZE = (4.4, 2.9)  # inches

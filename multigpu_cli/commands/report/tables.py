@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from multigpu_cli.commands.report.data import RunData
-from multigpu_cli.config.pinned import settings
+from multigpu_cli.config.resume_rules import settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import counted
-from multigpu_cli.monitor.result import duration, label, measure, number
+from multigpu_cli.monitor.format import duration, label, measure, number
 from multigpu_cli.planning.memory import Memory
 
 Row = tuple[str, list[str]]

@@ -4,12 +4,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.faults.stop import StopRequest
-from multigpu_cli.faults.watch import Watch
+from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.memory_probe import warm_up
@@ -17,7 +17,7 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import assemble_run
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import Choice, cores
+from multigpu_cli.runtime.devices import Placement, cores
 from multigpu_cli.runtime.world import World
 
 Measured = dict[str, Any]
@@ -38,9 +38,9 @@ class SelftestProcess:
     """
 
     config: Config
-    choice: Choice
+    choice: Placement
     world: World
-    source: Source
+    source: DataSource
     workers: int
     steps: int
     exact: bool = True
@@ -50,7 +50,7 @@ class SelftestProcess:
     def alone(self) -> "SelftestProcess":
         """The same without the other workers."""
         config, device = with_settings(self.config, {"num_workers": 0}), self.world.device
-        return replace(self, config=config, choice=Choice("single", (device,), 0, "selftest"), world=World(device))
+        return replace(self, config=config, choice=Placement("single", (device,), 0, "selftest"), world=World(device))
 
     def components(self, **overrides: Any) -> TrainComponents:
         """Everything that learns, built afresh."""
@@ -64,7 +64,7 @@ class SelftestProcess:
     def run(self, stack: ExitStack, **overrides: Any) -> Run:
         """A run that is ready for its first step."""
         components = self.components(**overrides)
-        watch = Watch(self.world, components.config.fault.hang_timeout, lambda error: None)
+        watch = Watchdog(self.world, components.config.fault.hang_timeout, lambda error: None)
         return assemble_run(components, Console("silent"), StopRequest(), watch, stack)
 
 

@@ -11,16 +11,16 @@ import yaml
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.serialize import packed, unpacked
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, run_checks
 from multigpu_cli.commands.selftest.measure import measure_all
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
 from multigpu_cli.config import rules
-from multigpu_cli.config.kinds import integer
-from multigpu_cli.config.pinned import with_settings
+from multigpu_cli.config.resume_rules import with_settings
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.sources import explicit_dump
-from multigpu_cli.data.base import Source
+from multigpu_cli.config.types import integer
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.source import open_source
@@ -29,11 +29,11 @@ from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_cli_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.devices import Choice, choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
 from multigpu_cli.runtime.precision import agreed_format
-from multigpu_cli.runtime.world import Rendezvous, World, joined
+from multigpu_cli.runtime.world import LaunchEnv, World, joined
+from multigpu_cli.tasks.open_data import of_samples
 from multigpu_cli.tasks.registry import TASKS
-from multigpu_cli.tasks.sources import of_samples
 
 _WORKERS = 2
 _LONGEST_WAIT = 120.0  # seconds in a collective; a test is not worth ten minutes
@@ -57,11 +57,11 @@ class Report:
         return all(verdict.holds is not False for verdict in self.verdicts)
 
 
-Launcher = Callable[[Config, Choice, Path], None]
+Launcher = Callable[[Config, Placement, Path], None]
 """Starts as many workers as the choice says, has each `measure_as_worker`, and waits for them."""
 
 
-def start_workers(config: Config, choice: Choice, folder: Path) -> None:
+def start_workers(config: Config, choice: Placement, folder: Path) -> None:
     """Run the workers by torch's elastic agent, through the front door.
 
     Raises:
@@ -91,7 +91,7 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
         folder = Path(name)
         process = _make_process(
-            fixed, source, Choice("single", (device,), 0, "selftest"), World(device), workers, length, folder
+            fixed, source, Placement("single", (device,), 0, "selftest"), World(device), workers, length, folder
         )
         process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
         alone = measure_all(process, lambda measured: None)
@@ -120,7 +120,7 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
 
 def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None:
     """What a started worker does: join the others, and take part."""
-    meeting = Rendezvous.from_environment(environ)
+    meeting = LaunchEnv.from_environment(environ)
     if meeting is None:
         raise RequestError("--results is for the workers that selftest starts", remedy="leave it out")
     choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
@@ -128,7 +128,7 @@ def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None
         measure_as_worker(config, folder, choice, world)
 
 
-def measure_as_worker(config: Config, folder: Path, choice: Choice, world: World) -> None:
+def measure_as_worker(config: Config, folder: Path, choice: Placement, world: World) -> None:
     """Measure as one of several workers, and leave what was found in the folder."""
     task = json.loads((folder / "task.json").read_text())
     batch = Batch(**unpacked((folder / "batch.pt").read_bytes(), "batch.pt"))
@@ -159,7 +159,7 @@ def print_report(report: Report, *, as_json: bool) -> None:
     print("all hold" if report.holds else f"{wrong} of {len(report.verdicts)} do not hold")
 
 
-def prepare_run(config: Config, workers: int, steps: int) -> tuple[Source, Config]:
+def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, Config]:
     """A short piece of the data whose epochs end in a short batch, and the settings with the global batch fixed.
 
     Raises:
@@ -181,7 +181,7 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[Source, Confi
     return source, replace(fixed, explicit=explicit - {"save_dir"})
 
 
-def shorten_source(source: Source, micro_batch: int, global_batch: int, workers: int) -> Source:
+def shorten_source(source: DataSource, micro_batch: int, global_batch: int, workers: int) -> DataSource:
     """Two full batches and a short one to train on, a few batches to evaluate."""
     half_of_them = -(-global_batch // micro_batch) // 2 * micro_batch
     short = min(half_of_them + max(2, micro_batch // 2), max(1, global_batch - 1))
@@ -210,7 +210,7 @@ def _parse_steps(text: str) -> int:
         raise RequestError(f"--steps {error}") from error
 
 
-def _choose_devices(config: Config) -> Choice:
+def _choose_devices(config: Config) -> Placement:
     """Several GPUs where there are enough, else the CPU."""
     if config.model.sync_bn:
         raise RequestError(
@@ -234,7 +234,7 @@ def _why_no_exact(config: Config) -> str:
 
 
 def _make_process(
-    config: Config, source: Source, choice: Choice, world: World, workers: int, steps: int, folder: Path
+    config: Config, source: DataSource, choice: Placement, world: World, workers: int, steps: int, folder: Path
 ) -> SelftestProcess:
     home = folder / f"{world.size}-workers"
     home.mkdir(exist_ok=True)
@@ -243,7 +243,7 @@ def _make_process(
 
 
 def _measure_workers(
-    config: Config, choice: Choice, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
+    config: Config, choice: Placement, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
 ) -> list[Measured]:
     """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
     if any(alone["reference"][which]["missing"] for which in ("first", "last")):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.packing import packed, unpacked
+from multigpu_cli.checkpoint.serialize import packed, unpacked
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess

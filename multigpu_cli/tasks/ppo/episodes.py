@@ -9,9 +9,9 @@ from torch import Tensor
 from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.ppo.acting import Acting
-from multigpu_cli.tasks.ppo.collecting import Network
+from multigpu_cli.tasks.ppo.env_source import EnvSource
 from multigpu_cli.tasks.ppo.policy import Policy
+from multigpu_cli.tasks.ppo.rollout import Network
 
 _LONGEST = 1_000_000  # steps
 _TOGETHER = 32  # episodes that are played as one batch, on any number of workers
@@ -24,7 +24,7 @@ class Episodes:
         size: how many episodes.
     """
 
-    def __init__(self, source: Acting, split: str, world: World, size: int) -> None:
+    def __init__(self, source: EnvSource, split: str, world: World, size: int) -> None:
         self.source, self.split, self.world, self.size = source, split, world, size
         self.where = "played"
         self._groups: dict[int, EnvironmentGroup] = {}

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multigpu_cli.tasks.ppo.settings import Settings
+from multigpu_cli.tasks.ppo.settings import PPOSettings
 
 FIGURES = ("kl", "clip_fraction", "entropy", "policy_loss", "value_loss")
 
 
-class Decisions(NamedTuple):
+class RolloutBatch(NamedTuple):
     """What was decided during a rollout, and what came of it: all (…,), actions (…, *shape)."""
 
     actions: Tensor
@@ -21,7 +21,7 @@ class Decisions(NamedTuple):
 
 
 def losses(
-    log_probabilities: Tensor, entropies: Tensor, values: Tensor, then: Decisions, settings: Settings
+    log_probabilities: Tensor, entropies: Tensor, values: Tensor, then: RolloutBatch, settings: PPOSettings
 ) -> tuple[Tensor, Tensor]:
     """(…,) losses, and (5, …) FIGURES of each decision, detached (Schulman et al. 2017, equations 7 and 9).
 

@@ -6,7 +6,7 @@ from multigpu_cli.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PPOSettings:
     """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; defaults as in CleanRL's ppo.py).
 
     Attributes:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Moments:
+class RunningMoments:
     """Count, mean and squared deviations of k quantities, kept up by Chan's parallel update (Chan et al. 1979).
 
     Attributes:

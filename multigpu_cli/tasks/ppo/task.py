@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import Source
-from multigpu_cli.data.feed import Feed
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import collected, together, total
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve import evaluating
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.base import Evaluation, Measured, Task
-from multigpu_cli.tasks.ppo.acting import Acting
+from multigpu_cli.tasks.base import BatchMetrics, Evaluation, Task
+from multigpu_cli.tasks.ppo.env_source import EnvSource
 from multigpu_cli.tasks.ppo.episodes import Episodes
 from multigpu_cli.tasks.ppo.objective import losses
 from multigpu_cli.tasks.ppo.policy import policy_of
-from multigpu_cli.tasks.ppo.rollouts import Rollouts
-from multigpu_cli.tasks.ppo.settings import Settings
+from multigpu_cli.tasks.ppo.settings import PPOSettings
+from multigpu_cli.tasks.ppo.stream import RolloutStream
 
 
 class PPO(Task):
@@ -38,14 +38,14 @@ class PPO(Task):
 
     expects = "outputs (T, n, k), values (T, n) and memory (n, S), for observations (T, n, …), begun (T, n), memory"
 
-    def __init__(self, source: Source, config: TaskConfig, **args: Any) -> None:
+    def __init__(self, source: DataSource, config: TaskConfig, **args: Any) -> None:
         super().__init__(source, config)
-        if not isinstance(source, Acting):
+        if not isinstance(source, EnvSource):
             raise RequestError("--task ppo acts in environments, and there is only a dataset", remedy="another --task")
-        self.acting, self.settings, self.policy = source, Settings(**args), policy_of(source.action)
+        self.acting, self.settings, self.policy = source, PPOSettings(**args), policy_of(source.action)
 
-    def feed(self, config: DataConfig, world: World, seed: int) -> Feed:
-        self.rollouts = Rollouts(self.acting, self.policy, world, seed, lambda: self.moved())
+    def feed(self, config: DataConfig, world: World, seed: int) -> BatchStream:
+        self.rollouts = RolloutStream(self.acting, self.policy, world, seed, lambda: self.moved())
         return self.rollouts
 
     def loader(self, split: str, config: DataConfig, world: World, seed: int) -> Episodes:
@@ -80,14 +80,14 @@ class PPO(Task):
         self.rollouts.told.step(seen.slot, batch.index, figures)
         return loss.sum()
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         seen = batch.inputs
         outputs, values, memory = model(seen.observations, seen.begun, seen.memory)
         found = [tuple(value.shape) for value in (outputs, values, memory)]
         wanted = [(*seen.begun.shape, self.policy.outputs), tuple(seen.begun.shape), tuple(seen.memory.shape)]
         if found != wanted:
             raise ValueError(f"outputs, values and memory of shapes {found}, not {wanted}")
-        return Measured(values.double().sum(), torch.zeros(1, dtype=torch.int64))
+        return BatchMetrics(values.double().sum(), torch.zeros(1, dtype=torch.int64))
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["reward"],)
@@ -136,6 +136,6 @@ class PPO(Task):
     def pictures(self, found: dict[str, Any]) -> dict[str, bytes]:
         if "equity_curve" not in found:
             return {}
-        from multigpu_cli.monitor.equity_picture import drawn  # matplotlib, and only where there is something to draw
+        from multigpu_cli.monitor.equity_plot import drawn  # matplotlib, and only where there is something to draw
 
         return {"equity_curve.png": drawn(**found["equity_curve"])}

@@ -28,11 +28,11 @@ from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.planning.speedup import Wire
+from multigpu_cli.planning.speedup import Link
 from multigpu_cli.runtime import devices
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 
-OWN = {"data": "tests.own:tensors", "model": "tests.own:net"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
 
 def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,10 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
 def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
     monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
-    chosen: list[Choice] = []
+    chosen: list[Placement] = []
 
     def started(*words: Any) -> None:
-        chosen.extend(word for word in words if isinstance(word, Choice))
+        chosen.extend(word for word in words if isinstance(word, Placement))
         raise InterruptedError
 
     monkeypatch.setattr(overlap_module, "run_in_workers", started)
@@ -97,7 +97,9 @@ def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypa
 
 def test_a_real_run_is_read(tmp_path: Path) -> None:
     """The planted millisecond of each sample is the data share; the request says all that the user said."""
-    config = resolve(OWN | {"data": "tests.own:SlowItems", "batch_size": "10", "num_workers": "0"}, [], None)
+    config = resolve(
+        OWN | {"data": "tests.support.user_code:SlowItems", "batch_size": "10", "num_workers": "0"}, [], None
+    )
     found = run_trainer(config, "single", 1, 16, tmp_path / "a", os.environ)
     assert found["data"] > 0.5
     assert (found["wire"], found["stragglers"]) == (0, 0)
@@ -144,7 +146,7 @@ def test_what_is_made_of_the_runs(
 
     monkeypatch.setattr(bench, "run_trainer", planted)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure.cores", lambda: 1)
-    monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Wire("planted", 0.0, 1e30, "planted"))
+    monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Link("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "measure_overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
     monkeypatch.setattr(bench, "why_no_dp", lambda config: "")
     found = run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1, 2], 10, 3, {})

@@ -14,7 +14,7 @@ from multigpu_cli.errors import RequestError
 def test_a_planted_millisecond_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone at most a thousand samples a second; two processes fetch more than one."""
     monkeypatch.setattr(loading, "cores", lambda: 2)
-    found = measure_loading(resolve({"data": "tests.own:SlowItems", "batch_size": "5"}, [], None), 1)
+    found = measure_loading(resolve({"data": "tests.support.user_code:SlowItems", "batch_size": "5"}, [], None), 1)
     assert list(found.rates) == [0, 1, 2]
     assert 200 < found.rates[0][0] < 1000
     assert found.rates[2][0] > found.rates[0][0]
@@ -27,7 +27,7 @@ def test_fewer_processes_are_advised_where_they_are_enough() -> None:
 
 
 def test_data_in_memory_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--data", "tests.own:tensors", "--data-only", "--repetitions", "1"]
+    words = ["--data", "tests.support.user_code:tensors", "--data-only", "--repetitions", "1"]
     assert main_multi_gpu.run(["bench", *words]) == 0
     assert "--num-workers has no effect" in capsys.readouterr().out
     assert main_multi_gpu.run(["bench", *words, "--json"]) == 0
@@ -35,7 +35,9 @@ def test_data_in_memory_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_epoch_of_one_batch_has_a_rate_too() -> None:
-    (rate,) = measure_loading(resolve({"data": "tests.own:tensors", "batch_size": "2000"}, [], None), 1).rates[0]
+    (rate,) = measure_loading(
+        resolve({"data": "tests.support.user_code:tensors", "batch_size": "2000"}, [], None), 1
+    ).rates[0]
     assert rate > 1000
 
 

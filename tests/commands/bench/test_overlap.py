@@ -13,12 +13,17 @@ from multigpu_cli.commands.bench import overlap as overlap_module
 from multigpu_cli.commands.bench.overlap import Overlap, compare_reductions, measure_overlap, median_overlap
 from multigpu_cli.commands.plan.measure import build_rehearsed
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.faults.drift import check_replicas
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.faults.replica_check import check_replicas
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
-OWN = {"data": "tests.own:tensors", "model": "tests.own:net", "batch_size": "10", "lr": "0.01"}
+OWN = {
+    "data": "tests.support.user_code:tensors",
+    "model": "tests.support.user_code:net",
+    "batch_size": "10",
+    "lr": "0.01",
+}
 
 
 def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
@@ -32,7 +37,7 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
         return real(value, *args, **named)
 
     def work(world: World) -> list[float]:
-        choice = Choice("ddp", (torch.device("cpu"),), 0, "test")
+        choice = Placement("ddp", (torch.device("cpu"),), 0, "test")
         components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
         first = [p.detach().clone() for p in components.trainable_parameters]
         strategy = components.strategy
@@ -59,7 +64,7 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
 
 def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(world: World) -> list[list[float]]:
-        choice, found = Choice("ddp", (torch.device("cpu"),), 0, "test"), []
+        choice, found = Placement("ddp", (torch.device("cpu"),), 0, "test"), []
         for apart in (True, False):
             components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
             if not apart:  # every step is DDP's own

@@ -10,7 +10,7 @@ from torch import Tensor
 from multigpu_cli.commands.doctor import allreduce
 from multigpu_cli.commands.doctor.allreduce import judge_allreduce, measure_allreduce
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
 
 def test_three_workers_measure_themselves_and_their_pairs() -> None:

@@ -1,4 +1,4 @@
-"""Interfaces and TCP probes; firewalls are in tests/together/test_doctor_nodes.py."""
+"""Interfaces and TCP probes; firewalls are in tests/distributed/test_doctor_nodes.py."""
 
 import errno
 import socket

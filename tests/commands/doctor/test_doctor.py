@@ -14,16 +14,16 @@ from multigpu_cli.commands.doctor.findings import Finding, format_findings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.devices import Choice
-from tests.gloo import each_rank
-from tests.nvml import Nvml, a100
+from multigpu_cli.runtime.devices import Placement
+from tests.support.fake_nvml import Nvml, a100
+from tests.support.ranks import each_rank
 
-OWN = {"data": "tests.own:tensors", "model": "tests.own:net"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def workers(choice: Choice, function: Any) -> dict[int, Any]:
+    def workers(choice: Placement, function: Any) -> dict[int, Any]:
         return dict(enumerate(each_rank(choice.launch, allreduce.measure_allreduce)))
 
     monkeypatch.setattr(allreduce, "run_in_workers", workers)
@@ -46,14 +46,16 @@ def test_without_a_gpu_the_rest_is_checked(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.usefixtures("forked")
 def test_with_a_model_it_is_tried() -> None:
     found = {finding.name: finding for finding in run_checks(resolve(OWN, [], None), {})}
-    assert found["model"].evidence.startswith("tests.own:net, 179 parameters: --batch-size 32 runs on the CPU")
+    assert found["model"].evidence.startswith(
+        "tests.support.user_code:net, 179 parameters: --batch-size 32 runs on the CPU"
+    )
     with pytest.raises(RequestError, match="--model"):
-        run_checks(resolve(OWN | {"model": "tests.own:nothing"}, [], None), {})
+        run_checks(resolve(OWN | {"model": "tests.support.user_code:nothing"}, [], None), {})
 
 
 @pytest.mark.usefixtures("forked")
 def test_workers_that_fail_are_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def failing(choice: Choice, function: Any) -> None:
+    def failing(choice: Placement, function: Any) -> None:
         raise WorkersFailed(1, "rank 1 was ended by SIGKILL")
 
     monkeypatch.setattr(allreduce, "run_in_workers", failing)

@@ -8,7 +8,7 @@ import pytest
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.commands.doctor.gpus import GpuProcessInfo, MachineFacts, check_gpus
 from multigpu_cli.monitor.gpu import driver, gpus, links
-from tests.nvml import GIB, Nvml, a100, t4
+from tests.support.fake_nvml import GIB, Nvml, a100, t4
 
 SOFTWARE = MachineFacts(
     python="3.12.1", torch="2.11.0", cuda="12.4", nccl="2.27.3", architectures=("sm_75", "sm_80", "sm_90")

@@ -1,4 +1,4 @@
-"""What the facts of several nodes say; how they come by is in tests/together/test_doctor_nodes.py."""
+"""What the facts of several nodes say; how they come by is in tests/distributed/test_doctor_nodes.py."""
 
 from collections.abc import Mapping
 from typing import Any

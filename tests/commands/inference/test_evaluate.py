@@ -9,7 +9,7 @@ import torch
 
 import main_multi_gpu
 from tests.commands.several import outputs
-from tests.trained import trained
+from tests.support.run_training import trained
 
 OWN = ["--own-code", "--json"]
 
@@ -50,7 +50,7 @@ def test_any_number_of_workers_finds_the_same(run: Path, capsys: pytest.CaptureF
 def test_other_arguments_of_the_data_and_another_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "run", *OWN, "--split", "train", "--set", "data.args.train=33", "--batch-size", "7")
     assert (found["split"], found["samples"]) == ("train", 33)
-    found = told(capsys, "run", *OWN, "--data", "tests.own:Items")
+    found = told(capsys, "run", *OWN, "--data", "tests.support.user_code:Items")
     assert found["samples"] == 22
 
 
@@ -67,9 +67,16 @@ def test_people_see_the_metrics_and_the_tables(run: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run"], "names code that this command does not: --data tests.own:tensors, --model tests.own:net"),
+        (
+            ["run"],
+            "names code that this command does not: --data tests.support.user_code:tensors, "
+            "--model tests.support.user_code:net",
+        ),
         (["nowhere"], "nowhere: there is no such file or folder"),
-        (["run", "--own-code", "--data", "tests.own:no_validation", "--split", "val"], "--split val: the data has"),
+        (
+            ["run", "--own-code", "--data", "tests.support.user_code:no_validation", "--split", "val"],
+            "--split val: the data has",
+        ),
         (["run", "--set", "epochs=3"], "--set epochs: only the data can differ"),
         (["run", "--split", "tset"], "--split must be train or val or test, not 'tset'"),
         (["run", "--own-code", "--data", "digits"], "gives other classes, scales or tokens"),
@@ -93,7 +100,13 @@ def test_a_policy_plays_the_episodes_of_the_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    acting = {"data": "tests.acting:corridor", "task": "ppo", "model": "actor-critic", "num_envs": 2, "epochs": 1}
+    acting = {
+        "data": "tests.support.toy_env:corridor",
+        "task": "ppo",
+        "model": "actor-critic",
+        "num_envs": 2,
+        "epochs": 1,
+    }
     final = trained(**acting, save_dir="acted", sets=["task.args.rollout=16"]).summary["final"]
     found = told(capsys, "acted", *OWN)
     assert (found["samples"], found["reward"], found["length"]) == (20, final["test_reward"], final["test_length"])

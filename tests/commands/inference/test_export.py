@@ -11,8 +11,8 @@ import main_multi_gpu
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.commands.inference.export import export_run
 from multigpu_cli.errors import RequestError
-from tests.own import net
-from tests.trained import trained
+from tests.support.run_training import trained
+from tests.support.user_code import net
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 import main_multi_gpu
 from tests.commands.several import outputs
-from tests.together.launcher import alone, ran
-from tests.trained import trained
+from tests.distributed.launcher import alone, ran
+from tests.support.run_training import trained
 
 
 @pytest.fixture(autouse=True)

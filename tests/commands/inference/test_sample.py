@@ -9,7 +9,7 @@ from torch import nn
 
 import main_multi_gpu
 from multigpu_cli.models.generate import generate
-from tests.trained import trained
+from tests.support.run_training import trained
 
 
 class Next(nn.Module):

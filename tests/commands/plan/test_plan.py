@@ -18,12 +18,12 @@ from multigpu_cli.commands.plan.plan import parse_plan_request
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.speedup import Wire
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.planning.speedup import Link
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.gloo import each_rank
+from tests.support.ranks import each_rank
 
-OWN = {"data": "tests.own:tensors", "model": "tests.run.test_profile:plain"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_profile:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:
@@ -41,7 +41,7 @@ def test_memory_and_arithmetic_are_those_of_the_network() -> None:
 def test_a_planted_sleep_is_in_the_time_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN_PAUSE", "0.01")
     monkeypatch.setattr(measure, "_SECONDS", 0)
-    (work,) = measure_worker(resolve(OWN | {"model": "tests.own:net"}, [], None), [1]).works.values()
+    (work,) = measure_worker(resolve(OWN | {"model": "tests.support.user_code:net"}, [], None), [1]).works.values()
     assert 0.01 < work.forward < 0.05
     assert work.backward < work.forward
 
@@ -68,7 +68,9 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
 def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
     monkeypatch.setattr(measure, "cores", lambda: 2)
-    alone = measure_worker(resolve(OWN | {"model": "tests.own:net", "batch_size": "20"}, [], None), [1, 2, 4])
+    alone = measure_worker(
+        resolve(OWN | {"model": "tests.support.user_code:net", "batch_size": "20"}, [], None), [1, 2, 4]
+    )
     model, two = alone.components.state.model, alone.works[2]
     assert two.messages == (4 * sum(p.numel() for p in model.parameters()),)
     assert two.after == 8 * sum(buffer.numel() for buffer in model.buffers()) > 0
@@ -152,7 +154,9 @@ def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytes
 
     def taken(world: World) -> list[float]:
         torch.set_num_threads(1)
-        components, _ = measure.build_rehearsed(config, Choice("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path))
+        components, _ = measure.build_rehearsed(
+            config, Placement("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path)
+        )
         with closing(components.loaders.train):
             messages = [torch.zeros(1), torch.zeros(2)]
             rows = islice(measure._steps(components, world.size, messages), 8)
@@ -188,7 +192,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
-    def forked(choice: Choice, function: Any) -> dict[int, Any]:
+    def forked(choice: Placement, function: Any) -> dict[int, Any]:
         return dict(enumerate(each_rank(choice.launch, allreduce.measure_allreduce)))
 
     real = torch.distributed.all_reduce
@@ -201,7 +205,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", late)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
     wire = plan.measure_interconnect(2, DeviceConfig())
-    assert isinstance(wire, Wire)
+    assert isinstance(wire, Link)
     assert 0.0025 <= wire.latency < 0.02
     assert not wire.overlaps, "the cores that carry the bytes are those that compute"
     assert "measured here: gloo, 2 workers" in wire.rests_on

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from multigpu_cli.commands.report import plots
 from multigpu_cli.commands.report.data import load_runs
 from multigpu_cli.commands.report.plots import draw_plots
-from multigpu_cli.monitor.picture_style import STYLE
+from multigpu_cli.monitor.plot_style import STYLE
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
 
 

@@ -9,9 +9,9 @@ import pytest
 import main_multi_gpu
 from multigpu_cli.commands.report.report import make_report_dir, write_report
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.picture_style import colour
-from tests.browser import pixels, screenshot
+from multigpu_cli.monitor.plot_style import colour
 from tests.commands.runs import interrupted_run, run_folder
+from tests.support.browser import pixels, screenshot
 
 
 def test_one_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,13 +21,13 @@ from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute
 from multigpu_cli.commands.selftest.selftest import Report, measure_as_worker, print_report, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.base import Source
+from multigpu_cli.data.base import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests import tiny_data
-from tests.gloo import each_rank
+from tests.support import tiny_datasets
+from tests.support.ranks import each_rank
 
 ROOT = Path(main_multi_gpu.__file__).parent
 HERE = f"{__name__}"
@@ -100,11 +100,11 @@ def tensors() -> TensorDataset:
     return TensorDataset(torch.randn(80, 1, 4, 4, generator=generator), torch.arange(80) % 3)
 
 
-def in_forks(config: Config, choice: Choice, folder: Path) -> None:
+def in_forks(config: Config, choice: Placement, folder: Path) -> None:
     """As the agent would start the workers, but forked from this test: torch is imported already."""
 
     def worker(world: World) -> None:
-        measure_as_worker(config, folder, Choice("ddp", choice.devices[:1], 0, "a test"), world)
+        measure_as_worker(config, folder, Placement("ddp", choice.devices[:1], 0, "a test"), world)
 
     try:
         each_rank(choice.launch, worker)
@@ -217,9 +217,9 @@ def test_what_cannot_be_tested_is_refused(
 
 
 def test_an_epoch_of_the_shortened_data_ends_in_a_short_batch() -> None:
-    def sized(count: int) -> Source:
+    def sized(count: int) -> DataSource:
         data = TensorDataset(torch.zeros(count, 2), torch.zeros(count))
-        return Source(train=data, val=None, test=None, input_shape=(2,), num_classes=2)
+        return DataSource(train=data, val=None, test=None, input_shape=(2,), num_classes=2)
 
     for count, micro_batch, whole in [(10_000, 32, 128), (128, 32, 128), (40, 8, 40), (7, 1, 4), (30, 32, 64)]:
         short = selftest.shorten_source(sized(count), micro_batch, whole, 2)
@@ -394,7 +394,7 @@ def test_a_planted_fault_is_exit_code_1(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "data"),
-    [("digits", None), ("har", tiny_data.har), ("mnist", tiny_data.mnist)],
+    [("digits", None), ("har", tiny_datasets.har), ("mnist", tiny_datasets.mnist)],
 )
 def test_recipes_hold(recipe: str, data: Callable[[Path], Path] | None, tmp_path: Path) -> None:
     folder = ["--data-dir", str(data(tmp_path / "data"))] if data else []

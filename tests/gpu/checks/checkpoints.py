@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from multigpu_cli import engine
-from multigpu_cli.checkpoint.packing import tensors_in
+from multigpu_cli.checkpoint.serialize import tensors_in
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.monitor import journal
-from multigpu_cli.runtime.devices import Choice
+from multigpu_cli.runtime.devices import Placement
 from tests.gpu.front_door import ALONE, command, figures, run, same_weights
 from tests.gpu.in_process import train
 from tests.gpu.machine import ROOT, patience, simulated
@@ -41,7 +41,7 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
         try:
             flags = {"model": "mlp", "max_steps": "70", "checkpoint_every": str(_EVERY), "keep": "100", "ema": "0.9"}
             sets = (f"model.args.width={width}", "model.args.depth=4")
-            train(folder / str(number), Choice("single", (device,), 0, "one GPU"), sets, **flags)
+            train(folder / str(number), Placement("single", (device,), 0, "one GPU"), sets, **flags)
         finally:
             engine.save_checkpoint = real
         for step, tensors in live.items():

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.devices import Choice
-from multigpu_cli.runtime.world import Rendezvous
+from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.world import LaunchEnv
 from tests.gpu.front_door import DIGITS, GOOD_ENOUGH, finished, holds, launcher, run, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 
@@ -49,7 +49,7 @@ def two_gloo_ranks_on_one_gpu(folder: Path) -> dict[str, Any]:
 
 def data_parallel_twice(folder: Path) -> dict[str, Any]:
     """DataParallel over [0, 0]: the command line refuses to name a GPU twice."""
-    choice = Choice("dp", (GPU, GPU), 0, "DataParallel over [0, 0]")
+    choice = Placement("dp", (GPU, GPU), 0, "DataParallel over [0, 0]")
     summary = train(folder, choice, amp="bf16", batch_size="16", **DIGITS)
     check_device(summary, "dp", "bf16")
     assert summary["devices"] == 2, summary
@@ -60,9 +60,9 @@ def data_parallel_twice(folder: Path) -> dict[str, Any]:
 
 def one_of_two_ranks(folder: str) -> None:
     """What torchrun starts for `two_gloo_ranks_on_one_gpu`."""
-    meeting = Rendezvous.here()
+    meeting = LaunchEnv.here()
     config = resolve({"amp": "bf16", "batch_size": "16", "save_dir": folder, **DIGITS}, [], None)
-    choice = Choice("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
+    choice = Placement("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
     console = Console("silent" if meeting and meeting.rank else "normal", json=True)
     engine.run(config, choice, meeting, console, last_words=raise_again)
 

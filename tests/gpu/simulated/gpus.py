@@ -2,7 +2,7 @@
 
     alone(work)                          work(sim) in a forked process with two GPUs; what it returned
     each_rank(2, work)                   work(sim, world) on two ranks, rank n on cuda:n, with "nccl" between them
-    trained(2, prepare=look, **flags)    a whole run, as tests/trained.py has it; look(sim) in each rank before it
+    trained(2, prepare=look, **flags)    a whole run, as in support/run_training.py; look(sim) in each rank before it
     front_door("--multi-gpu", "ddp")     main_multi_gpu.py (torchrun=2: under torchrun) as a process of its own
     machine=Machine.of(4, memory=2**20)  in all of them: other GPUs; Machine((Gpu(…), Gpu(…))) for unlike ones
     CUDA_VISIBLE_DEVICES                 in the environment leaves some of them out, as on a real machine
@@ -34,13 +34,13 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.runtime.world import World
-from tests import gloo
 from tests.gpu.simulated import build
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Machine
 from tests.gpu.simulated.record import Event
-from tests.trained import Ended
-from tests.trained import trained as trained_anywhere
+from tests.support import ranks
+from tests.support.run_training import Ended
+from tests.support.run_training import trained as trained_anywhere
 
 TWO = Machine()
 _ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +53,7 @@ def alone(work: Callable[[Simulated], Any], machine: Machine = TWO) -> Any:
         return install(machine)
 
     _required()
-    return gloo.each_rank(1, work, join)[0]  # type: ignore[arg-type]
+    return ranks.each_rank(1, work, join)[0]  # type: ignore[arg-type]
 
 
 def each_rank(size: int, work: Callable[[Simulated, World], Any], machine: Machine = TWO) -> list[Any]:
@@ -63,12 +63,12 @@ def each_rank(size: int, work: Callable[[Simulated, World], Any], machine: Machi
         sim, device = install(machine), torch.device("cuda", rank)
         torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl", store=meeting, rank=rank, world_size=size, timeout=gloo.TIMEOUT, device_id=device
+            "nccl", store=meeting, rank=rank, world_size=size, timeout=ranks.TIMEOUT, device_id=device
         )
         return sim, World(device, rank, size, rank, size)
 
     _required()
-    return gloo.each_rank(size, lambda joined: work(*joined), join)  # type: ignore[misc]
+    return ranks.each_rank(size, lambda joined: work(*joined), join)  # type: ignore[misc]
 
 
 def trained(
@@ -78,7 +78,7 @@ def trained(
     prepare: Callable[[Simulated], object] = lambda sim: None,
     **request: Any,
 ) -> Ended:
-    """Train on so many workers, each a forked process; see tests/trained.py for the rest."""
+    """Train on so many workers, each a forked process; see tests/support/run_training.py for the rest."""
     _required()
     return trained_anywhere(workers, prepare=lambda: prepare(install(machine)), **request)
 

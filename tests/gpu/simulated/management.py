@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.gpu.simulated.machine import Machine
-from tests.nvml import Error, Nvml, a100
+from tests.support.fake_nvml import Error, Nvml, a100
 
 
 class Planted(Nvml):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_jobs import jobs
-from benchmarks.pairs import ROOT
+from benchmarks.gpu_workloads import jobs
+from benchmarks.paired_timing import ROOT
 from tests.gpu.simulated import build
 from tests.gpu.simulated.machine import Machine
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from multigpu_cli import engine
-from multigpu_cli.checkpoint.packing import packed
+from multigpu_cli.checkpoint.serialize import packed
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights
 from multigpu_cli.checkpoint.writer import Writer

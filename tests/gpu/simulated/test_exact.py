@@ -7,12 +7,18 @@ import pytest
 
 from tests.gpu.simulated import gpus
 from tests.gpu.simulated.machine import Gpu, Machine
-from tests.trained import trained
+from tests.support.run_training import trained
 
 SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
 RUNS: dict[str, dict[str, Any]] = {
     "perceptron": {"epochs": 1},
-    "attention": {"data": "tests.own:sentences", "model": "gpt", "task": "language-model", "epochs": 1, "sets": SMALL},
+    "attention": {
+        "data": "tests.support.user_code:sentences",
+        "model": "gpt",
+        "task": "language-model",
+        "epochs": 1,
+        "sets": SMALL,
+    },
     "convolution": {"data": "digits", "model": "convnet", "max_steps": 4, "ema": "0.9", "max_grad_norm": 0.1},
     "sgd": {"optimizer": "sgd", "epochs": 1},
 }

@@ -53,7 +53,7 @@ HALVED = {"batch_size": 20, "global_batch_size": 20}
 
 @pytest.mark.parametrize(("batch", "halvings"), [(HALVED, 1), ({"batch_size": "auto"}, 0)], ids=["halved", "auto"])
 def test_what_did_not_fit_is_not_the_peak_of_what_goes_on(batch: dict[str, Any], halvings: int, tmp_path: Path) -> None:
-    flags = batch | {"max_steps": 4, "log_interval": 1, "multi_gpu": "none", "data": "tests.own:tensors"}
+    flags = batch | {"max_steps": 4, "log_interval": 1, "multi_gpu": "none", "data": "tests.support.user_code:tensors"}
     ended = trained(1, save_dir=str(tmp_path), model="tests.gpu.simulated.test_monitoring:Hungry", **flags)
     assert (ended.error, [fault["kind"] for fault in ended.summary["faults"]]) == ("", ["out of memory"] * halvings)
     assert all(fault["step"] > 0 for fault in ended.summary["faults"])
@@ -76,7 +76,7 @@ class Seeds(nn.Module):
 
 
 def test_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
-    flags = {"multi_gpu": "dp", "max_steps": 3, "data": "tests.own:tensors", "batch_size": 6}
+    flags = {"multi_gpu": "dp", "max_steps": 3, "data": "tests.support.user_code:tensors", "batch_size": 6}
     flags |= {"model": "tests.gpu.simulated.test_monitoring:Seeds", "save_dir": str(tmp_path / "run")}
     ended = trained(1, **flags, sets=[f"model.args.file={tmp_path / 'seeds'}"])
     assert (ended.error, ended.summary["strategy"]) == ("", "dp")
@@ -97,7 +97,12 @@ def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:
         dist.ProcessGroup.abort = noted(dist.ProcessGroup.abort, "aborted")  # type: ignore[method-assign]
         dist.destroy_process_group = noted(dist.destroy_process_group, "destroyed")
 
-    flags = {"model": "tests.greedy:net", "data": "tests.own:tensors", "batch_size": 10, "epochs": 4}
+    flags = {
+        "model": "tests.support.oom_model:net",
+        "data": "tests.support.user_code:tensors",
+        "batch_size": 10,
+        "epochs": 4,
+    }
     sets = ["model.args.after=6", "model.args.limit=5", "model.args.rank=1"]
     ended = trained(2, prepare=note_end, save_dir=str(tmp_path / "run"), **flags, sets=sets)
     assert "rank 1 ran out of memory at step" in ended.error

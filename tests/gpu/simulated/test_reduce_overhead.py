@@ -9,7 +9,7 @@ import torch
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
-from tests.runtime.test_compiled import in_graphs
+from tests.runtime.test_compile import in_graphs
 
 RUN: dict[str, Any] = {"batch_size": 5, "global_batch_size": 20, "epochs": 2, "amp": "off", "num_workers": 0}
 

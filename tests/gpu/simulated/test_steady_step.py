@@ -19,7 +19,7 @@ STEADY = 3  # by then optimizer states and the like are made, and DDP has dealt 
 BASE: dict[str, Any] = {"batch_size": 8, "epochs": 2, "save_dir": "run", "schedule": "constant", "warmup_epochs": 0}
 DIGITS = {"data": "digits", "model": "mlp", "batch_size": 128, "global_batch_size": 500}
 SMALL = {"sets": ["model.args.depth=1", "model.args.heads=2", "model.args.width=16"]}
-TEXT = {"data": "tests.own:sentences", "model": "gpt", "task": "language-model"} | SMALL
+TEXT = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"} | SMALL
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "data on the host": (1, DIGITS | {"data_on_device": "off", "amp": "off", "optimizer": "sgd"}),
     "fp16, average": (1, DIGITS | {"amp": "fp16", "ema": "0.9", "nonfinite": "stop"}),
     "exact": (1, DIGITS | {"model": "convnet", "exact": True, "amp": "off", "max_grad_norm": "off"}),
-    "sample by sample": (1, {"data": "tests.own:Items", "num_workers": 0}),
+    "sample by sample": (1, {"data": "tests.support.user_code:Items", "num_workers": 0}),
     "tokens, clipped": (1, TEXT | {"max_grad_norm": "0.1"}),
     "dp": (1, DIGITS | {"multi_gpu": "dp", "ema": "0.9"}),
     "ddp, average": (2, DIGITS | {"model": "convnet", "ema": "0.9", "grad_compression": "bf16"}),

@@ -9,7 +9,7 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo import episodes
 from multigpu_cli.tasks.ppo.episodes import Episodes
 from multigpu_cli.tasks.ppo.policy import policy_of
-from tests.tasks.ppo.test_acting import opened
+from tests.tasks.ppo.test_env_source import opened
 
 CPU = torch.device("cpu")
 

@@ -5,20 +5,20 @@ from math import exp
 import pytest
 import torch
 
-from multigpu_cli.tasks.ppo.objective import FIGURES, Decisions, losses
-from multigpu_cli.tasks.ppo.settings import Settings
+from multigpu_cli.tasks.ppo.objective import FIGURES, RolloutBatch, losses
+from multigpu_cli.tasks.ppo.settings import PPOSettings
 
 
-def story(dtype: torch.dtype) -> tuple[Decisions, torch.Tensor]:
+def story(dtype: torch.dtype) -> tuple[RolloutBatch, torch.Tensor]:
     draws = torch.Generator().manual_seed(5)
     then = torch.randn(4, 200, generator=draws, dtype=torch.float64)
     now = torch.randn(3, 200, generator=draws, dtype=torch.float64) * 0.3
     now[0] += then[0]
     now[2] += then[1]
-    return Decisions(torch.zeros(200), *then.to(dtype)), now.to(dtype)
+    return RolloutBatch(torch.zeros(200), *then.to(dtype)), now.to(dtype)
 
 
-def by_definition(now: list[float], then: list[float], settings: Settings) -> list[float]:
+def by_definition(now: list[float], then: list[float], settings: PPOSettings) -> list[float]:
     (log_probability, entropy, value), (before, old_value, advantage, goal) = now, then
     ratio = exp(log_probability - before)
     limited = min(max(ratio, 1 - settings.clip), 1 + settings.clip)
@@ -35,7 +35,7 @@ def by_definition(now: list[float], then: list[float], settings: Settings) -> li
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_losses_are_those_of_the_definition(value_clip: float, dtype: torch.dtype, within: float) -> None:
-    settings = Settings(value_clip=value_clip, clip=0.1)
+    settings = PPOSettings(value_clip=value_clip, clip=0.1)
     then, now = story(dtype)
     found, figures = losses(*now, then, settings)
     rows = zip(now.T.tolist(), torch.stack(then[1:]).T.tolist(), strict=True)
@@ -47,10 +47,10 @@ def test_losses_are_those_of_the_definition(value_clip: float, dtype: torch.dtyp
 
 
 def test_nothing_pulls_at_a_ratio_that_has_been_clipped_and_figures_carry_no_gradient() -> None:
-    settings = Settings(entropy_weight=0.0, value_weight=0.0)
+    settings = PPOSettings(entropy_weight=0.0, value_weight=0.0)
     moved = torch.tensor([1.0, 1.0, -1.0, -1.0], requires_grad=True)
     nothing = torch.zeros(4)
-    then = Decisions(nothing, nothing, nothing, torch.tensor([1.0, -1.0, 1.0, -1.0]), nothing)
+    then = RolloutBatch(nothing, nothing, nothing, torch.tensor([1.0, -1.0, 1.0, -1.0]), nothing)
     loss, figures = losses(moved, nothing, nothing, then, settings)
     loss.sum().backward()
     assert moved.grad is not None

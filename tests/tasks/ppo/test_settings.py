@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.ppo.settings import Settings
+from multigpu_cli.tasks.ppo.settings import PPOSettings
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from multigpu_cli.tasks.ppo.settings import Settings
 )
 def test_a_wrong_number_is_named(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=rf"task\.args\.{words}"):
-        Settings(**wrong)
+        PPOSettings(**wrong)

@@ -2,12 +2,12 @@
 
 import torch
 
-from multigpu_cli.tasks.ppo.statistics import Moments, summed
+from multigpu_cli.tasks.ppo.statistics import RunningMoments, summed
 
 
 def test_moments_are_those_of_everything_at_once_and_an_empty_part_changes_nothing() -> None:
     values = torch.randn(90, 3, dtype=torch.float64) * torch.tensor([1.0, 10.0, 1e-3]) + 5
-    moments = Moments(3)
+    moments = RunningMoments(3)
     assert moments.deviation.tolist() == [1, 1, 1]
     moments.add(torch.stack([summed(values[:20]), torch.zeros(7), summed(values[20:50])]))
     moments.add(summed(values[50:])[None])
@@ -16,6 +16,6 @@ def test_moments_are_those_of_everything_at_once_and_an_empty_part_changes_nothi
 
 
 def test_what_does_not_move_is_not_scaled() -> None:
-    moments = Moments(1)
+    moments = RunningMoments(1)
     moments.add(summed(torch.full((9, 1), 4.0))[None])
     assert (float(moments.mean), float(moments.deviation)) == (4.0, 1.0)

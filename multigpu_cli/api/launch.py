@@ -1,0 +1,153 @@
+"""Where a run from Python takes place: this process's rank and devices, or processes that are started for it."""
+
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from multigpu_cli import engine
+from multigpu_cli.api.settings import MultiGPUConfig, in_python
+from multigpu_cli.checkpoint.run_folder import with_folder
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.launch import run_in_workers
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.user_objects import UserObjects
+from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.world import LaunchEnv, World
+
+
+def meeting_of(config: MultiGPUConfig) -> LaunchEnv | None:
+    """Who this process is: as torchrun says, as a process group says that is there already, or as the config says.
+
+    Raises:
+        RequestError: the config says otherwise than the launcher, or names a rank whose others nobody has started.
+    """
+    meeting = LaunchEnv.here()
+    if meeting is None and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = rank if config.local_rank is None else config.local_rank
+        meeting = LaunchEnv(rank, size, local, size, "", 0, attempt=0, agent_store=False)
+    if meeting is None and config.rank is not None and (config.world_size or 1) > 1:
+        meeting = LaunchEnv.joining(config.rank, config.world_size or 1, config.local_rank)
+    if meeting is None:
+        return None
+    facts = {"world_size": meeting.size, "rank": meeting.rank, "local_rank": meeting.local_rank}
+    for name, fact in facts.items():
+        if getattr(config, name) not in (None, fact):
+            raise RequestError(
+                f"{name}={getattr(config, name)}, but the launcher says {fact}",
+                remedy=f"leave {name} out: it is read from the environment",
+            )
+    return meeting
+
+
+def choice_of(config: MultiGPUConfig, frozen: Config, meeting: LaunchEnv | None) -> Placement:
+    """Strategy and devices.
+
+    Raises:
+        RequestError: devices that are not there, or a backend that they don't have.
+    """
+    device, gpus = frozen.device, visible_gpus()
+    if meeting is None and config.rank is None and (config.world_size or 1) > 1:
+        device = replace(device, nproc_per_node=config.world_size)
+    try:
+        choice = choose(replace(device, gpu_ids=None) if meeting else device, gpus=gpus, cpus=cores(), meeting=meeting)
+    except RequestError as error:
+        raise in_python(error) from error
+    ids = config.device_ids
+    if meeting and ids:
+        if absent := [number for number in ids if not 0 <= number < gpus]:
+            seen = f"{gpus} are visible" if gpus else "no GPU is visible"
+            raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")
+        if gpus > 1 and meeting.local_rank >= len(ids):
+            raise RequestError(f"device_ids {ids}: {meeting.local_size} processes here need as many GPUs")
+        choice = choice._replace(devices=(torch.device("cuda", ids[meeting.local_rank] if gpus > 1 else 0),))
+    if config.backend == "nccl" and choice.devices[0].type == "cpu":
+        raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
+    seconds = config.timeout.total_seconds() if config.timeout else None
+    return choice._replace(backend=config.backend, timeout=seconds)
+
+
+def run_here(
+    config: Config, choice: Placement, meeting: LaunchEnv | None, user_objects: UserObjects, screen: str
+) -> dict[str, Any]:
+    """The engine's `run` in this process; returns the summary."""
+    try:
+        speaker = console(screen, meeting)
+        return engine.run(config, choice, meeting, speaker, last_words=last_words, user_objects=user_objects)
+    except RequestError as error:
+        raise in_python(error) from error
+
+
+def run_in_processes(config: Config, choice: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
+    """The same in `choice.launch` processes of this machine that get copies of the objects; the weights come back.
+
+    Raises:
+        RequestError: objects that can't be sent to another process.
+    """
+    config = with_folder(config)
+    try:
+        ForkingPickler.dumps(user_objects)
+    except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
+        raise RequestError(
+            f"{choice.because}: model, data, loss or optimizer can't be sent to other processes ({error})",
+            remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
+            "the top of a module, no lambdas",
+        ) from error
+    answers = run_in_workers(
+        choice,
+        _worker,
+        config,
+        choice.backend,
+        choice.timeout,
+        user_objects,
+        screen,
+        max_restarts=config.fault.max_restarts,
+    )
+    summary, problem, remedy = answers[0]
+    if problem:
+        raise in_python(RequestError(problem, remedy=remedy))
+    if summary["status"] == "completed":
+        user_objects.load_weights(summary["save_dir"], World(torch.device("cpu")))
+    return dict(summary)
+
+
+def _worker(
+    config: Config, backend: str | None, timeout: float | None, user_objects: UserObjects, screen: str
+) -> tuple[dict[str, Any], str, str]:
+    """One process of a self-launched run: summary, or problem and remedy of a wrong request, which all ranks find."""
+    meeting = LaunchEnv.here()
+    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
+        tensor.data = tensor.data.clone()  # it came in memory that all processes share
+    if user_objects.optimizer:
+        user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
+    try:
+        return (
+            run_here(config, choice._replace(backend=backend, timeout=timeout), meeting, user_objects, screen),
+            "",
+            "",
+        )
+    except RequestError as error:
+        return {}, error.problem, error.remedy
+
+
+def console(screen: str, meeting: LaunchEnv | None) -> Console:
+    """Speaks on rank 0."""
+    return Console("silent" if meeting and meeting.rank else screen)  # type: ignore[arg-type]
+
+
+def last_words(error: TrainingError) -> None:
+    """For a process that ends where no exception can be raised any more."""
+    Console("quiet", sys.stderr).error(f"error: {error}")
+
+
+def folder_of(summary: dict[str, Any]) -> Path:
+    """The run folder."""
+    return Path(summary["save_dir"])

@@ -1,0 +1,94 @@
+"""`MultiGPUTrainingManager`: a training loop of the user's own, by epochs or steps."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from multigpu_cli.api.fault_tolerance import FaultToleranceManager
+from multigpu_cli.api.metrics import MetricsCollector
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
+from multigpu_cli.api.trainers import TRAINERS, MultiGPUTrainer, TrainLoader
+
+
+class MultiGPUTrainingManager:
+    """Trains in a loop of the user's own; as a context manager it finishes the run at the end.
+
+    Attributes:
+        trainer: does the work: `trainer.train_step(batch)`.
+        metrics: a MetricsCollector with one entry per epoch.
+        fault_tolerance: a FaultToleranceManager.
+    """
+
+    def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        self.config = config or MultiGPUConfig()
+        self.trainer = MultiGPUTrainer(self.config)
+        self.metrics = MetricsCollector()
+        self.fault_tolerance = FaultToleranceManager(self.trainer)
+
+    def setup_training(
+        self, model: nn.Module, dataset: Dataset[Any], val_dataset: Dataset[Any] | None = None, **more: Any
+    ) -> tuple[nn.Module, TrainLoader, Any]:
+        """Freeze the config and build or resume the run; returns model, training loader, validation loader or None.
+
+        Args:
+            more: criterion, optimizer, scheduler, scheduler_step, test_dataset, as for MultiGPUTrainer.setup.
+
+        Raises:
+            RequestError: something does not fit; nothing was written.
+        """
+        self.trainer = TRAINERS.get(TrainingMode.named(self.config.training_mode), MultiGPUTrainer)(self.config)
+        self.fault_tolerance = FaultToleranceManager(self.trainer)
+        return self.trainer.setup(model, dataset, val_dataset, **more)
+
+    def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
+        """As MultiGPUTrainer.train_epoch; the epoch goes into `metrics`."""
+        found = self.trainer.train_epoch(train_loader, epoch)
+        if self.trainer.run is not None:
+            self.metrics.record(found["loss"], self.trainer.run.observer.meters)
+        return found
+
+    def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
+        """As MultiGPUTrainer.validate_epoch."""
+        return self.trainer.validate_epoch(val_loader)
+
+    def finish(self) -> dict[str, Any]:
+        """As MultiGPUTrainer.finish."""
+        return self.trainer.finish()
+
+    def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]]) -> str:
+        """A Markdown table over several results of `train_with_multi_gpu`, or summaries, by name."""
+        return comparison(results)
+
+    _generate_comparison_report = generate_comparison_report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.trainer.__exit__(*error)
+
+
+def comparison(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A Markdown table: what was measured, one line for each result; nothing is estimated."""
+    head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
+    rows, base = [], None
+    for name, result in results.items():
+        found = result.get("summary", result)
+        rate = found.get("samples_per_second")
+        base = base or rate
+        peaks = found.get("peak_memory_bytes")
+        peak = max(peaks) / 2**30 if peaks else None
+        loss = result.get("final_loss", found.get("final", {}).get("train_loss"))
+        numbers = (found.get("strategy"), found.get("devices"), rate, found.get("train_seconds"), loss, peak)
+        rows.append((name, *numbers, rate / base if rate and base else None))
+    lines = [head, ("---",) * len(head), *(tuple(map(_cell, row)) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

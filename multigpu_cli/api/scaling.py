@@ -1,0 +1,121 @@
+"""Batch sizes, starting several processes, and what more GPUs would bring."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from multigpu_cli.api.settings import TrainingMode
+from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.launch import run_in_workers
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
+from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+
+
+def optimize_batch_size_for_multi_gpu(
+    base_batch_size: int, gpu_count: int, strategy: str | TrainingMode = "auto"
+) -> dict[str, Any]:
+    """What a batch size per GPU makes of a step, by arithmetic; `batch_size="auto"` measures what fits into memory.
+
+    Returns:
+        base_batch_size, batch_per_gpu, effective_batch_size (samples per optimizer step), gpu_count, scaling_factor,
+        strategy (single, dp or ddp), learning_rate_factor: linear for SGD and sqrt for Adam's family.
+    """
+    if base_batch_size < 1 or gpu_count < 1:
+        raise RequestError(f"base_batch_size={base_batch_size}, gpu_count={gpu_count}: at least 1 each")
+    mode = TrainingMode.named(strategy)
+    count = 1 if mode is TrainingMode.SINGLE_GPU else gpu_count
+    name = "single" if count == 1 else "dp" if mode is TrainingMode.DATA_PARALLEL else "ddp"
+    return {
+        "base_batch_size": base_batch_size,
+        "batch_per_gpu": base_batch_size,
+        "effective_batch_size": base_batch_size * count,
+        "gpu_count": count,
+        "scaling_factor": count,
+        "strategy": name,
+        "learning_rate_factor": {"linear": float(count), "sqrt": count**0.5},
+    }
+
+
+def launch_distributed_training(
+    function: Callable[..., Any], num_gpus: int | None = None, *arguments: Any, max_restarts: int = 0
+) -> list[Any]:
+    """Call a function in one process per GPU (on CPU: two), as torchrun starts them; what each returned, by rank.
+
+    Args:
+        function: at the top of a module; in it, `train_with_multi_gpu` and the others find their rank by themselves, so
+            unlike that of mp.spawn it gets no rank.
+        num_gpus: processes; None is one per GPU.
+        arguments: of the function; they are sent to the processes, so no lambdas among them.
+
+    Raises:
+        RequestError: fewer GPUs than processes.
+        WorkersFailed: some call raised.
+    """
+    wanted = DeviceConfig(multi_gpu="ddp", nproc_per_node=num_gpus)
+    choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    answers = run_in_workers(choice, function, *arguments, max_restarts=max_restarts)
+    return [answers[rank] for rank in sorted(answers)]
+
+
+def estimate_training_speedup(
+    num_gpus: int | Sequence[int] = (1, 2, 4, 8),
+    *,
+    parameters: int,
+    forward_seconds: float,
+    backward_seconds: float,
+    batch_size: int,
+    data_seconds: float = 0.0,
+    commit_seconds: float = 0.0,
+    samples: int = 1_000_000,
+    wire: str = "nvlink4",
+    price: float | None = None,
+) -> list[dict[str, Any]]:
+    """A forecast from the measured times of one GPU and a model of the wire (planning.speedup), never a measurement.
+
+    `multigpu plan` measures these times itself. No efficiency is assumed.
+
+    Args:
+        parameters: of the model, 4 bytes each on the wire.
+        forward_seconds, backward_seconds, data_seconds: of one micro-batch; commit_seconds: of the optimizer's step.
+        batch_size: per GPU; the global batch grows with them.
+        samples: of the whole run.
+        wire: pcie4, nvlink4, ethernet-25, ethernet-100 or infiniband-400.
+        price: of one GPU's hour.
+
+    Returns:
+        a dict for one GPU and for each number of them: workers, global_batch, step (seconds), waiting (seconds),
+        samples_per_second, speedup (over one), efficiency, steps, seconds, cost.
+
+    Raises:
+        RequestError: no such wire, or fewer than one GPU.
+    """
+    if wire not in ASSUMED:
+        raise RequestError(f"wire {wire!r}: unknown", remedy=did_you_mean(wire, ASSUMED))
+    counts = sorted({1, *([num_gpus] if isinstance(num_gpus, int) else num_gpus)})
+    if counts[0] < 1 or batch_size < 1:
+        raise RequestError(f"num_gpus={num_gpus}, batch_size={batch_size}: at least 1 each")
+    work = StepTimes(data_seconds, forward_seconds, backward_seconds, commit_seconds, buckets(4 * parameters))
+    network = Interconnect(ASSUMED[wire])
+    rows = forecast(
+        counts,
+        [work] * len(counts),
+        network,
+        micro_batch=batch_size,
+        global_batch=None,
+        samples=samples,
+        epochs=1.0,
+        price=price,
+    )
+    return [asdict(row) for row in rows]
+
+
+def print_training_speedup_estimates(num_gpus: int | Sequence[int] = (1, 2, 4, 8), **measured: Any) -> None:
+    """The same as lines for people; the arguments are those of `estimate_training_speedup`."""
+    console = Console("normal")
+    rows = estimate_training_speedup(num_gpus, **measured)
+    console.note(f"{'GPUs':>4}{'samples/s':>14}{'speedup':>9}{'efficiency':>12}{'hours':>10}  (forecast, not measured)")
+    for row in rows:
+        numbers = f"{row['speedup']:>9.2f}{row['efficiency']:>11.0%} {row['seconds'] / 3600:>9.2f}"
+        console.note(f"{row['workers']:>4}{row['samples_per_second']:>14,.0f}{numbers}")

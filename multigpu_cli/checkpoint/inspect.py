@@ -1,0 +1,117 @@
+"""All that a run folder holds of checkpoints and weights, each judged without loading it; without torch."""
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, step_in
+from multigpu_cli.errors import RequestError
+
+_PLAIN = re.compile(
+    r"collections (OrderedDict|Counter)|_codecs encode|__builtin__ (set|bytearray|complex)|"
+    r"torch\._utils _rebuild_\w+|torch (\w*Storage|Size|device|[a-z]+\d\w*|bool)"
+)
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint, file of weights or remainder.
+
+    Attributes:
+        name: relative to the run folder.
+        state: whole, damaged, draft (never finished) or aside (damaged or replaced, renamed by a later attempt).
+        reason: why it is not whole, "" where it is.
+        written: Unix seconds.
+        bytes: of all its files.
+        step, world_size: as its manifest says, None where there is none.
+        resumes: a run would go on from here.
+    """
+
+    name: str
+    state: str
+    reason: str
+    written: float
+    bytes: int
+    step: int | None = None
+    world_size: int | None = None
+    resumes: bool = False
+
+
+def listed(run: Path) -> list[CheckpointEntry]:
+    """Checkpoints from oldest to newest, then remainders, then best.pt and last.pt.
+
+    Raises:
+        RequestError: the folder holds no run.
+    """
+    if not any((run / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints")):
+        raise RequestError(f"{run} holds no run", remedy="the --save-dir of a run")
+    at_work = is_locked(run)
+    found: list[CheckpointEntry] = []
+    folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
+    for folder in sorted(folders, key=lambda path: (not path.name.startswith("step_"), step_in(path), path.name)):
+        try:
+            found.append(_checkpoint(folder, at_work=at_work))
+        except FileNotFoundError:
+            if not at_work:  # else the run has let it go while we looked
+                raise
+    newest = max((at for at, entry in enumerate(found) if entry.state == "whole"), default=None)
+    listing = [CheckpointEntry(**entry.__dict__ | {"resumes": at == newest}) for at, entry in enumerate(found)]
+    return [*listing, *(_weights(run / name) for name in ("best.pt", "last.pt") if (run / name).exists())]
+
+
+def _checkpoint(folder: Path, *, at_work: bool) -> CheckpointEntry:
+    name = f"checkpoints/{folder.name}"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    manifest = folder / MANIFEST
+    written = (manifest if manifest.exists() else folder).stat().st_mtime
+    size = sum(path.stat().st_size for path in files)
+    if folder.name.startswith(".draft_"):
+        return CheckpointEntry(name, "draft", "being written" if at_work else "never finished", written, size)
+    damage = damage_in(folder) or next(_not_plain(folder / "state.pt"), None)
+    if damage and not folder.exists():
+        raise FileNotFoundError(folder)
+    if not folder.name.startswith("step_"):
+        why = folder.name.partition("_")[0]
+        return CheckpointEntry(name, "aside", f"{why}: {damage}" if damage else why, written, size)
+    if damage:
+        return CheckpointEntry(name, "damaged", damage, written, size)
+    told = read_manifest(folder)
+    return CheckpointEntry(name, "whole", "", written, size, int(told["step"]), int(told["world_size"]))
+
+
+def _weights(path: Path) -> CheckpointEntry:
+    """best.pt or last.pt: no manifest, but torch's files carry a checksum for each of their parts."""
+    about = path.stat()
+    damage = next(_not_plain(path), None)
+    return CheckpointEntry(path.name, "damaged" if damage else "whole", damage or "", about.st_mtime, about.st_size)
+
+
+def _not_plain(path: Path) -> Iterator[str]:
+    """What is wrong with a file of torch.save: torn, changed, or asking for more than tensors and plain values."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if torn := archive.testzip():
+                yield f"{path.name} does not match its checksum ({torn})"
+                return
+            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+            wanted = [
+                str(arg or code.name)
+                for text in pickles
+                for code, arg, _ in pickletools.genops(text)
+                if _names(code.name)
+            ]
+    except (zipfile.BadZipFile, ValueError, EOFError, IndexError, RuntimeError) as error:
+        yield f"{path.name} is no file of torch.save ({type(error).__name__})"
+        return
+    yield from (
+        f"{path.name} asks for {name.replace(' ', '.')} to be run" for name in wanted if not _PLAIN.fullmatch(name)
+    )
+
+
+def _names(code: str) -> bool:
+    """Whether a pickle's instruction fetches something by name; torch.save writes the first kind only."""
+    return code in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")

@@ -1,0 +1,85 @@
+"""A state as bytes and back: only tensors and plain values, so that no code runs from a file."""
+
+import io
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.checkpoint.files import ProgressFile
+from multigpu_cli.errors import RequestError
+
+
+def packed(state: Any) -> bytes:
+    """A state as the bytes of `torch.save`; through memory, so that no file name gets into them."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def pack(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
+    """Write the same bytes to a file, without a second copy of the state in memory; returns their number and SHA-256.
+
+    Raises:
+        OSError: the file took no more; torch would only say that something is wrong with its own archive.
+    """
+    summed = _Summed(file)
+    try:
+        torch.save(state, summed)  # type: ignore[arg-type]  # it asks for write and flush alone
+    except RuntimeError as error:
+        if summed.trouble:
+            raise summed.trouble from error
+        raise
+    return summed.size, summed.sum.hexdigest()
+
+
+def tensor_bytes(state: Any) -> int:
+    """What the tensors in a state take, tied ones counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors_in(state))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """All tensors of nested dicts, lists and tuples."""
+    if isinstance(state, Tensor):
+        yield state
+    for entry in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
+        yield from tensors_in(entry)
+
+
+class _Summed:
+    """A file that adds up what goes through it, and remembers what went wrong."""
+
+    def __init__(self, file: BinaryIO | ProgressFile) -> None:
+        self._file, self.size, self.sum = file, 0, sha256()
+        self.trouble: OSError | None = None
+
+    def write(self, piece: bytes) -> int:
+        try:
+            self._file.write(piece)
+        except OSError as error:
+            self.trouble = error
+            raise
+        self.sum.update(piece)
+        self.size += len(piece)
+        return len(piece)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def unpacked(content: bytes, origin: str) -> Any:
+    """The state in a file's bytes; nothing but tensors and plain values is accepted, so no code runs.
+
+    Raises:
+        RequestError: not such a file.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError for a foreign file
+        raise RequestError(
+            f"{origin} is no file of weights that can be loaded safely ({type(error).__name__})",
+            remedy="a file saved by torch.save that holds only tensors and plain values",
+        ) from error

@@ -1,0 +1,159 @@
+"""What a setting's value may be: one parser for flags, YAML and --set, so that all three say the same."""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigpu_cli.errors import did_you_mean
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
+
+
+class ValueType(NamedTuple):
+    """A type of value.
+
+    Attributes:
+        metavar: how help shows it.
+        parse: text or YAML value → value; raises ValueError saying what would be right.
+    """
+
+    metavar: str
+    parse: Callable[[Any], Any]
+
+
+def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None, metavar: str = "N") -> ValueType:
+    """A whole number in [low, high], or the given word instead (auto)."""
+    expected = f"a whole number of at least {low}" if high == 2**63 - 1 else f"a whole number from {low} to {high}"
+    expected += f", or {word}" if word else ""
+
+    def parse(value: Any) -> int | str:
+        if word and value == word:
+            return word
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d{1,30}\s*", value):
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"must be {expected}, not {shown(value)}")
+        return value
+
+    return ValueType(f"{metavar}|{word}" if word else metavar, parse)
+
+
+def number(
+    low: float, high: float = math.inf, *, above: bool = False, below: bool = False, word: str | None = None
+) -> ValueType:
+    """A finite number in [low, high]; `above` and `below` leave the ends out; or the given word instead (off)."""
+    limits = ("above" if above else "of at least") + f" {low:g}"
+    limits += "" if high == math.inf else (" and below" if below else " and at most") + f" {high:g}"
+    expected = f"a number {limits}" + (f", or {word}" if word else "")
+
+    def parse(value: Any) -> float | str:
+        if word and (value == word or (word == "off" and value is False)):
+            return word
+        try:
+            parsed = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            parsed = math.nan
+        inside = low <= parsed <= high and not (above and parsed == low) and not (below and parsed == high)
+        if not math.isfinite(parsed) or not inside:
+            raise ValueError(f"must be {expected}, not {shown(value)}")
+        return parsed
+
+    return ValueType(f"X|{word}" if word else "X", parse)
+
+
+def choice(*options: str) -> ValueType:
+    """One of a few words; YAML's on/off/yes/no, which arrive as booleans, count as on and off."""
+
+    def parse(value: Any) -> str:
+        word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        if word not in options:
+            raise ValueError(f"must be {' or '.join(options)}, not {shown(value)}; {did_you_mean(str(word), options)}")
+        return str(word)
+
+    return ValueType("|".join(options), parse)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (bool, list, dict)) or not str(value).strip() or "\0" in str(value):
+        raise ValueError(f"must be a word, not {shown(value)}")
+    return str(value)
+
+
+def _switch(value: Any) -> bool:
+    words = {"true": True, "false": False, "on": True, "off": False, "yes": True, "no": False}
+    parsed = words.get(str(value).lower())
+    if parsed is None:
+        raise ValueError(f"must be true or false, not {shown(value)}")
+    return parsed
+
+
+def _path(value: Any) -> str:
+    return str(as_path(_text(value)))
+
+
+def as_path(value: str) -> Path:
+    """A path as somebody wrote it, with ~ resolved.
+
+    Raises:
+        ValueError: no file system could hold it, or ~ names nobody.
+    """
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")) or len(value) > _LONGEST_PATH:
+        raise ValueError(f"must be a path, and no file system takes one as long as {shown(value)}")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"must be a path, and {shown(value)} names the home of an unknown user") from error
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+    if not parts or not all(re.fullmatch(r"\s*\d+\s*", str(part)) for part in parts):
+        raise ValueError(f"must be GPU numbers like 0,1, not {shown(value)}")
+    ids = tuple(int(part) for part in parts)
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"names a GPU twice: {shown(value)}")
+    return ids
+
+
+def _every(value: Any) -> str:
+    """Optimizer steps (500) or minutes (10m), kept as the text that the user wrote."""
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d{0,8}m?", str(value).strip()):
+        raise ValueError(f"must be optimizer steps (500) or minutes (10m), not {shown(value)}")
+    return str(value).strip()
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    return tuple(_text(part) for part in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _args(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"must be a mapping of names to values, not {shown(value)}")
+    return {name: _numeric(entry) for name, entry in value.items()}
+
+
+def _numeric(value: Any) -> Any:
+    """YAML 1.1 reads 4e-3 as text; people mean the number."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it, cut to a length that a terminal bears."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+text = ValueType("NAME", _text)
+path = ValueType("PATH", _path)
+switch = ValueType("", _switch)
+gpu_ids = ValueType("0,1", _ids)
+every = ValueType("500|10m", _every)
+patterns = ValueType("PATTERN", _patterns)
+args = ValueType("", _args)

@@ -1,0 +1,44 @@
+"""What a training loop is fed from."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from multigpu_cli.data.loader import Batch, StepWork
+from multigpu_cli.planning.batch import BatchPlan
+
+
+class BatchStream(Protocol):
+    """Micro-batches for one worker; a Loader serves those of a dataset, a task may bring a stream of its own.
+
+    Attributes:
+        size: samples in an epoch.
+        where: where they come from, for the journal.
+        whole_epochs: a run can only go on from the end of an epoch, so checkpoints wait for it.
+    """
+
+    size: int
+    where: str
+    whole_epochs: bool
+
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+        """The steps of an epoch from step `start` on: the layout of each, and this worker's batches."""
+
+    def follows(self, step: int, plan: BatchPlan) -> int:
+        """The step after this one, counted over the run; all ranks ask together."""
+
+    def steps_after(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps taken up to this place in the schedule: fewer than `step` where some were left out."""
+
+    def samples_after(self, step: int, plan: BatchPlan) -> int:
+        """Samples trained in so many steps."""
+
+    def order(self, epoch: int) -> Tensor:
+        """(n,) int64: the number of the sample at each position of an epoch."""
+
+    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+        """This worker's part of one ordered pass; the first batch tells whether network, task and data fit together."""
+
+    def close(self) -> None:
+        """Let go of what is open."""

@@ -1,0 +1,138 @@
+"""A cheap mark of what a dataset holds: alike where two machines have the same data, whatever rounds their floats."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.errors import RequestError
+
+Mark = tuple[Sequence[int], Sequence[float]]  # what must be the same to the bit, and what may be rounded differently
+
+_PARTS = ("classes, tokens or scales", "training samples", "validation samples", "test samples")
+_SUMS = 4  # of each split
+_ROUNDING = 1e-6  # relative; machines add up in different orders
+_ALL = 2**24  # values; of a larger tensor only some rows are looked at
+_SOME = 4096  # rows
+_FEW = 8  # samples of a dataset that is fetched one by one
+_AT_ONCE = 2**18  # values, in double precision: as many as a cache holds
+
+
+def mark_of(source: DataSource, seed: int) -> Mark:
+    """A mark of each split, and of what the training part has taught.
+
+    Returns:
+        64 bits each of a SHA-256: what was learned; of train, val and test lengths, shapes, whole numbers and bytes.
+        Of each split four sums of what is floating.
+    """
+    splits = (source.train, source.val, source.test)
+    look = partial(_look, splits, seed)
+    if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
+        found = look()
+    else:
+        from multigpu_cli.data.item_fetcher import elsewhere  # late: samples are fetched one by one
+
+        found = elsewhere(look)
+    digests, sums = zip(*found, strict=True)
+    exact = [sha256(source.learned().encode()).digest(), *digests]
+    return [int.from_bytes(digest[:8], signed=True) for digest in exact], [one for each in sums for one in each]
+
+
+def differences(one: Mark, other: Mark) -> list[str]:
+    """What is not the same, in words."""
+    each = zip(_PARTS, _by_part(one), _by_part(other), strict=True)
+    return [part for part, here, there in each if here[0] != there[0] or not _close(here[1], there[1])]
+
+
+def _by_part(mark: Mark) -> list[tuple[int, Sequence[float]]]:
+    """What was learned has no sums."""
+    exact, sums = mark
+    return [(exact[part], sums[_SUMS * max(part - 1, 0) : _SUMS * part]) for part in range(len(_PARTS))]
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(
+        math.isclose(here, there, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(map(abs, one)))
+        for here, there in zip(one, other, strict=True)
+    )
+
+
+def _look(splits: Sequence[Dataset[Any] | None], seed: int) -> list[tuple[bytes, list[float]]]:
+    return [(b"none".ljust(8), [0.0] * _SUMS) if split is None else _looked_at(split, seed) for split in splits]
+
+
+def _looked_at(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:
+    """SHA-256 of length, shapes, whole numbers and bytes of one split, and the sums of what is floating."""
+    exact, sums = sha256(str(len(split)).encode()), numpy.zeros(_SUMS)  # type: ignore[arg-type]
+    for value in _values(split, seed):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            exact.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            sums += _sums(value)
+        else:
+            exact.update(_bytes(value))
+    return exact.digest(), sums.tolist()
+
+
+def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
+    if isinstance(split, TensorDataset):
+        yield from (_rows(tensor) for tensor in split.tensors)
+        return
+    from multigpu_cli.data.item_fetcher import SeededDataset  # late: samples are fetched one by one
+
+    keyed, count = SeededDataset(split, seed), len(split)  # type: ignore[arg-type]
+    for index in sorted({number * count // _FEW for number in range(_FEW)}) if count else ():
+        try:
+            once, again = (_flat(keyed[0, index]) for _ in range(2))
+        except RequestError:  # training will say so, and of which sample
+            return
+        values = [(one, other) for one, other in zip(once, again, strict=False) if _bytes(one) == _bytes(other)]
+        yield from (one for one, _ in values)  # what changes from call to call marks nothing
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    if tensor.numel() <= _ALL:
+        return tensor
+    return tensor[torch.arange(_SOME) * len(tensor) // _SOME]
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [entry for name in value for entry in (name, *_flat(value[name]))]
+    if isinstance(value, (list, tuple)):
+        return [entry for each in value for entry in _flat(each)]
+    if isinstance(value, Tensor):
+        return [value if value.layout == torch.strided else value.to_dense()]
+    if not isinstance(value, numpy.ndarray):
+        return [value]
+    try:
+        return [torch.as_tensor(numpy.ascontiguousarray(value))]
+    except TypeError:  # words, dates, objects
+        return [] if value.dtype.hasobject else [value]
+
+
+def _sums(value: Tensor) -> list[float]:
+    """Sum, sum of squares, and both with places counted, so that order matters."""
+    flat, sums = value.detach().cpu().flatten(), numpy.zeros(_SUMS)
+    places = torch.linspace(1, 2, len(flat), dtype=torch.float64).split(_AT_ONCE)
+    for part, place in zip(flat.split(_AT_ONCE), places, strict=True):
+        here = part.double().nan_to_num(posinf=0.0, neginf=0.0)
+        squares = here.square()
+        sums += [float(each) for each in (here.sum(), squares.sum(), here.dot(place), squares.dot(place))]
+    return sums.tolist()
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().contiguous().flatten()
+        content = held.view(torch.uint8).numpy().tobytes() if held.numel() else b""
+        return f"{value.dtype} {tuple(value.shape)}".encode() + content
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return repr(value).encode()
+    return getattr(value, "tobytes", lambda: type(value).__name__.encode())()  # an image says its pixels

@@ -1,0 +1,68 @@
+"""Input shape, classes and vocabulary of a user's dataset, learned from its samples."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.iterable import IndexedStream
+from multigpu_cli.data.sample import Collate, as_pair, declared_classes, inner, sample_of
+from multigpu_cli.errors import RequestError
+
+_MOST_SCANNED = 100_000
+
+
+def described(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[Any] | None) -> DataSource:
+    """The splits with what can be learned from them."""
+    one = [(0, sample_of(train, 0))]
+    inputs, targets = Collate(train)(one)  # a batch: a collate_fn may make what a sample lacks
+    held_in_memory = [part for part in (train, val, test) if isinstance(part, TensorDataset)]
+    return DataSource(
+        train=train,
+        val=val,
+        test=test,
+        input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
+        num_classes=_vocabulary([part.tensors for part in held_in_memory], 2) or _classes(train),
+        outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
+        remark="a stream that was read once, with its randomness: " if isinstance(inner(train), IndexedStream) else "",
+    )
+
+
+def _classes(dataset: Dataset[Any]) -> int:
+    """How many classes: the dataset says so, or its labels do; 0 where targets are no class numbers."""
+    if told := declared_classes(dataset):
+        return told
+    if isinstance(dataset, TensorDataset):
+        labels = dataset.tensors[1]
+        return 0 if labels.is_floating_point() or labels.ndim != 1 else int(labels.max()) + 1
+    count = len(dataset)  # type: ignore[arg-type]
+    if count > _MOST_SCANNED:
+        raise RequestError(
+            f"--data: {count} samples are too many to look through for the number of classes",
+            remedy="give the dataset an attribute num_classes",
+        )
+    pairs = [as_pair(sample_of(dataset, index), f"sample {index}") for index in range(count)]
+    if all(isinstance(label, Tensor) and label.ndim == 0 and float(label).is_integer() for _, label in pairs):
+        return max(int(label) for _, label in pairs) + 1
+    return _vocabulary([(_tokens(inputs), label) for inputs, label in pairs], 1)
+
+
+def _vocabulary(pairs: Sequence[Sequence[Any]], axes: int) -> int:
+    """How many tokens there are, where samples are tokens and those that follow them; else 0.
+
+    Args:
+        axes: that sequences have at least.
+    """
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in pair):
+            return 0
+        if pair[0].shape != pair[1].shape or pair[0].ndim < axes:
+            return 0
+    return max((int(each.max()) + 1 for pair in pairs for each in pair), default=0)
+
+
+def _tokens(inputs: Any) -> Any:
+    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs

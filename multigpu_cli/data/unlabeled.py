@@ -1,0 +1,57 @@
+"""Samples without targets, as what everything else takes: with a target beside them that means nothing."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.sample import TARGETS, Collate, inner, sample_of
+
+
+class UnlabeledDataset(Dataset[Any]):
+    """A dataset of inputs alone: tensors, mappings without a target, or what its collate_fn makes a batch of.
+
+    Args:
+        target: what stands in for the target of each sample.
+    """
+
+    def __init__(self, dataset: Dataset[Any], target: Tensor) -> None:
+        self.dataset, self.target = dataset, target
+        own = getattr(inner(dataset), "collate_fn", None)
+        if own is not None:
+            self.collate_fn = self._collating(own)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        if hasattr(self, "collate_fn"):
+            return item
+        if isinstance(item, Mapping):
+            return {**item, TARGETS[0]: self.target}
+        return item[0] if isinstance(item, tuple | list) else item, self.target
+
+    def _collating(self, own: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def collate_fn(samples: list[Any]) -> Any:
+            return own(samples), self.target.expand(len(samples), *self.target.shape)
+
+        return collate_fn
+
+
+def unanswered(dataset: Dataset[Any], train: Dataset[Any]) -> UnlabeledDataset | None:
+    """The dataset with something in the place of its targets; None where it has them, as the training samples do."""
+    item, known = sample_of(dataset, 0), sample_of(train, 0)
+    if (own := getattr(inner(dataset), "collate_fn", None)) is not None:
+        item, known = own([item]), own([known])
+    if _answered(item) or not _answered(known):
+        return None
+    return UnlabeledDataset(dataset, torch.zeros_like(Collate(train)([(0, sample_of(train, 0))])[1][0]))
+
+
+def _answered(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return any(name in item for name in TARGETS)
+    return isinstance(item, tuple | list) and len(item) == 2

@@ -1,0 +1,218 @@
+"""A portfolio of several symbols, traded once a day: all environments of a group in the same few tensor operations.
+
+The rules are those of FinRL and of Zou et al. (arXiv 2212.02721): an action in -1 … 1 for each symbol is a number of
+shares to sell or buy, sales come before purchases, costs are a share of what is traded, and on days of unrest
+everything is sold. Where the cash does not suffice, all purchases shrink in proportion and down to whole shares.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.environments.base import Box, EnvironmentGroup, StepReturn
+from multigpu_cli.environments.trading.equity import EquityCurves, figures
+from multigpu_cli.environments.trading.market import Market
+from multigpu_cli.planning.rng_keys import key
+
+_ALL = 1e18  # shares: to be sold on days of unrest
+_LEAST = 1e-300  # of cash: never 0, so that it may be divided by a bill of 0
+_AHEAD = 64  # days whose tables are looked up together
+
+
+@dataclass(frozen=True, kw_only=True)
+class TradingRules:
+    """How the game is played.
+
+    Attributes:
+        cash: at the beginning, in the prices' currency.
+        max_shares: of one symbol that an action of 1 buys and an action of -1 sells.
+        cost: of a trade, as a share of its value.
+        reward_scale: the reward is the change of the portfolio's value times this.
+        length: days of an episode; None for the whole split.
+        start: of an episode shorter than the split: on a random date, or at the split's beginning.
+        window: days in an observation; None for (features,) of the last one.
+    """
+
+    cash: float = 1_000_000.0
+    max_shares: int = 100
+    cost: float = 0.001
+    reward_scale: float = 1e-4
+    length: int | None = None
+    start: str = "random"
+    window: int | None = None
+
+
+class Trading(EnvironmentGroup):
+    """Observations are the days' features (see Market), then the shares of the portfolio in cash and in each symbol.
+
+    All episodes have one length, so those of a group begin and end together. They are cut off at their last date
+    (truncated): what would have come has a value. Observations are views of a buffer that is not written again.
+
+    Args:
+        span: first and last day of the split.
+        numbers: of the E environments.
+        dtype: of observations and rewards; money is float64 throughout.
+        recording: keep each day's value, and count trades, for the figures; else there is only the return. The rivals'
+            figures are those of the first environment's dates.
+    """
+
+    _first: Tensor  # (E,) day on which the episode began
+    _cash: Tensor  # (E,)
+    _held: Tensor  # (E, n) shares of each symbol
+    _worth: Tensor  # (E,) cash and shares
+    _trades: Tensor  # (E,) orders carried out in this episode
+    _values: Tensor  # (E, days + 1) worth on each day of it
+
+    def __init__(
+        self,
+        market: Market,
+        rules: TradingRules,
+        span: tuple[int, int],
+        numbers: Sequence[int],
+        seed: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        recording: bool = False,
+    ) -> None:
+        self.market, self._rules, self._span, self._numbers, self._seed = market, rules, span, tuple(numbers), seed
+        self._device, self._dtype, self._recording = device, dtype, recording
+        self._days = min(rules.length or span[1] - span[0], span[1] - span[0])  # of an episode
+        self._fill, self._close = (torch.from_numpy(each).to(device) for each in (market.fill, market.close))
+        self._forced = -_ALL * torch.from_numpy(market.stopped)[:, None].to(device, torch.float64)
+        self._features = torch.from_numpy(market.features).to(device, dtype)
+        count = len(market.symbols)
+        shape = (self._features.shape[1] + 1 + count,)
+        self.observation_shape = shape if rules.window is None else (rules.window, *shape)
+        self.action, self.remark = Box((count,), -1.0, 1.0), market.shown()
+        each = torch.ones(count, dtype=torch.float64, device=device)
+        self._each, self._bids, self._asks = each, (1 - rules.cost) * each, (1 + rules.cost) * each
+        self._nobody = torch.zeros(len(self._numbers), dtype=torch.bool, device=device)
+        self._figures: dict[str, Tensor] = {}
+        self._curves: EquityCurves | None = None
+
+    def reset(self) -> Tensor:
+        return self._begun(0)
+
+    def step(self, actions: Tensor) -> StepReturn:
+        self._trade(actions)
+        self._elapsed += 1
+        ahead = self._elapsed - self._looked
+        values = self._held * self._closes[ahead]
+        worth = torch.addmv(self._cash, values, self._each)
+        torch.div(self._cash, worth, out=self._in_cash[ahead])
+        torch.div(values, worth[:, None], out=self._in_symbols[ahead])
+        reward = worth.sub(self._worth).mul_(self._rules.reward_scale).to(self._dtype)
+        self._worth, observation = worth, self._observations[ahead]
+        if self._recording:
+            self._values[:, self._elapsed] = worth
+        if self._elapsed == self._days:
+            self._figures = self._measured()
+            return StepReturn(self._begun(self._episode + 1), reward, self._nobody, ~self._nobody, observation)
+        if ahead == _AHEAD:
+            self._look_ahead(self._shares())
+        return StepReturn(observation, reward, self._nobody, self._nobody, observation)
+
+    def _trade(self, actions: Tensor) -> None:
+        """Carry out the day's orders: sales, then as many purchases as there is cash for."""
+        ahead = self._elapsed - self._looked
+        prices = self._fills[ahead]
+        wanted = torch.add(self._forces[ahead], actions.double(), alpha=self._rules.max_shares).trunc_()
+        change = torch.maximum(wanted, -self._held)
+        bought = change.clamp(min=0)
+        sold = change - bought
+        cash = torch.addmv(self._cash, sold * prices, self._bids, alpha=-1)
+        enough = (cash / (bought * prices).mv(self._asks)).clamp_(max=1)
+        bought.mul_(enough[:, None]).floor_()
+        self._cash = torch.addmv(cash, bought * prices, self._asks, alpha=-1).clamp_(min=_LEAST)
+        change = sold.add_(bought)
+        self._held = self._held + change
+        if self._recording:
+            self._trades.add_(change.count_nonzero(1))
+
+    def _begun(self, episode: int) -> Tensor:
+        """Start everybody's episode of that number with nothing but cash; the first observations."""
+        count, symbols = len(self._numbers), len(self._each)
+        self._episode, self._elapsed = episode, 0
+        self._first = torch.tensor([self._first_day(number) for number in self._numbers], device=self._device)
+        self._cash = torch.full((count,), self._rules.cash, dtype=torch.float64, device=self._device)
+        self._held, self._worth = self._cash.new_zeros(count, symbols), self._cash
+        self._trades = torch.zeros(count, dtype=torch.int64, device=self._device)
+        self._values = self._cash.new_zeros(count, self._days + 1 if self._recording else 1)
+        self._values[:, 0] = self._cash
+        shares = torch.zeros(count, self._rules.window or 1, 1 + symbols, dtype=self._dtype, device=self._device)
+        shares[..., 0] = 1
+        return self._look_ahead(shares)
+
+    def _first_day(self, number: int) -> int:
+        """Where an environment's episode begins."""
+        beginnings = self._span[1] - self._days - self._span[0] + 1
+        drawn = key(self._seed, number, self._episode) % beginnings if self._rules.start == "random" else 0
+        return self._span[0] + drawn
+
+    def _look_ahead(self, shares: Tensor) -> Tensor:
+        """Look the next days up and lay observations out for them; the one of this day.
+
+        Args:
+            shares: (E, window, 1 + n) of the portfolios in cash and each symbol, up to this day.
+        """
+        window, self._looked = shares.shape[1], self._elapsed
+        ahead = min(_AHEAD, self._days - self._elapsed)
+        days = self._first + self._elapsed + torch.arange(1 - window, ahead + 1, device=self._device)[:, None]
+        later = days[window - 1 :]  # (1 + ahead, E)
+        self._fills, self._closes, self._forces = (
+            _rows(table, later).unbind() for table in (self._fill, self._close, self._forced)
+        )
+        seen = _rows(self._features, days.T)
+        held = torch.cat([shares, shares.new_zeros(len(shares), ahead, shares.shape[2])], dim=1)
+        buffer = torch.cat([seen, held], dim=2)
+        views = buffer if self._rules.window is None else buffer.unfold(1, window, 1).mT
+        self._observations, self._held_so_far = views.unbind(1), buffer[..., seen.shape[2] :]
+        self._in_cash = self._held_so_far[:, window - 1 :, 0].unbind(1)
+        self._in_symbols = self._held_so_far[:, window - 1 :, 1:].unbind(1)
+        return self._observations[0]
+
+    def _shares(self) -> Tensor:
+        """(E, window, 1 + n) of the portfolios in cash and each symbol, up to this day."""
+        ahead = self._elapsed - self._looked
+        return self._held_so_far[:, ahead : ahead + (self._rules.window or 1)]
+
+    def _measured(self) -> dict[str, Tensor]:
+        """Figures of the episodes that have just ended."""
+        if not self._recording:
+            return {"cumulative_return": self._worth / self._rules.cash - 1}
+        self._curves = EquityCurves.over(
+            self.market, int(self._first[0]), self._values[0].cpu(), self._rules.cash, self._rules.cost
+        )
+        others = {name: torch.full_like(self._worth, value) for name, value in self._curves.rivals().items()}
+        return figures(self._values) | {"trades": self._trades} | others
+
+    def figures(self) -> dict[str, Tensor]:
+        return self._figures
+
+    def details(self) -> dict[str, Any]:
+        return {"equity_curve": self._curves.told()} if self._curves else {}
+
+    def state(self) -> dict[str, Tensor]:
+        told = [self._episode, self._elapsed, self._days, self.market.mark]
+        numbers = torch.tensor([told], device=self._device).repeat(len(self._numbers), 1)
+        money = {"cash": self._cash, "held": self._held, "worth": self._worth, "values": self._values}
+        found = {"numbers": numbers, "first": self._first, "trades": self._trades, "shares": self._shares()} | money
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> tuple[Tensor, int]:
+        there = {name: tensor.to(self._device, copy=True) for name, tensor in state.items()}
+        self._episode, self._elapsed, days, mark = there["numbers"][0].tolist()
+        if (days, mark) != (self._days, self.market.mark):  # somebody has brought other prices
+            return self._begun(self._episode), len(self._numbers)
+        self._first, self._trades, self._values = there["first"], there["trades"], there["values"]
+        self._cash, self._held, self._worth = there["cash"], there["held"], there["worth"]
+        return self._look_ahead(there["shares"]), 0
+
+
+def _rows(table: Tensor, days: Tensor) -> Tensor:
+    """(…, columns): the rows of a table for days (…)."""
+    return table.index_select(0, days.flatten()).view(*days.shape, -1)

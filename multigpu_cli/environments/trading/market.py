@@ -1,0 +1,145 @@
+"""What a trading environment is made of: tables with a row for each day, and which days belong to which split."""
+
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from multigpu_cli.environments.trading import indicators
+from multigpu_cli.environments.trading.prices import Prices
+from multigpu_cli.errors import RequestError
+
+SHARES = (0.7, 0.15, 0.15)  # of the dates, for train, val and test, where nothing else is said
+_USUAL_DAY = 0.02  # a return of about one deviation: brings returns and MACD to the order of 1
+_FEATURES = 5
+
+
+@dataclass(frozen=True)
+class Market:
+    """Daily tables of n symbols on T dates.
+
+    Attributes:
+        symbols, dates: what the columns and rows are.
+        close: (T, n) what a share is worth at the end of a day.
+        fill: (T, n) what a share costs where an order of that day is carried out.
+        features: (T, 5 n + 1) what a policy sees of a day: for each symbol its log return over 0.02, its MACD over 0.02
+            of its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. No statistics
+            of the whole period go into them: they tell of the day and the days before it alone.
+        stopped: (T,) bool, days of unrest on which everything is sold and nothing bought.
+        days: the first and the last day of each split.
+        remark: what the prices are.
+    """
+
+    symbols: tuple[str, ...]
+    dates: tuple[date, ...]
+    close: np.ndarray
+    fill: np.ndarray
+    features: np.ndarray
+    stopped: np.ndarray
+    days: dict[str, tuple[int, int]]
+    remark: str
+
+    @cached_property
+    def mark(self) -> int:
+        """63 bits that other prices or other splits would not have."""
+        told = [self.close.tobytes(), self.fill.tobytes(), repr((self.symbols, self.dates, self.days)).encode()]
+        return int.from_bytes(sha256(b"".join(told)).digest()[:8]) >> 1
+
+    def shown(self) -> str:
+        """The prices and the splits in words, for the plan."""
+        spans = (f"{name} {self.dates[first]} to {self.dates[last]}" for name, (first, last) in self.days.items())
+        return "; ".join([self.remark, *spans])
+
+
+def build(
+    prices: Prices,
+    *,
+    window: int = 1,
+    period: int = 30,
+    turbulence: float | None = 0.9,
+    turbulence_window: int = 252,
+    fill: str = "close",
+    val_from: Any = None,
+    test_from: Any = None,
+) -> Market:
+    """Indicators, splits and days of unrest.
+
+    Args:
+        window: days that a policy sees at once; the first day of training has so many behind it.
+        period: days of RSI, CCI and ADX, as in FinRL; twice as many dates at the beginning only warm them up.
+        turbulence: days above this quantile of the training dates' turbulence are stopped; None stops none.
+        turbulence_window: days that a day's returns are compared with.
+        fill: an order of a day is carried out at its close, or at the open of the next day.
+        val_from, test_from: first date of validation and test (default: 70, 15 and 15 % of the dates).
+
+    Raises:
+        RequestError: too few dates for any of it.
+    """
+    unrest = indicators.turbulence(prices.close, turbulence_window)
+    days = _split(prices.dates, max(window - 1, 2 * period), val_from, test_from)
+    threshold = np.inf if turbulence is None else _threshold(unrest, days["train"], turbulence, turbulence_window)
+    return Market(
+        symbols=prices.symbols,
+        dates=prices.dates,
+        close=prices.close,
+        fill=prices.close if fill == "close" else np.concatenate([prices.open[1:], prices.close[-1:]]),
+        features=_features(prices, unrest, period),
+        stopped=unrest > threshold,
+        days=days,
+        remark=prices.remark,
+    )
+
+
+def _features(prices: Prices, unrest: np.ndarray, period: int) -> np.ndarray:
+    high, low, close = prices.high, prices.low, prices.close
+    columns = [
+        np.diff(np.log(close), axis=0, prepend=np.log(close[:1])) / _USUAL_DAY,
+        indicators.macd(close) / close / _USUAL_DAY,
+        (indicators.rsi(close, period) - 50) / 50,
+        indicators.cci(high, low, close, period) / 100,
+        indicators.adx(high, low, close, period) / 50,
+    ]
+    by_symbol = np.stack(columns, axis=2).reshape(len(prices), _FEATURES * len(prices.symbols))
+    return np.concatenate([by_symbol, np.sqrt(unrest / len(prices.symbols))[:, None]], axis=1)
+
+
+def _threshold(unrest: np.ndarray, train: tuple[int, int], quantile: float, window: int) -> float:
+    known = unrest[max(train[0], window + 1) : train[1] + 1]
+    if not len(known):
+        raise RequestError(
+            f"data.args.turbulence_window: no training date has {window} days of returns before it",
+            remedy="a smaller one, or --set data.args.turbulence=null for no stop",
+        )
+    return float(np.quantile(known, quantile))
+
+
+def _split(dates: tuple[date, ...], first: int, val_from: Any, test_from: Any) -> dict[str, tuple[int, int]]:
+    """The first and last day of each split; the days before `first` belong to none."""
+    usable = max(0, len(dates) - first)
+    places = [_place(name, dates, given) for name, given in (("val_from", val_from), ("test_from", test_from))]
+    by_share = [first + round(usable * share) for share in (SHARES[0], SHARES[0] + SHARES[1])]
+    val, test = (share if place is None else place for place, share in zip(places, by_share, strict=True))
+    spans = {"train": (first, val - 1), "val": (val, test - 1), "test": (test, len(dates) - 1)}
+    for name, (begin, end) in spans.items():
+        if end <= begin:
+            what = f"from {dates[begin]}" if begin < len(dates) else "at the end"
+            raise RequestError(
+                f"--data trading: {name} has less than two dates {what}, of {len(dates)} from {dates[0]} to "
+                f"{dates[-1]}, the first {first} of which only warm the indicators up",
+                remedy="other dates for data.args.val_from and test_from, a smaller data.args.period, or more prices",
+            )
+    return spans
+
+
+def _place(name: str, dates: tuple[date, ...], given: Any) -> int | None:
+    """The first day on or after a date; None where there is none given."""
+    if given is None:
+        return None
+    try:
+        wanted = date.fromisoformat(str(given))
+    except ValueError as error:
+        raise RequestError(f"data.args.{name}: {given!r} is no date", remedy="a date such as 2016-01-04") from error
+    return sum(day < wanted for day in dates)

@@ -1,0 +1,99 @@
+"""A file of lines that is only ever appended to, and outlives a full disk."""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+_MOST = 64 * 2**20  # bytes that may wait in memory
+_BLOCK = 1 << 16  # bytes read at once
+
+Warn = Callable[[str], None]
+
+
+class AppendFile:
+    """Appends lines; while the disk takes none they wait in memory, and follow as soon as it does.
+
+    A line is a single `write` at the end of the file, so a killed process tears at most the last line. A torn line is
+    cut off: at once where the disk was full, and by the next attempt after a kill. A file that somebody removes is made
+    again, with all that was in it, if its folder is there.
+
+    Args:
+        warn: called when lines begin to wait, and in the end if some are lost.
+    """
+
+    def __init__(self, path: Path | str, warn: Warn = warnings.warn) -> None:
+        self._path, self._warn = Path(path), warn
+        self._file = self._opened(0)
+        os.ftruncate(self._file, _whole_lines(self._file))
+        self._waiting = bytearray()
+        self._trouble: OSError | None = None
+        self._lost = 0
+        self._closed = False
+        self._lock = threading.Lock()  # checkpoints are written, and journalled, by a thread of their own
+
+    def add(self, line: str) -> None:
+        """Append one line."""
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._waiting) < _MOST:
+                self._waiting += line.encode() + b"\n"
+            else:
+                self._lost += 1
+            before, self._trouble = self._trouble, self._drained()
+            if self._trouble and not before:
+                self._warn(f"{self._path} can't be written ({self._trouble}); its lines wait in memory")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            error = self._drained()
+            if lost := self._lost + self._waiting.count(b"\n"):
+                self._warn(f"{self._path}: {lost} lines are lost ({error or self._trouble})")
+            os.close(self._file)
+
+    def _drained(self) -> OSError | None:
+        try:
+            if os.fstat(self._file).st_nlink == 0:
+                self._begin_again()
+            self._write_waiting()
+        except OSError as error:
+            return error
+        return None
+
+    def _write_waiting(self) -> None:
+        """Write all that waits; where the disk takes only a part, whole lines of it stay in the file."""
+        taken = 0
+        try:
+            while taken < len(self._waiting):
+                taken += os.write(self._file, self._waiting[taken:])
+        finally:
+            whole = self._waiting.rfind(b"\n", 0, taken) + 1
+            if whole < taken:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (taken - whole))
+            del self._waiting[:whole]
+
+    def _begin_again(self) -> None:
+        """Not into a file of that name that is another's by now."""
+        anew, old = self._opened(os.O_EXCL), self._file
+        self._waiting[:0] = os.pread(old, os.fstat(old).st_size, 0)
+        self._file = anew
+        os.close(old)
+
+    def _opened(self, flags: int) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
+
+
+def _whole_lines(file: int) -> int:
+    """Bytes of an open file up to the end of its last whole line."""
+    end = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - _BLOCK)
+        if found := os.pread(file, end - begin, begin).rfind(b"\n") + 1:
+            return begin + found
+        end = begin
+    return 0

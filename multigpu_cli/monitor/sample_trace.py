@@ -1,0 +1,50 @@
+"""samples.jsonl: which samples each optimizer step really trained on, gathered from the workers that fetched them."""
+
+import json
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.monitor.append_file import AppendFile, Warn
+from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.world import World
+
+_NONE = -1
+
+
+class SampleTrace:
+    """Writes {"step", "samples": [indices]} for each step, in order of workers.
+
+    Args:
+        path: the file; written by rank 0.
+        most: the largest number of samples that a worker can have in a step.
+        warn: called when the disk takes no lines.
+    """
+
+    def __init__(self, path: Path, world: World, most: int, warn: Warn = warnings.warn) -> None:
+        self._world, self._most = world, most
+        self._lines = AppendFile(path, warn) if world.main else None
+
+    def write(self, step: int, fetched: list[Tensor]) -> None:
+        """Add one step; every rank calls it, with the (n,) int64 indices of its batches."""
+        mine = torch.full((self._most,), _NONE, dtype=torch.int64, device=self._world.device)
+        if fetched:
+            indices = torch.cat(fetched)
+            mine[: len(indices)] = indices.to(mine.device)
+        everyone = torch.cat(gathered(self._world, mine))
+        if self._lines:
+            samples = [index for index in everyone.tolist() if index != _NONE]
+            self._lines.add(json.dumps({"step": step, "samples": samples}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lines:
+            self._lines.close()

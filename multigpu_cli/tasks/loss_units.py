@@ -1,0 +1,59 @@
+"""What a step's loss is the mean over where that is not its samples: tokens, say, of which samples differ in number."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import Task
+
+
+class LossNormalizer:
+    """Counts the units of each step on the device, and makes its gradient the mean over them.
+
+    How many there are is known only when all workers have fetched their samples, so gradients are divided by the
+    number that is expected, and set right once they are reduced. Where units are samples, nothing is left to do.
+
+    Attributes:
+        last: units of the last step, over all workers.
+    """
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task, self._world = task, world
+        self.last: Tensor | int = 0
+        self._seen, self._samples = torch.zeros((), dtype=torch.int64, device=world.device), 0
+
+    def expected(self, samples: int) -> int:
+        """What a step's loss is divided by before backward."""
+        return samples * self._task.units_per_sample
+
+    def settle(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
+        """At the end of a step: divide the reduced gradient by what was really there.
+
+        Args:
+            counted: units of this worker's micro-batches; there may be none.
+            samples: of the step, over all workers.
+        """
+        self.last = samples
+        if self._task.unit == "sample":
+            return
+        mine = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        for count in counted:
+            mine += count
+        self.last = total(self._world, mine)
+        self._seen, self._samples = self._seen + self.last, self._samples + samples
+        factor = self.expected(samples) / self.last.clamp(min=1).double()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for number in {gradient.dtype for gradient in gradients}:  # one kernel takes one format, and the factor in it
+            same = [gradient for gradient in gradients if gradient.dtype == number]
+            torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
+
+    def rate(self, samples_per_second: float) -> dict[str, float]:
+        """`tokens_per_second`, say, since the last call; nothing where units are samples."""
+        if self._task.unit == "sample" or not self._samples:
+            return {}
+        per_sample = float(self._seen) / self._samples
+        self._seen, self._samples = torch.zeros_like(self._seen), 0
+        return {f"{self._task.unit}s_per_second": samples_per_second * per_sample}

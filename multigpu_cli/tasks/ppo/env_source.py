@@ -1,0 +1,154 @@
+"""Environments in the place of a dataset: what --data names, and the arithmetic of rollouts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.base import DataSource
+from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup
+from multigpu_cli.environments.registry import ENVIRONMENTS
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.runtime import plugins
+from multigpu_cli.tasks.ppo.policy import policy_of
+from multigpu_cli.tasks.ppo.settings import PPOSettings
+
+_SPLITS = {"train": 0, "val": 1, "test": 2}
+_ENVIRONMENTS = 16  # in total, where --num-envs does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSource(DataSource):
+    """A source whose samples are yet to be made: decisions in environments.
+
+    An epoch is one update: every environment takes `settings.rollout` steps, and what was decided in them is gone
+    through `settings.passes` times. A micro-batch is made of the decisions of one group of environments.
+
+    Attributes:
+        make: split, numbers of the environments, device → a group.
+        action: what a policy may choose.
+        settings: of PPO.
+        environments, group: how many there are, over all workers, and how many of them step together.
+    """
+
+    make: Callable[[str, range, torch.device], EnvironmentGroup]
+    action: Discrete | Box
+    settings: PPOSettings
+    environments: int
+    group: int
+
+    @property
+    def groups(self) -> int:
+        return self.environments // self.group
+
+    @property
+    def steps(self) -> int:
+        """Environment steps in one update, over all workers."""
+        return self.environments * self.settings.rollout
+
+
+def open_environments(config: Config) -> EnvSource:
+    """Look at the environments that --data names, and do the sums of what they give.
+
+    Raises:
+        RequestError: there are no such ones, or numbers that don't go together.
+    """
+    settings: PPOSettings = plugins.call(PPOSettings, {}, config.task.args, where="task")
+    make = partial(_group, config, *maker(config))
+    probe = make("train", range(1), torch.device("cpu"))
+    environments, group, micro_batch = _sizes(config, settings)
+    rollout = group * settings.rollout
+    iterations = config.length.epochs
+    if config.task.env_steps:
+        enough = -(-config.task.env_steps // (environments * settings.rollout))
+        iterations = min(enough, iterations) if "epochs" in config.explicit else enough
+    episodes: Any = range(settings.evaluate_episodes)
+    more = f"; {probe.remark}" if probe.remark else ""
+    return EnvSource(
+        train=range(environments * settings.rollout * settings.passes),  # type: ignore[arg-type]
+        val=episodes,
+        test=episodes,
+        input_shape=probe.observation_shape,
+        num_classes=policy_of(probe.action).outputs,
+        offers={"action": probe.action},
+        remark=f"{environments} environments in groups of {group}, {settings.rollout} steps a rollout{more}: ",
+        pieces=(micro_batch, environments * settings.rollout // (rollout // micro_batch)),
+        epochs=iterations,
+        model="actor-critic",
+        task="ppo",
+        make=make,
+        action=probe.action,
+        settings=settings,
+        environments=environments,
+        group=group,
+    )
+
+
+def maker(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What makes a group, and what its name says beside the arguments (gym:ID)."""
+    name, _, rest = config.data.name.partition(":")
+    if name in ENVIRONMENTS:
+        return plugins.find(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
+    return plugins.find(config.data.name, ENVIRONMENTS, flag="--data"), {}
+
+
+def _group(
+    config: Config,
+    factory: Callable[..., Any],
+    told: Mapping[str, Any],
+    split: str,
+    numbers: range,
+    device: torch.device,
+) -> EnvironmentGroup:
+    seed = key(config.reproducibility.seed, _SPLITS[split])
+    offered = {"split": split, "data_dir": config.data.dir, "numbers": tuple(numbers), "seed": seed, "device": device}
+    found = plugins.call(factory, offered, {**told, **config.data.args}, where="data")
+    if not isinstance(found, EnvironmentGroup):
+        raise RequestError(
+            f"--data {config.data.name}: the factory returned a {type(found).__name__}, not an EnvironmentGroup",
+            remedy="--task ppo needs environments (multigpu_cli.environments.base), a dataset another --task",
+        )
+    return found
+
+
+def _sizes(config: Config, settings: PPOSettings) -> tuple[int, int, int]:
+    """Environments, how many step together, and decisions in a micro-batch.
+
+    Raises:
+        RequestError: one does not divide the other.
+    """
+    environments = config.task.num_envs or _ENVIRONMENTS
+    group = config.task.env_group or next(size for size in (8, 4, 2, 1) if environments % size == 0)
+    if environments % group:
+        raise RequestError(
+            f"--num-envs {environments} is no multiple of --env-group {group}",
+            remedy=f"--num-envs {-(-environments // group) * group}, or another --env-group",
+        )
+    if config.batch.size == "auto":
+        raise RequestError("--batch-size auto measures samples of a dataset", remedy="a number, with --task ppo")
+    for name in ("global_batch_size", "grad_accum_steps", "drop_last"):
+        if name in config.explicit and config.get(name):
+            raise RequestError(
+                f"--{name.replace('_', '-')}: with --task ppo a step is one micro-batch of each group of environments",
+                remedy="--num-envs, --env-group and --batch-size",
+            )
+    rollout = group * settings.rollout
+    asked = "batch_size" in config.explicit
+    size = int(config.batch.size) if asked else rollout // settings.minibatches
+    said = f"--batch-size {size}" if asked else f"task.args.minibatches {settings.minibatches}"
+    if not size or rollout % size:
+        raise RequestError(
+            f"{said} does not divide the {rollout} decisions of a group "
+            f"(--env-group {group} × task.args.rollout {settings.rollout})",
+            remedy="numbers that divide each other, powers of two say",
+        )
+    if asked and "minibatches" in config.task.args and rollout // size != settings.minibatches:
+        raise RequestError(
+            f"{said} disagrees with task.args.minibatches {settings.minibatches}: a group makes {rollout} decisions",
+            remedy="leave one of them out",
+        )
+    return environments, group, size

@@ -1,0 +1,98 @@
+"""What PPO tells of itself: sums that stay on the device until a journal line asks for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.runtime.collectives import gathered, total
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.ppo.env_source import EnvSource
+from multigpu_cli.tasks.ppo.objective import FIGURES
+
+
+class PPOMetrics:
+    """Counts over all workers, and the figures of the epoch's optimizer steps so far.
+
+    Attributes:
+        decisions: learned from, each as often as it was.
+        steps: of environments.
+        episodes: that have ended.
+    """
+
+    def __init__(self, source: EnvSource, world: World) -> None:
+        self._world, self._source = world, source
+        self.decisions = self.steps = self.episodes = 0
+        self._ended = [0.0, 0.0, 0.0]  # episodes, rewards, lengths since the last line
+        self._explained: Tensor | None = None
+        self._slots = torch.empty(0)
+        self._own_steps, self._own_seconds, self._steps_before = 0, 0.0, 0
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps: all of them learn from equally many decisions."""
+        return self.decisions // self._source.pieces[1]  # type: ignore[index]
+
+    def state(self) -> dict[str, Any]:
+        """The counts."""
+        return {"decisions": self.decisions, "steps": self.steps, "episodes": self.episodes}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.decisions, self.steps, self.episodes = (int(state[name]) for name in ("decisions", "steps", "episodes"))
+        self._steps_before = self.steps
+
+    def rollout(self, groups: int, seconds: float) -> None:
+        """This worker has acted in so many groups."""
+        self._own_steps += groups * self._source.group * self._source.settings.rollout
+        self._own_seconds += seconds
+        self.steps += self._source.steps
+
+    def learned(self, ended: Tensor, returns: Tensor, values: Tensor) -> None:
+        """What all workers' rollouts have come to.
+
+        Args:
+            ended: (3,) number of episodes, and sums of their rewards and lengths.
+            returns, values: of all decisions.
+        """
+        self._ended = [before + new for before, new in zip(self._ended, ended.tolist(), strict=True)]
+        self.episodes += int(ended[0])
+        spread = returns.double().var()
+        self._explained = 1 - (returns - values).double().var() / spread
+        steps = self._source.samples // self._source.pieces[1]  # type: ignore[index]
+        size = (steps, self._source.groups, 1 + len(FIGURES))
+        self._slots = torch.zeros(size, dtype=torch.float64, device=self._world.device)
+
+    def step(self, slot: int, micro_batch: int, figures: Tensor) -> None:
+        """FIGURES of a micro-batch's decisions, (5, …)."""
+        if self._slots.numel():  # before the first rollout the network is only tried out
+            self._slots[slot, micro_batch, 0] = figures[0].numel()
+            self._slots[slot, micro_batch, 1:] = figures.flatten(1).sum(1)
+
+    def divergence(self, slots: range) -> float:
+        """Mean of those steps, over all workers."""
+        sums = total(self._world, self._slots[slots.start : slots.stop].clone()).sum((0, 1))
+        return float(sums[1] / sums[0])
+
+    def read(self, seconds: float) -> dict[str, Any]:
+        """Fields of a `train` line; all ranks ask together.
+
+        Args:
+            seconds: of training since the last time.
+        """
+        fields: dict[str, Any] = {"env_steps": self.steps, "episodes": self.episodes}
+        if self._source.settings.target_kl:
+            fields["steps_taken"] = self.taken
+        if self._ended[0]:
+            count, rewards, lengths = self._ended
+            fields |= {"episode_reward": rewards / count, "episode_length": lengths / count}
+        if self._slots.numel():
+            sums = total(self._world, self._slots.clone()).sum((0, 1)).tolist()
+            fields |= {name: value / max(1.0, sums[0]) for name, value in zip(FIGURES, sums[1:], strict=True)}
+            fields["explained_variance"] = float(self._explained)  # type: ignore[arg-type]
+        own = torch.tensor([self._own_steps, self._own_seconds], dtype=torch.float64, device=self._world.device)
+        everyone = torch.stack(gathered(self._world, own)).tolist()
+        rates = [steps / seconds if seconds else 0.0 for steps, seconds in everyone]
+        fields["env_steps_per_second"] = (self.steps - self._steps_before) / seconds if seconds else 0.0
+        fields["rollout_steps_per_second"] = rates
+        self._ended, self._own_steps, self._own_seconds, self._steps_before = [0.0, 0.0, 0.0], 0, 0.0, self.steps
+        return fields

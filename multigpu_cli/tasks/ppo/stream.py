@@ -1,0 +1,263 @@
+"""The stream of micro-batches: a rollout at the start of each epoch, and then the optimizer steps that it gives."""
+
+import time
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.data.loader import Batch, StepWork
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve import evaluating
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.ppo.advantages import advantages
+from multigpu_cli.tasks.ppo.env_source import EnvSource
+from multigpu_cli.tasks.ppo.metrics import PPOMetrics
+from multigpu_cli.tasks.ppo.objective import RolloutBatch
+from multigpu_cli.tasks.ppo.policy import Policy
+from multigpu_cli.tasks.ppo.rollout import Collector, Rollout
+from multigpu_cli.tasks.ppo.statistics import RunningMoments, summed
+
+_CHOICES, _ORDER = 0xAC7, 0x08D  # keep these random streams apart
+
+
+class PolicyInput(NamedTuple):
+    """What the network is asked about, and when.
+
+    Attributes:
+        observations, begun: (T, n, …), whole sequences, or (1, n, …) decisions from anywhere where it has no memory.
+        memory: (n, S) before the first of the T steps.
+        slot: the optimizer step within its epoch.
+    """
+
+    observations: Tensor
+    begun: Tensor
+    memory: Tensor
+    slot: int
+
+
+class RolloutStream:
+    """Serves one worker: acts in its groups of environments, and shares out what was decided in them.
+
+    A worker's groups are a contiguous block, and micro-batch g of every step is made of decisions in group g, so no
+    observation travels: only rewards and values do, from which every rank works out the same statistics.
+
+    Args:
+        source: the environments.
+        seed: the run's.
+        moved: called at each step of the environments.
+    """
+
+    whole_epochs = True  # what was decided belongs to the weights of that moment: an epoch is not begun in its middle
+
+    def __init__(
+        self, source: EnvSource, policy: Policy, world: World, seed: int, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        self.source, self.policy, self.world, self.seed, self._moved = source, policy, world, seed, moved
+        self.size, self.where = source.samples, f"made by the policy in {source.environments} environments"
+        groups = source.groups
+        self.mine = range(groups * world.rank // world.size, groups * (world.rank + 1) // world.size)
+        self.told = PPOMetrics(source, world)
+        self._seen = RunningMoments(prod(source.input_shape))
+        self._paid = RunningMoments(1)
+        self._collectors: list[Collector] = []
+        self._rollouts: list[Rollout] = []
+        self._advantages = self._returns = torch.empty(0)  # (groups, T, E) of all workers
+        self._orders = self._shift = self._scale = torch.empty(0)
+        self._far = False  # the epoch has moved the policy too far and is over
+
+    def begin(self, model: nn.Module, precision: Precision) -> None:
+        """Take the network that acts and learns, and begin the environments of this worker."""
+        self._model, self._precision = model, precision
+        self._memory = int(model.memory_size)  # type: ignore[arg-type]
+        size, device = self.source.group, self.world.device
+        for number in self.mine:
+            environments = self.source.make("train", range(number * size, (number + 1) * size), device)
+            self._collectors.append(Collector(environments, number, size, self._memory, device))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def order(self, epoch: int) -> Tensor:
+        """(samples,) int64: decisions are numbered in the order in which they are learned from."""
+        return torch.arange(self.size)
+
+    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+        """One batch of that size with nothing in it, to try a network out before there is anything to learn from."""
+        steps = self.source.settings.rollout if batch_size % self.source.settings.rollout == 0 else 1
+        shape, device = (steps, batch_size // steps) if self._memory else (1, batch_size), self.world.device
+        nothing = torch.zeros(shape, device=device)
+        actions = torch.zeros(*shape, *self.policy.shape, dtype=self.policy.dtype, device=device)
+        observations = torch.zeros(*shape, *self.source.input_shape, device=device)
+        seen = PolicyInput(observations, nothing, torch.zeros(shape[1], self._memory, device=device), 0)
+        yield Batch(seen, RolloutBatch(actions, *[nothing] * 4), torch.arange(batch_size), 0)
+
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+        """The steps of an update: the layout of each, and this worker's micro-batches.
+
+        Args:
+            epoch: the update.
+            start: the step to begin with; what was decided then is forgotten, and there is another rollout.
+        """
+        self._collect(epoch)
+        self._far = False
+        for step in range(start, plan.steps_per_epoch):
+            if self._far:
+                return
+            if step == start or step % self._parts == 0:
+                self._deal(epoch, step // self._parts)
+            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, lanes)
+            yield layout, (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in layout.passes)
+
+    def follows(self, step: int, plan: BatchPlan) -> int:
+        """The step after this one: the next epoch's first where a pass has moved the policy too far; the same on all
+        ranks, which ask together."""
+        within, settings = step % plan.steps_per_epoch, self.source.settings
+        self.told.decisions += plan.samples_in(within)
+        if not settings.target_kl or (within + 1) % self._parts:
+            return step + 1
+        self._far = self.told.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
+        return step - within + plan.steps_per_epoch if self._far else step + 1
+
+    def steps_after(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps taken up to this place in the schedule, without those that a moved policy left out."""
+        return self.told.taken
+
+    def samples_after(self, step: int, plan: BatchPlan) -> int:
+        """Decisions that the optimizer has learned from, each as often as it did."""
+        return self.told.decisions
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` needs of this worker."""
+        return {
+            "groups": [collector.state() for collector in self._collectors],
+            "seen": self._seen.state,
+            "paid": self._paid.state,
+            "told": self.told.state(),
+        }
+
+    def load_state(self, groups: list[dict[str, Any]], shared: dict[str, Any]) -> int:
+        """Go on there; how many environments of this worker had to begin their episode anew.
+
+        Args:
+            groups: the states of all groups, in order.
+            shared: what `state` says on any rank.
+        """
+        self._seen.state, self._paid.state = shared["seen"], shared["paid"]
+        self.told.load_state(shared["told"])
+        return sum(collector.load_state(groups[collector.number]) for collector in self._collectors)
+
+    @property
+    def _parts(self) -> int:
+        return self.source.group * self.source.settings.rollout // self.source.pieces[0]  # type: ignore[index]
+
+    def _collect(self, epoch: int) -> None:
+        """Act for one rollout everywhere, and agree on what it was worth."""
+        settings, shape = self.source.settings, (self.source.settings.rollout, self.source.group)
+        if settings.normalize_observations:
+            self._model.normalizer.adopt(self._seen.mean, self._seen.deviation)  # type: ignore[union-attr, operator]
+        began, self._rollouts, found = time.perf_counter(), [], []
+        with evaluating(self._model):
+            for collector in self._collectors:
+                generator = torch.Generator().manual_seed(key(self.seed, _CHOICES, epoch, collector.number))
+                noise = self.policy.drawn(shape, generator).to(self.world.device)
+                rollout, ended = collector.collect(self._network, self.policy, noise)
+                found.append(torch.cat([ended, self._moments(collector, rollout)]))
+                self._rollouts.append(rollout)
+        self.told.rollout(len(self.mine), time.perf_counter() - began)
+        sizes = [3, self._seen.state.numel(), self._paid.state.numel()]
+        ended, seen, paid = self._shared(found, (sum(sizes),)).split(sizes, 1)
+        self._seen.add(seen)
+        self._paid.add(paid)
+        self._judge()
+        self.told.learned(ended.sum(0), self._returns, self._returns - self._advantages)
+
+    def _network(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._moved()
+        with self._precision.autocast():
+            return self._model(observations, begun, memory)  # type: ignore[no-any-return]
+
+    def _moments(self, collector: Collector, rollout: Rollout) -> Tensor:
+        """What this rollout adds to the running statistics, as far as somebody wants them; else nothing, as zeros."""
+        settings, device = self.source.settings, self.world.device
+        seen, paid = (torch.zeros_like(moments.state) for moments in (self._seen, self._paid))
+        if settings.normalize_observations:
+            seen = summed(rollout.observations.flatten(0, 1).flatten(1))
+        if settings.normalize_rewards:
+            paid = summed(collector.promised(rollout, settings.gamma).view(-1, 1))
+        return torch.cat([seen.to(device), paid.to(device)])
+
+    def _judge(self) -> None:
+        """Advantages and returns of all workers' decisions: (groups, T, E) each, on every rank."""
+        settings, found = self.source.settings, []
+        for rollout in self._rollouts:
+            scale = float(self._paid.deviation) if settings.normalize_rewards else 1.0
+            better = advantages(
+                rollout.rewards / scale,
+                rollout.values,
+                rollout.after,
+                rollout.terminated,
+                rollout.truncated,
+                rollout.cut_values,
+                gamma=settings.gamma,
+                gae_lambda=settings.gae_lambda,
+            )
+            found.append(torch.stack([better, better + rollout.values]))
+        shape = (2, settings.rollout, self.source.group)
+        self._advantages, self._returns = self._shared(found, shape, torch.float32).unbind(1)
+
+    def _shared(self, found: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+        """(groups, *shape): what each worker found of its groups, on every rank; nothing is added but zeros."""
+        slots = torch.zeros(self.source.groups, *shape, dtype=dtype, device=self.world.device)
+        for number, value in zip(self.mine, found, strict=True):
+            slots[number] = value
+        return total(self.world, slots)
+
+    def _deal(self, epoch: int, pass_: int) -> None:
+        """Which decisions of each group make the minibatches of a pass, and how advantages are normalised in each.
+
+        Without a memory any decisions may stand together, with one only whole sequences of some environments.
+        """
+        group, steps, parts = self.source.group, self.source.settings.rollout, self._parts
+        dealt = []
+        for number in range(self.source.groups):
+            generator = torch.Generator().manual_seed(key(self.seed, _ORDER, epoch, pass_, number))
+            if self._memory:
+                columns = torch.randperm(group, generator=generator).view(parts, 1, -1)
+                dealt.append(torch.arange(steps).view(1, -1, 1) * group + columns)
+            else:
+                dealt.append(torch.randperm(steps * group, generator=generator).view(parts, 1, -1))
+        self._orders = torch.stack(dealt).to(self.world.device)  # (groups, parts, T or 1, n)
+        if self.source.settings.normalize_advantages:
+            flat = self._orders.flatten(1)
+            values = self._advantages.flatten(1).gather(1, flat).view(*self._orders.shape[:2], -1).double()
+            deviation, mean = torch.std_mean(values, (0, 2))
+            self._shift, self._scale = mean.float(), (deviation + 1e-8).float()
+
+    def _batch(self, number: int, slot: int, indices: Tensor) -> Batch:
+        rollout, part = self._rollouts[number - self.mine.start], slot % self._parts
+        order = self._orders[number, part]
+        at = order.flatten()
+
+        def picked(values: Tensor) -> Tensor:
+            return values.flatten(0, 1).index_select(0, at).view(*order.shape, *values.shape[2:])
+
+        memory = rollout.memory[order[0]] if self._memory else rollout.memory.new_zeros(order.shape[1], 0)
+        better = picked(self._advantages[number])
+        if self.source.settings.normalize_advantages:
+            better = (better - self._shift[part]) / self._scale[part]
+        decisions = RolloutBatch(
+            picked(rollout.actions),
+            picked(rollout.log_probabilities),
+            picked(rollout.values),
+            better,
+            picked(self._returns[number]),
+        )
+        return Batch(
+            PolicyInput(picked(rollout.observations), picked(rollout.begun), memory, slot), decisions, indices, number
+        )

@@ -1,0 +1,200 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND, merged, same_run, settings, with_settings
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.errors import RequestError
+
+PINS = {
+    "batch_size": 32,
+    "global_batch_size": 64,
+    "lr": 0.004,
+    "amp": "off",
+    "model": "convnet",
+    "task": "classification",
+}
+OTHER = {  # a valid value for each setting that is not its default
+    "multi_gpu": "ddp",
+    "gpu_ids": [0, 1],
+    "nproc_per_node": 2,
+    "data": "har",
+    "data.args": {"shape": [3, 8, 8]},
+    "data_dir": "/data",
+    "mode": "average",
+    "num_workers": 3,
+    "data_on_device": "off",
+    "model": "mlp",
+    "model.args": {"width": 7},
+    "sync_bn": True,
+    "grad_checkpointing": True,
+    "freeze": ["features.*"],
+    "init_from": "w.pt",
+    "compile": "default",
+    "task": "ppo",
+    "task.args": {"x": 1},
+    "label_smoothing": 0.1,
+    "num_envs": 8,
+    "env_group": 4,
+    "env_steps": 100,
+    "episodes": 50,
+    "epochs": 7,
+    "max_steps": 9,
+    "early_stopping_patience": 2,
+    "batch_size": 16,
+    "grad_accum_steps": 2,
+    "global_batch_size": 128,
+    "drop_last": True,
+    "lr": 0.5,
+    "base_lr": 0.25,
+    "base_batch_size": 8,
+    "lr_scaling": "none",
+    "warmup_epochs": 1.5,
+    "schedule": "linear",
+    "schedule.args": {"floor": 0.1},
+    "optimizer": "sgd",
+    "optimizer.args": {"momentum": 0.8},
+    "weight_decay": 0.5,
+    "max_grad_norm": "off",
+    "ema": 0.5,
+    "amp": "bf16",
+    "seed": 7,
+    "exact": True,
+    "find_unused_parameters": True,
+    "bucket_cap_mb": 5,
+    "grad_compression": "fp16",
+    "checkpoint_every": "10m",
+    "keep": 9,
+    "log_interval": 1,
+    "trace_samples": True,
+    "nonfinite": "stop",
+    "on_oom": "stop",
+    "hang_timeout": 5.0,
+    "max_restarts": 1,
+}
+KEYS = sorted(set(SETTINGS) - OF_THE_COMMAND)
+FREE = {key for key, entry in SETTINGS.items() if entry.free}
+
+
+def asked(**values: Any) -> Config:
+    """A command on which these were written down."""
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    return replace(with_settings(Config(), given), explicit=frozenset(given))
+
+
+def test_every_setting_is_tested() -> None:
+    assert sorted(OTHER) == KEYS
+    assert all(OTHER[key] != settings(Config())[key] for key in KEYS)
+
+
+def test_settings_are_plain_and_complete() -> None:
+    config = with_settings(Config(), OTHER)
+    found = settings(config)
+    assert json.loads(json.dumps(found)) == found == OTHER
+    assert with_settings(Config(), found) == config
+
+
+def test_free_are_devices_loaders_logging_checkpoints_and_length() -> None:
+    """DESIGN: 'Free to change: workers, loader, logging and checkpoint settings, and --epochs/--max-steps'."""
+    assert {
+        "multi_gpu", "gpu_ids", "nproc_per_node", "num_workers", "data_on_device", "data_dir", "log_interval",
+        "trace_samples", "checkpoint_every", "keep", "epochs", "max_steps", "hang_timeout", "max_restarts",
+    } <= FREE  # fmt: skip
+    assert not FREE & {"seed", "lr", "batch_size", "global_batch_size", "amp", "optimizer", "model", "data", "exact"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_same_command_again_goes_on(key: str) -> None:
+    config = asked(**{key: OTHER[key]})
+    assert merged(config, settings(config), [key], {}, "run") == config
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_was_not_written_down_is_taken_over(key: str) -> None:
+    stored = settings(asked(**{"seed": 7, key: OTHER[key]}))
+    found = merged(Config(), stored, ["seed", key], {}, "run")
+    assert settings(found) == stored
+    assert found.explicit == frozenset({"seed", key})
+
+
+def test_a_command_that_says_everything_again_means_what_it_says() -> None:
+    """First with --max-steps 2, then without: the run goes on to its end."""
+    stored = settings(asked(seed=7, max_steps=2))
+    assert merged(asked(seed=7), stored, ["seed", "max_steps"], {}, "run").length.max_steps is None
+    assert merged(asked(), stored, ["seed", "max_steps"], {}, "run").length.max_steps == 2
+
+
+@pytest.mark.parametrize("key", sorted(FREE & set(KEYS)))
+def test_what_is_free_is_taken_as_given(key: str) -> None:
+    found = merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "run")
+    assert settings(found)[key] == OTHER[key]
+
+
+@pytest.mark.parametrize("key", sorted(set(KEYS) - FREE))
+def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -> None:
+    old, new = PINS.get(key, settings(Config())[key]), OTHER[key]
+    with pytest.raises(RequestError) as refused:
+        merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "runs/a")
+    told = str(refused.value)
+    assert (SETTINGS[key].flag or key) in told
+    if key.endswith(".args"):
+        assert all(f"{name}={f'{value}'.strip('[]').replace(', ', ',')}" in told for name, value in new.items())
+    elif isinstance(new, list):
+        assert ",".join(new) in told
+    else:
+        assert ("is on" if new is True else f"{new}") in told
+    before = "without" if old in (None, [], {}) else "with it off" if old is False else str(old).removesuffix(".0")
+    assert before in told
+    assert "runs/a" in told
+    assert "another --save-dir" in told
+
+
+def test_all_differences_are_named_at_once() -> None:
+    with pytest.raises(RequestError) as refused:
+        merged(asked(seed=1, optimizer="sgd", epochs=3, keep=1), settings(Config()), [], PINS, "run")
+    told = str(refused.value)
+    assert "--seed 1 differs from 42" in told
+    assert "--optimizer sgd differs from adamw" in told
+    assert "--epochs" not in told
+    assert "--keep" not in told
+
+
+@pytest.mark.parametrize("key", ["lr", "global_batch_size", "amp", "model", "task", "batch_size"])
+def test_what_was_resolved_may_be_said_aloud(key: str) -> None:
+    """The first command left --lr out; writing down the rate that was settled is no difference."""
+    stored = settings(Config())
+    found = merged(asked(**{key: PINS[key]}), stored, [], PINS, "run")
+    assert settings(found)[key] == stored[key]
+
+
+def test_a_setting_that_did_not_exist_then_keeps_its_present_value() -> None:
+    stored = {key: value for key, value in settings(Config()).items() if key != "label_smoothing"}
+    assert merged(asked(label_smoothing=0.1), stored, [], PINS, "run").task.label_smoothing == 0.1
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_two_commands_mean_the_same_run(key: str) -> None:
+    """Where and how fast it runs, and what is logged and kept, do not count; its length and data do."""
+    other, same = asked(**{key: OTHER[key]}), settings(Config())
+    assert same_run(Config(), same)
+    assert same_run(other, same) == (key in FREE - {"epochs", "max_steps", "env_steps", "episodes", "data_dir"})
+
+
+def test_places_are_of_the_command_alone() -> None:
+    config = with_settings(Config(), {"save_dir": "/x", "resume": "never", "own_code": True})
+    assert not OF_THE_COMMAND & set(settings(config))
+    assert same_run(config, settings(Config()))
+    assert merged(config, settings(Config()), [], PINS, "run") == config
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_default_is_a_value_too(key: str) -> None:
+    config = with_settings(with_settings(Config(), {key: OTHER[key]}), {key: settings(Config())[key]})
+    assert config == Config()
+
+
+def test_a_value_that_a_setting_cannot_have_is_named() -> None:
+    with pytest.raises(RequestError, match="batch_size: must be"):
+        with_settings(Config(), {"batch_size": "many"})

@@ -1,0 +1,329 @@
+"""The command line from end to end, with the real torchrun, on scikit-learn's digits (DESIGN §3 and §4)."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from multigpu_cli.checkpoint.manifest import damage_in
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.monitor import journal
+from tests.distributed.launcher import alone, finished, ran, started, torchrun
+
+SMALL = {"multi_gpu": "ddp", "model": "mlp", "global_batch_size": 128, "epochs": 2, "log_interval": 2}
+SAMPLES = 1258  # of the 1,797 digits, 10 % are for validation and 20 % for the test
+LONG = SMALL | {
+    "data": "tests.support.user_code:tensors",
+    "model": "tests.support.user_code:net",
+    "global_batch_size": 20,
+    "epochs": 4000,
+}
+SLOW = {"OWN_PAUSE": "0.02"}
+
+
+def loaders_and_a_long_tmpdir(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Flags and environment of a run whose samples come over sockets; below TMPDIR their paths would be too long."""
+    temporary = folder / ("temporary-files-of-job-4711/" * 4)
+    temporary.mkdir(parents=True)
+    return {"data": "tests.support.user_code:Items", "num_workers": 1}, {"TMPDIR": str(temporary)}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in journal.read(folder / "journal.jsonl") if event["event"] == kind]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("command_line")
+
+
+# -- one run of two processes, looked at from all sides
+
+
+@pytest.fixture(scope="module")
+def done(here: Path) -> subprocess.CompletedProcess[str]:
+    """torchrun … main_multi_gpu.py --multi-gpu ddp, two epochs of the digits."""
+    return ran(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
+
+
+@pytest.fixture
+def run(done: subprocess.CompletedProcess[str], here: Path) -> Path:
+    assert done.returncode == 0, done.stderr
+    return here / "run"
+
+
+def test_json_is_the_only_thing_on_stdout(done: subprocess.CompletedProcess[str], run: Path) -> None:
+    assert json.loads(done.stdout) == summary_of(run)
+
+
+def test_the_summary_keeps_the_contract(run: Path) -> None:
+    summary = summary_of(run)
+    told = ("status", "strategy", "world_size", "devices", "device", "precision", "epochs", "steps", "samples")
+    assert [summary[name] for name in told] == ["completed", "ddp", 2, 2, "cpu", "off", 2, 20, 2 * SAMPLES]
+    assert summary["global_batch_size"] == 128
+    assert set(summary["step_ms"]) == {"p50", "p95"}
+    assert set(summary["final"]) >= {"train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy"}
+    assert summary["best"]["epoch"] in (1, 2)
+    assert len(summary["peak_memory_bytes"]) == 2
+    assert summary["save_dir"] == "run"
+    assert (summary["resumed_from"], summary["faults"]) == (None, [])
+    assert min(summary[name] for name in ("train_seconds", "startup_seconds", "samples_per_second")) > 0
+    assert sum(map(sum, summary["confusion"])) == sum(row["support"] for row in summary["per_class"]) == 359
+
+
+def test_the_journal_tells_the_run(run: Path) -> None:
+    lines = list(journal.read(run / "journal.jsonl"))
+    assert all(line["time"] > 1e9 for line in lines)
+    assert (lines[0]["event"], lines[-1]["event"]) == ("start", "end")
+    assert lines[0]["plan"]["workers"] == 2
+    assert lines[0]["plan"]["grad_accum_steps"] == 2
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(2, 21, 2))
+    wanted = {
+        "step",
+        "epoch",
+        "samples",
+        "loss",
+        "lr",
+        "grad_norm",
+        "samples_per_second",
+        "data_wait_share",
+        "comm_share",
+    }
+    assert wanted | {"memory"} <= set(events(run, "train")[0])
+    evaluations = [(line["epoch"], line["split"], line["samples"]) for line in events(run, "eval")]
+    assert evaluations == [(1, "val", 180), (2, "val", 180), (2, "test", 359)]
+    assert [line["step"] for line in events(run, "checkpoint")] == [10, 20]
+    assert {"seconds", "stall_seconds", "bytes"} <= set(events(run, "checkpoint")[0])
+
+
+def test_every_epoch_trained_each_sample_exactly_once(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for epoch in (0, 1):
+        seen = [sample for line in lines[10 * epoch : 10 * epoch + 10] for sample in line["samples"]]
+        assert sorted(seen) == list(range(SAMPLES))
+    assert lines[0]["samples"] != lines[10]["samples"]
+
+
+def test_the_fingerprint_can_be_recomputed(run: Path) -> None:
+    last, best = (torch.load(run / name, weights_only=True) for name in ("last.pt", "best.pt"))
+    assert fingerprint(last["model"]) == summary_of(run)["fingerprint"] == events(run, "end")[0]["fingerprint"]
+    assert set(last) == set(best) == {"model", "config", "metrics"}
+    assert list(last["model"]) == list(best["model"])
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in last["model"])
+    assert best["config"]["model"] == "mlp"
+
+
+def test_the_checkpoints_are_whole(run: Path) -> None:
+    folders = sorted((run / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step_00000010", "step_00000020"]
+    for folder in folders:
+        assert sorted(path.name for path in folder.iterdir()) == ["best_weights.pt", "manifest.json", "state.pt"]
+        assert damage_in(folder) is None
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert {"files", "step", "world_size", "versions"} <= set(manifest)
+
+
+def test_tensorboard_has_its_events(run: Path) -> None:
+    assert any(path.stat().st_size > 0 for path in (run / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_config_yaml_has_the_users_settings_and_no_place(run: Path) -> None:
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    assert (written["epochs"], written["global_batch_size"], written["lr"]) == (2, 128, None)
+    assert not {"save_dir", "resume"} & set(written)
+
+
+def test_the_same_command_again_does_nothing(run: Path, here: Path) -> None:
+    before = contents(run)
+    again = ran(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) == summary_of(run)
+    assert contents(run) == before
+
+
+def test_config_yaml_repeats_the_run_on_another_number_of_workers(run: Path, here: Path) -> None:
+    again = ran(alone("--json", "--config", "run/config.yaml", "--multi-gpu", "none", "--save-dir", "again"), here)
+    assert again.returncode == 0, again.stderr
+    one, two = json.loads(again.stdout), summary_of(run)
+    assert one["steps"] == two["steps"]
+    assert one["final"]["train_loss"] == pytest.approx(two["final"]["train_loss"], rel=1e-3)
+    old, new = (yaml.safe_load((here / name / "config.yaml").read_text()) for name in ("run", "again"))
+    assert new == old | {"multi_gpu": "none"}
+
+
+def test_an_explicit_difference_is_refused_once_naming_both_values(run: Path, here: Path) -> None:
+    before = contents(run)
+    refused = ran(torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64}), here)
+    assert refused.returncode == 1, "torchrun turns every code into 1"
+    assert refused.stderr.count("error: --global-batch-size 64 differs from 128") >= 1
+    ours = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1, "once by us; the others are in torchrun's box"
+    assert contents(run) == before
+
+
+# -- stopped, killed, locked: one long run
+
+
+def waiting(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.05)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return [line["step"] for line in events(folder, "checkpoint")] if (folder / "journal.jsonl").exists() else []
+
+
+@pytest.fixture
+def process() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test has started; none outlives it."""
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for each in running:
+        if each.poll() is None:
+            os.killpg(each.pid, signal.SIGKILL)
+        finished(each)
+
+
+def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
+    tmp_path: Path, process: list[subprocess.Popen[str]]
+) -> None:
+    run, flags = tmp_path / "run", LONG | {"save_dir": "run", "checkpoint_every": 10}
+    first = started(torchrun(2, **flags), tmp_path, **SLOW)
+    process.append(first)
+    waiting(lambda: len(checkpoints(run)) >= 2, first)
+
+    second = ran(alone(**flags | {"multi_gpu": "none"}), tmp_path, **SLOW)
+    assert second.returncode == 2
+    assert "another run is at work in run" in second.stderr
+    assert first.poll() is None, "the first goes on"
+
+    first.send_signal(signal.SIGTERM)
+    ended = finished(first)
+    assert ended.returncode == 1
+    stopped = summary_of(run)
+    assert stopped["status"] == "stopped"
+    assert json.loads((run / f"checkpoints/step_{stopped['steps']:08d}/manifest.json").read_text())["world_size"] == 2
+    assert events(run, "end")[-1]["status"] == "stopped"
+
+    third = started(torchrun(3, **flags), tmp_path, **SLOW)
+    process.append(third)
+    waiting(lambda: checkpoints(run)[-1] >= stopped["steps"] + 20, third)
+    assert events(run, "resume")[-1]["step"] == stopped["steps"]
+    assert (events(run, "resume")[-1]["from_world_size"], events(run, "resume")[-1]["world_size"]) == (2, 3)
+    third.kill()  # the agent alone: its workers must not train on
+    finished(third)
+
+    more = ran(alone("--json", **flags | {"multi_gpu": "none", "max_steps": checkpoints(run)[-1] + 5}), tmp_path)
+    assert more.returncode == 0, more.stderr
+    last = json.loads(more.stdout)
+    assert last["status"] == "completed"
+    assert last["steps"] == checkpoints(run)[-1]
+    assert events(run, "resume")[-1]["from_world_size"] == 3
+    assert last["train_seconds"] > stopped["train_seconds"], "totals over all attempts"
+
+
+def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
+    tmp_path: Path, process: list[subprocess.Popen[str]]
+) -> None:
+    run, flags = tmp_path / "run", LONG | {"save_dir": "run", "checkpoint_every": 10, "max_restarts": 1}
+    first = started(alone(nproc_per_node=2, **flags), tmp_path, **SLOW)
+    process.append(first)
+    waiting(lambda: len(checkpoints(run)) >= 1, first)
+    first.send_signal(signal.SIGTERM)
+    ended = finished(first)
+    assert ended.returncode == 75, ended.stderr
+    assert summary_of(run)["status"] == "stopped"
+    assert summary_of(run)["world_size"] == 2
+    assert "Traceback" not in ended.stderr
+    assert len(events(run, "start")) == 1, "a stop is no reason for another attempt"
+
+    again = ran(alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags), tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["status"] == "completed"
+    assert json.loads(again.stdout)["resumed_from"].endswith(f"step_{events(run, 'resume')[-1]['step']:08d}")
+
+
+def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
+    """The second attempt goes on from the checkpoint of the first, although its peers of old are dead."""
+    loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
+    flags = LONG | {"save_dir": "run", "checkpoint_every": 5, "max_restarts": 1, "max_steps": 30} | loaders
+    deed = {"OWN_DEED": "1:23:SIGKILL", **SLOW, **environ}  # once only: the second attempt needs fewer passes
+    ended = ran(alone("--json", nproc_per_node=2, **flags), tmp_path, **deed)
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads(ended.stdout)
+    assert (summary["status"], summary["steps"]) == ("completed", 30)
+    assert len(events(tmp_path / "run", "start")) == 2
+    [restart] = [fault for fault in events(tmp_path / "run", "fault") if fault["kind"] == "restart"]
+    assert "rank 1 ended without a word after step" in restart["action"]
+    assert "rank 1 ended without a word" in ended.stderr
+    assert "it said last (run/logs/rank_1.log):\n  rank 1 does it\n" in ended.stderr
+
+
+def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
+    """In backward of one rank, in a step that others have begun to reduce: half the micro-batch, the same curve."""
+    flags: dict[str, Any] = LONG | {
+        "model": "tests.support.oom_model:net",
+        "max_steps": 12,
+        "checkpoint_every": 4,
+        "set": [],
+    }
+    quiet = {"multi_gpu": "ddp", "nproc_per_node": 2, "global_batch_size": 16, "batch_size": 8, "log_interval": 1}
+    whole = ran(alone("--json", **flags | quiet | {"save_dir": "whole"}), tmp_path)
+    greedy = [f"model.args.{word}" for word in ("limit=4", "after=9", "rank=1", "backward=true")]
+    ended = ran(alone("--json", **flags | quiet | {"save_dir": "run", "set": greedy}), tmp_path)
+    assert whole.returncode == ended.returncode == 0, ended.stderr
+    assert "rank 1 ran out of memory" in ended.stderr
+    assert "micro-batches of 4" in ended.stderr
+    curves = []
+    for run in ("whole", "run"):
+        last = {line["step"]: line["loss"] for line in events(tmp_path / run, "train")}
+        curves.append([last[step] for step in range(1, 13)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
+    """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
+    loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
+    flags = {"model": "tests.support.failing_model:net", "save_dir": "run", "checkpoint_every": 1000} | loaders
+    ended = ran(torchrun(2, restarts=3, **flags), tmp_path, **environ)
+    assert ended.returncode == 1
+    run = tmp_path / "run"
+    assert len(events(run, "start")) == 2, "attempts 3 and 4 ended before they touched anything"
+    box = ended.stderr[ended.stderr.index("Root Cause") :]
+    assert "ValueError: the planted fault" in ended.stderr
+    assert "the planted fault" in box
+    assert "closed by peer" not in ended.stderr, "an innocent rank's error is not shown as a cause"
+    assert "rank 1 failed (forward, 3 steps done): ValueError: the planted fault" in summary_of(run)["error"]
+    assert sorted(file.name for file in (run / "logs").iterdir()) == ["crash_0.txt", "crash_1.txt", "rank_1.log"]
+    log = (run / "logs" / "rank_1.log").read_text()
+    assert (log.count("--- rank 1, attempt 1, "), log.count("--- rank 1, attempt 2, ")) == (1, 1)
+
+
+def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
+    refused = ran(alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run"), tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.count("har") >= 1
+    assert "Traceback" not in refused.stderr
+    assert refused.stderr.count("--data-dir") <= 2
+    assert not (tmp_path / "run").exists()

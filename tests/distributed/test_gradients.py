@@ -1,0 +1,90 @@
+"""The number of workers is a speed knob: the same first gradient, the same curve, the same statistics (DESIGN §1)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.launcher import ran, torchrun
+from tests.distributed.steps import CASES, STEPS, WORKERS
+
+Found = dict[tuple[str, int, int], dict[str, Any]]
+MANY = [workers for workers in WORKERS if workers > 1]
+DOUBLE = [name for name, case in CASES.items() if case.double]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What every rank found in every case, on 1, 2, 3 and 4 workers; one launch for all."""
+    out = tmp_path_factory.mktemp("steps")
+    command = torchrun(max(WORKERS), str(out), script=str(Path(__file__).with_name("step_worker.py")))
+    result = ran(command, out)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {
+        (name, workers, rank): torch.load(out / f"{name}-{workers}-{rank}.pt", weights_only=True)
+        for name in CASES
+        for workers in WORKERS
+        for rank in range(workers)
+    }
+
+
+def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference, relative to each tensor's largest element."""
+    assert list(one) == list(other)
+    scales = {name: float(value.double().abs().max()) or 1.0 for name, value in other.items()}
+    return max(float((one[name].double() - other[name].double()).abs().max()) / scales[name] for name in other)
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The length of the difference, relative to the length of the whole gradient."""
+    both = [torch.cat([value.double().flatten() for value in side.values()]) for side in (one, other)]
+    return float((both[0] - both[1]).norm() / both[1].norm())
+
+
+@pytest.mark.parametrize("workers", MANY)
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_gradient_is_that_of_one_worker(found: Found, name: str, workers: int) -> None:
+    alone = found[name, 1, 0]
+    for rank in range(workers):
+        mine = found[name, workers, rank]
+        assert mine["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-12 if CASES[name].double else 1e-6)
+        assert furthest(mine["gradient"], alone["gradient"]) < (1e-12 if CASES[name].double else 1e-5)
+        assert distance(mine["gradient"], alone["gradient"]) < (1e-12 if CASES[name].double else 1e-6)
+
+
+@pytest.mark.parametrize("workers", MANY)
+@pytest.mark.parametrize("name", DOUBLE)
+def test_fifty_steps_are_those_of_one_worker(found: Found, name: str, workers: int) -> None:
+    alone, mine = found[name, 1, 0], found[name, workers, 0]
+    assert len(alone["losses"]) == STEPS
+    assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+    assert furthest(mine["state"], alone["state"]) < 1e-9
+    assert len(set(alone["losses"])) == STEPS, "and something moved"
+
+
+@pytest.mark.parametrize("workers", MANY)
+def test_fifty_steps_in_single_precision_without_batchnorm(found: Found, workers: int) -> None:
+    alone, mine = found["mlp-uneven-single", 1, 0], found["mlp-uneven-single", workers, 0]
+    assert len(alone["losses"]) == STEPS
+    assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", MANY)
+@pytest.mark.parametrize("name", CASES)
+def test_all_workers_have_the_same_bits(found: Found, name: str, workers: int) -> None:
+    first = found[name, workers, 0]
+    for rank in range(1, workers):
+        state = found[name, workers, rank]["state"]
+        assert all(torch.equal(state[key], value) for key, value in first["state"].items())
+        assert found[name, workers, rank]["losses"] == first["losses"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "own-" in name and "plain" not in name])
+def test_there_are_statistics_to_compare(found: Found, name: str) -> None:
+    state = found[name, 1, 0]["state"]
+    [mean] = [value for key, value in state.items() if key.endswith("running_mean")]
+    [count] = [value for key, value in state.items() if key.endswith("num_batches_tracked")]
+    assert float(mean.abs().max()) > 0
+    assert int(count) == CASES[name].steps

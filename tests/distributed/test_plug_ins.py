@@ -1,0 +1,166 @@
+"""A user's own dataset, model and task from a file in the working directory, trained as a user would."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.run_training import Ended, trained
+
+MINE = '''
+import random
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, IterableDataset
+
+class Words(Dataset):
+    """Ragged: each sample is as many numbers as it likes, with noise from three generators; a dict, of NumPy arrays."""
+    classes = ["few", "many"]
+
+    def __init__(self, split, size=40):
+        self.length = np.random.default_rng(len(split)).integers(1, 9, size)
+
+    def __len__(self):
+        return len(self.length)
+
+    def __getitem__(self, index):
+        count = self.length[index]
+        noise = np.random.rand(count) + random.random() + torch.rand(1).item()
+        return {"x": noise + 1, "label": int(count > 4)}
+
+    def collate_fn(self, samples):
+        rows = [torch.from_numpy(sample["x"]).float() for sample in samples]
+        length = torch.tensor([len(row) for row in rows])
+        inputs = {"padded": pad_sequence(rows, batch_first=True), "length": length}
+        return inputs, torch.tensor([sample["label"] for sample in samples])
+
+class Reader(nn.Module):
+    def __init__(self, num_classes, width=8):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+    def forward(self, inputs):
+        sums = inputs["padded"].sum(1)
+        return self.net(torch.stack([sums, inputs["length"].float()], 1))
+
+class Pairs(Dataset):
+    """Several inputs by name, and labels of which any number is right."""
+
+    def __init__(self, split):
+        self.rng = np.random.default_rng(len(split)).normal(size=(40, 6))
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        row = self.rng[index]
+        return {"left": row[:3], "right": row[3:], "target": (row[:4] > 0).astype(np.float32)}
+
+class Stream(IterableDataset):
+    def __init__(self, split):
+        self.split = split
+
+    def __iter__(self):
+        for at in range(40):
+            inputs = torch.randn(3)
+            yield inputs, inputs.sum(0, keepdim=True)
+
+class Both(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+
+    def forward(self, inputs):
+        return self.net(torch.cat([inputs["left"], inputs["right"]], 1))
+
+def line(input_shape):
+    return nn.Linear(input_shape[0], 1)
+
+def wide(input_shape):
+    return nn.Linear(input_shape[0], 3)
+
+def narrow(num_classes):
+    return nn.Linear(5, num_classes)
+
+def fails():
+    raise OSError("no such sensor")
+'''
+RUN: dict[str, Any] = {"global_batch_size": 16, "batch_size": 3, "epochs": 2, "num_workers": 0, "log_interval": 1}
+WAYS = {
+    "ragged": {"data": "mine_here:Words", "model": "mine_here:Reader"},
+    "labels": {"data": "mine_here:Pairs", "model": "mine_here:Both", "task": "multi-label"},
+    "stream": {"data": "mine_here:Stream", "model": "mine_here:line", "task": "regression"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "mine_here.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("mine_here", None)
+
+
+def run(workers: int, way: str, **flags: Any) -> Ended:
+    ended = trained(workers, **RUN | WAYS[way] | {"save_dir": f"{way}{workers}"} | flags)
+    assert not ended.error, ended.error
+    return ended
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_number_of_workers_changes_no_bit(way: str) -> None:
+    ends = [run(workers, way, exact=True).summary for workers in (1, 2, 3)]
+    assert len({end["fingerprint"] for end in ends}) == 1
+    assert len({str(end["final"]) for end in ends}) == 1
+    assert ends[0]["steps"] == 6
+
+
+def test_loader_processes_change_no_bit() -> None:
+    here, there = (run(1, "ragged", num_workers=count, save_dir=f"{count}").summary for count in (0, 1))
+    assert here["fingerprint"] == there["fingerprint"]
+
+
+def test_a_first_batch_that_does_not_fit_is_told_in_one_screen() -> None:
+    ended = trained(2, **RUN | WAYS["ragged"] | {"model": "mine_here:narrow", "save_dir": "x"})
+    assert ended.kind == "RequestError"
+    lines = ended.error.splitlines()
+    assert len(lines) < 12
+    for said in (
+        "--model mine_here:narrow does not take the first batch of --data mine_here:Words",
+        "TypeError in ",
+        "built for input_shape=(), num_classes=2",
+        "{padded: float32 (2, ",
+        "length: int64 (2,)}",
+        "nothing: it failed itself",
+        "the targets are     int64 (2,)",
+        "outputs (n, classes) logits",
+    ):
+        assert said in ended.error
+    assert not Path("x").exists()
+
+
+def test_outputs_that_the_task_does_not_take_are_shown() -> None:
+    ended = trained(1, **RUN | WAYS["stream"] | {"model": "mine_here:wide"})
+    assert "outputs (2, 3) for targets (2, 1)" in ended.error
+    assert "it returned         float32 (2, 3)" in ended.error
+    ended = trained(1, **RUN | WAYS["labels"] | {"task": "language-model"})
+    assert "vocabulary of 0 tokens" in ended.error
+
+
+def test_a_factory_that_raises_is_told_with_its_place() -> None:
+    ended = trained(1, **RUN | WAYS["ragged"] | {"data": "mine_here:fails"})
+    assert "data: mine_here:fails raised OSError in mine_here.py:" in ended.error
+    assert "no such sensor" in ended.error
+
+
+def test_ranks_that_see_different_data_are_told_apart() -> None:
+    Path("mine_here.py").write_text(
+        MINE + "\nimport os\ndef unlike(split):\n    return Words(split, 40 + int(os.environ.get('RANK', 0)))\n"
+    )
+    ended = trained(2, **RUN | WAYS["ragged"] | {"data": "mine_here:unlike"})
+    assert "rank 1 and the others see different data: 41 training samples instead of 40" in ended.error

@@ -1,0 +1,111 @@
+"""Replicas that differ are found, and named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.replica_check import check_replicas
+from multigpu_cli.optimizers import build_optimizer
+from multigpu_cli.runtime.world import World
+from tests.support.ranks import each_rank
+from tests.support.run_training import trained
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def verdict(
+    world: World, change_on: int | None, model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> str:
+    model = model or network()
+    if world.rank == change_on:
+        with torch.no_grad():
+            model[2].weight[0, 0] = torch.nextafter(model[2].weight[0, 0], torch.tensor(9.0))
+    try:
+        check_replicas(model, world, 7, optimizer)
+    except TrainingError as error:
+        return error.problem
+    return ""
+
+
+def test_equal_replicas_pass() -> None:
+    assert each_rank(3, lambda world: verdict(world, None)) == ["", "", ""]
+
+
+def test_one_bit_is_enough_and_every_rank_hears_of_it() -> None:
+    said = each_rank(3, lambda world: verdict(world, 1))
+    assert len(set(said)) == 1
+    assert "step 7" in said[0]
+    assert "rank 1 differs in 2.weight" in said[0]
+
+
+def test_of_two_ranks_either_may_be_wrong() -> None:
+    assert all("rank 0 or 1" in text or "rank 1 or 0" in text for text in each_rank(2, lambda w: verdict(w, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_number_formats(dtype: torch.dtype) -> None:
+    def differs(world: World) -> bool:
+        model = network().to(dtype)
+        if world.rank:
+            model[0].bias.data[1] = 3.0
+        try:
+            check_replicas(model, world, 1)
+        except TrainingError:
+            return True
+        return False
+
+    assert each_rank(2, differs) == [True, True]
+
+
+def test_statistics_count_as_weights_do() -> None:
+    def said(world: World) -> str:
+        model = network()
+        model[1].num_batches_tracked += world.rank == 1
+        return verdict(world, None, model)
+
+    assert all("rank 1 differs in 1.num_batches_tracked" in text for text in each_rank(3, said))
+
+
+def test_so_does_what_the_optimizer_keeps() -> None:
+    """A bit of a second moment may take long to show in a weight; a state that only one rank has is another, too."""
+
+    def said(world: World) -> list[str]:
+        model = network()
+        optimizer = build_optimizer(model, OptimizerConfig())
+        found = [verdict(world, None, model, optimizer)]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if world.rank != 2:
+            optimizer.step()
+        found.append(verdict(world, None, model, optimizer))
+        optimizer.step()
+        if world.rank == 2:
+            optimizer.step()
+        found.append(verdict(world, None, model, optimizer))
+        if world.rank == 1:
+            square = optimizer.state[model[2].weight]["exp_avg_sq"]
+            square[0, 0] = torch.nextafter(square[0, 0], torch.tensor(9.0))
+        found.append(verdict(world, None, model, optimizer))
+        return found
+
+    for alike, missing, again, other in each_rank(3, said):
+        assert (alike, again) == ("", "")
+        assert "rank 2 differs in the optimizer's state of 0.weight, the optimizer's state of 2.weight" in missing
+        assert other.endswith("by step 7: rank 1 differs in the optimizer's state of 2.weight")
+
+
+@pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])
+def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, how: str, where: str) -> None:
+    flags = {"model": "tests.support.failing_model:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
+    ended = trained(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
+    assert "the replicas have drifted apart by step 4: rank" in ended.error
+    assert f" differs in {where}" in ended.error
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

@@ -1,0 +1,232 @@
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults import store_timeout
+from multigpu_cli.faults.rank_exit import RankExit, RankExits
+from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.runtime.world import World
+from tests.support.fork import exit_code
+from tests.support.run_training import trained
+
+ALONE = World(torch.device("cpu"))
+
+
+def moved(watch: Watchdog, logs: Path, pauses: list[float]) -> None:
+    """A run of one step and then some forward passes, with pauses between them."""
+    watch.begin(0, logs)
+    watch.at(1, "fetching data")
+    for pause in pauses:
+        watch.at(1, "forward")
+        time.sleep(pause)
+
+
+def watched(folder: Path, pauses: list[float]) -> tuple[int, str]:
+    """How a process ends whose run moves like this and whose watch waits 0.3 s; and its last words."""
+    words = folder / "words"
+
+    def work() -> None:
+        with Watchdog(ALONE, 0.3, lambda error: words.write_text(str(error)) and None) as watch:
+            moved(watch, folder / "logs", pauses)
+
+    code = exit_code(work)
+    return code, words.read_text() if words.exists() else ""
+
+
+def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None:
+    code, words = watched(tmp_path, [0.01, 5.0])
+    assert code == 1
+    assert "no progress for 0 s\n  rank 0: forward, 1 steps done, at " in words
+    assert "test_watch.py" in words
+    assert "in moved" in (tmp_path / "logs" / "stacks_0_rank_0.txt").read_text()
+
+
+def test_where_the_run_folder_takes_no_word_the_run_is_ended_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hangs is a cause of hangs; here opening the file for the stacks waits for ever."""
+    monkeypatch.setattr("multigpu_cli.faults.watchdog._WRITING", 0.5, raising=False)
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "stacks_0_rank_0.txt")
+    code, words = watched(tmp_path, [0.01, 5.0])
+    assert code == 1
+    assert words.startswith(f"the run can't go on, and {tmp_path / 'logs'} takes no word of why")
+
+
+def test_a_slow_run_that_moves_is_left_alone(tmp_path: Path) -> None:
+    assert watched(tmp_path, [0.15] * 6) == (0, "")
+
+
+def test_before_its_first_step_a_run_may_take_its_time(tmp_path: Path) -> None:
+    def work() -> None:
+        with Watchdog(ALONE, 0.1, lambda error: None) as watch:
+            watch.begin(5, tmp_path)
+            watch.at(5, "fetching data")
+            time.sleep(0.6)
+
+    assert exit_code(work) == 0
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) -> None:
+    """Ctrl-Z, a debugger, a machine that sleeps: nothing moved, but nothing hung."""
+
+    def work() -> None:
+        goes_on = threading.Event()
+        signal.signal(signal.SIGCONT, lambda *_: goes_on.set())
+        with Watchdog(ALONE, 1.0, lambda error: None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(1, "forward")
+            time.sleep(0.2)  # the watch has seen that
+            me = os.getpid()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.3; kill -CONT {me}"])
+            assert goes_on.wait(20)
+            time.sleep(0.2)  # and looks again
+
+    assert exit_code(work) == 0
+
+
+@pytest.mark.parametrize("pause", [0.1, 0.01], ids=["seldom", "whenever the watch looks"])
+def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: float) -> None:
+    """And where none moves any more, all are ended."""
+    read, write = os.pipe()
+
+    def rank(number: int) -> None:
+        store = dist.PrefixStore("attempt-0", dist.FileStore(str(tmp_path / "store"), 2))
+        with Watchdog(World(torch.device("cpu"), number, 2, number, 2, store=store), 0.5, lambda error: None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(1, ("saving", "reduction")[number])
+            for _ in range(0 if number else int(2 / pause)):
+                time.sleep(pause)
+                watch.moved()
+            os.write(write, b"0" if number == 0 else b"")
+            time.sleep(20)
+
+    waits = get_context("fork").Process(target=rank, args=(1,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        waits.start()
+    assert exit_code(lambda: rank(0)) == 1
+    waits.join(10)
+    assert waits.exitcode == 1
+    os.close(write)
+    assert os.read(read, 1) == b"0", "the one that moved came to its end"
+
+
+def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path) -> None:
+    """gloo notices that a peer has gone; NCCL would wait."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    words = tmp_path / "words"
+
+    def world(rank: int) -> World:
+        client = dist.TCPStore("localhost", store.port, is_master=False)
+        return World(torch.device("cpu"), rank, 2, rank, 2, store=dist.PrefixStore("attempt-0", client))
+
+    def waits() -> None:
+        with Watchdog(world(0), 5, lambda error: words.write_text(str(error)) and None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(0, "reduction")
+            time.sleep(20)
+
+    RankExits(world(1)).tell(RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
+    began = time.monotonic()
+    assert exit_code(waits) == 1
+    assert time.monotonic() - began < 10
+    assert words.read_text() == "rank 1 failed (forward, 1 steps done): ValueError: bad"
+    assert "its stack" in (tmp_path / "crash_0.txt").read_text()
+
+
+class Unplugged(dist.Store):
+    """The cable is out: nothing comes back, and the connection seems open."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
+
+def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_timeout, "_LONGEST", 0.2)
+    words = tmp_path / "words"
+
+    def waits() -> None:
+        cut_off = World(torch.device("cpu"), 1, 2, 0, 1, store=Unplugged())  # type: ignore[arg-type]
+        with Watchdog(cut_off, 0.5, lambda error: words.write_text(str(error)) and None) as watch:
+            watch.begin(0, tmp_path)
+            watch.at(1, "reduction")
+            time.sleep(20)
+
+    began = time.monotonic()
+    assert exit_code(waits) == 1
+    assert time.monotonic() - began < 10
+    assert "rank 0 did not arrive" in words.read_text()
+
+
+def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
+    """A run of four steps that fails in its fifth."""
+    with Watchdog(ALONE, 9, lambda error: None) as watch:
+        watch.begin(begins_at, folder)
+        watch.at(4, "forward", torch.tensor([3, 1]))
+        assert watch.explained(error) is watch.explained(error) is error
+        raise error
+
+
+def test_an_error_is_explained_once_and_knows_its_step(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="bad") as raised:
+        failed(tmp_path, TrainingError("bad"), begins_at=2)
+    assert raised.value.failed_at == 4
+    assert "rank 0: forward, 4 steps done\nsamples of its batch: 3, 1" in (tmp_path / "crash_0.txt").read_text()
+
+
+def test_an_error_before_the_first_step_of_an_attempt_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as raised:
+        failed(tmp_path, TrainingError("bad"), begins_at=4)
+    assert raised.value.failed_at is None
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def test_the_rank_that_failed_first_is_named_by_the_others(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = trained(2, model="tests.support.failing_model:net", save_dir=str(run), hang_timeout=20)
+    assert ended.error.startswith("rank 1 failed (forward, 3 steps done): ValueError: the planted fault")
+    assert "failing.py" in ended.error
+    assert "rank 1 failed" in summary(run)["error"]
+    report = (run / "logs" / "crash_0.txt").read_text()
+    assert report.index("rank 0 (only lost the others)") < report.index("--- rank 1: forward, 3 steps done")
+
+
+def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    sets = ["model.args.how=sleep"]
+    ended = trained(2, model="tests.support.failing_model:net", sets=sets, save_dir=str(run), hang_timeout=1)
+    said = capfd.readouterr().err
+    assert "rank 1 did not arrive\n  rank 1: forward, 3 steps done, at " in said
+    assert "failing.py" in said
+    assert ended.killed == [0, 1]
+    assert summary(run)["status"] == "failed"
+    assert "did not arrive" in summary(run)["error"]
+    for rank in (0, 1):
+        assert "Thread" in (run / "logs" / f"stacks_0_rank_{rank}.txt").read_text()
+
+
+def test_parameters_that_ddp_waits_for_are_named(tmp_path: Path) -> None:
+    """It lists them by index only."""
+    ended = trained(
+        2, model="tests.support.failing_model:forgetful", save_dir=str(tmp_path / "run"), checkpoint_every="1000"
+    )
+    assert "no gradient for: 1.bias" in ended.error

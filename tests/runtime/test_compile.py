@@ -1,0 +1,124 @@
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.runtime.compile import CompiledModel
+
+
+class Broken(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        doubled = inputs * 2
+        torch._dynamo.graph_break()
+        return doubled + 1
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_full_micro_batches_are_compiled_once_and_short_ones_never() -> None:
+    network = nn.Linear(3, 2)
+    compiled = CompiledModel(network, None, backend="eager")
+    compiled.size = lambda: 4
+    for length in (4, 4, 3, 4, 1, 4):
+        inputs = torch.randn(length, 3)
+        torch.testing.assert_close(compiled(inputs), network(inputs))
+    assert graphs() == 1
+    assert compiled.seconds is not None
+
+
+def test_another_full_size_is_compiled_for_itself() -> None:
+    """As after running out of memory: micro-batches of half the size."""
+    compiled = CompiledModel(nn.Linear(3, 2), None, backend="eager")
+    size = 4
+    compiled.size = lambda: size
+    compiled(torch.randn(4, 3))
+    size = 2
+    compiled(torch.randn(2, 3))
+    compiled(torch.randn(2, 3))
+    assert graphs() == 2
+
+
+def test_samples_may_come_by_name_or_in_a_mapping() -> None:
+    class Mapped(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["a"] + batch["b"]
+
+    by_name, mapped = (
+        CompiledModel(nn.Linear(3, 2), None, backend="eager"),
+        CompiledModel(Mapped(), None, backend="eager"),
+    )
+    by_name.size = mapped.size = lambda: 4
+    by_name(input=torch.randn(4, 3))
+    mapped({"a": torch.ones(4), "b": torch.ones(4)})
+    assert graphs() == 2
+
+
+def test_its_parameters_are_the_networks() -> None:
+    network = nn.Linear(3, 2)
+    assert [name for name, _ in CompiledModel(network, None, backend="eager").named_parameters()] == [
+        "model.weight",
+        "model.bias",
+    ]
+
+
+def test_the_report_names_graph_breaks_in_one_line_each() -> None:
+    compiled = CompiledModel(Broken(), None, backend="eager")
+    compiled.size = lambda: 4
+    assert compiled(torch.ones(4)).tolist() == [3.0] * 4
+    report = compiled.report()
+    assert report["seconds"] > 0
+    assert len(report["graph_breaks"]) == 1
+    assert "\n" not in report["graph_breaks"][0]
+    assert "graph_break" in report["graph_breaks"][0]
+
+
+def in_graphs(model: nn.Module, **_: Any) -> nn.Module:
+    """In place of torch.compile: as with CUDA graphs, each backward pass writes its gradients where the last did."""
+    for parameter in model.parameters():
+        parameter.register_hook(partial(_written_to, torch.empty_like(parameter)))
+    return model
+
+
+def _written_to(place: Tensor, gradient: Tensor) -> Tensor:
+    return place.copy_(gradient).detach()
+
+
+def test_gradients_of_replayed_graphs_are_those_of_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, in two steps; the second step begins without gradients, as each does."""
+    monkeypatch.setattr(torch, "compile", in_graphs)
+    network, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(network.state_dict())
+    compiled = CompiledModel(network, "reduce-overhead")
+    compiled.size = lambda: 4
+    for _ in range(2):
+        batches = [torch.randn(4, 3) for _ in range(3)]
+        for batch in batches:
+            compiled(batch).square().sum().backward()
+        plain(torch.cat(batches)).square().sum().backward()
+        for one, other in zip(network.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        network.zero_grad()
+        plain.zero_grad()
+
+
+def test_gradients_are_copied_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", in_graphs)
+    network = nn.Linear(3, 2)
+    compiled = CompiledModel(network, "reduce-overhead")
+    compiled.size = lambda: 4
+    places = []
+    for _ in range(3):
+        compiled(torch.randn(4, 3)).sum().backward()
+        assert network.weight.grad is not None
+        places.append(network.weight.grad.data_ptr())
+    assert places[0] != places[1] == places[2]

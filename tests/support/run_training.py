@@ -1,0 +1,180 @@
+"""Whole runs through `train`, in forked processes: as many workers as asked for, without the seconds of a launcher."""
+
+import faulthandler
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch._dynamo  # seconds; DDP and TensorBoard import these, and here they do so once
+import torch.distributed as dist
+import torch.utils.tensorboard  # noqa: F401
+
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.run import spec
+from train_multi_gpu import train
+
+OWN = {
+    "data": "tests.support.user_code:tensors",
+    "model": "tests.support.user_code:net",
+    "multi_gpu": "auto",
+    "hang_timeout": 45,
+}
+_SECONDS = 90
+
+
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        summary: what rank 0's `train` returned, or {}.
+        error: the text of the first rank's error that came, "" where there was none.
+        kind: its type.
+        killed: ranks that a signal ended.
+    """
+
+    summary: dict[str, Any]
+    error: str
+    kind: str
+    killed: list[int]
+
+
+def trained(
+    workers: int = 1,
+    *,
+    sets: Sequence[str] = (),
+    recipe: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    attempt: int = 0,
+    dry_run: bool = False,
+    screen: str = "quiet",
+    apart: bool = False,
+    prepare: Callable[[], object] = lambda: None,
+    **flags: Any,
+) -> Ended:
+    """Train with OWN and these flags on so many workers; 1 trains in one process without a group.
+
+    As an agent does, the others are killed once one of them is gone for another reason than being done.
+
+    Args:
+        apart: each is on a node of its own, with node0, node1, … as working directory.
+        prepare: what each process does before it trains.
+    """
+    fork, agent = get_context("fork"), Agent(workers)
+    request = (OWN | flags, list(sets), recipe, dry_run, screen, apart, prepare)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
+        ranks = [
+            fork.Process(target=_rank, args=(agent, attempt, dict(environ or {}), request, rank, pipes))
+            for rank in range(workers)
+        ]
+        for process in ranks:
+            process.start()
+    with agent.serving():
+        answers = _answers([reader for reader, _ in pipes], ranks)
+        for process in ranks:
+            process.join()
+    errors = [answer for answer in answers if answer is not None and answer[0]]
+    kind, error, _ = errors[0] if errors else ("", "", None)
+    summaries = [answer[2] for answer in answers if answer is not None and answer[2] is not None]
+    killed = [rank for rank, answer in enumerate(answers) if answer is None]
+    return Ended(summaries[0] if summaries and answers[0] is not None else {}, error, kind, killed)
+
+
+class Agent:
+    """What torchrun's agent does for forked ranks: it keeps the store where they meet, and tells them where that is.
+
+    The store opens when all are forked. Its thread looks up the name of each connection, and a rank that is forked
+    meanwhile finds the C library's resolver locked for ever.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._asked, self._told = os.pipe()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        os.write(self._told, store.port.to_bytes(2) * self._workers)
+        try:
+            yield
+        finally:
+            os.close(self._asked)
+            os.close(self._told)
+
+    def variables(self, rank: int, attempt: int = 0) -> dict[str, str]:
+        """What a rank finds in its environment, once the store is open; nothing where it is alone."""
+        if self._workers == 1:
+            return {}
+        os.close(self._told)  # nobody waits for an agent that is gone
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._workers),
+            "LOCAL_WORLD_SIZE": str(self._workers),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(int.from_bytes(os.read(self._asked, 2))),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+
+
+def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
+    """What each rank said at its end, in rank order; None for one that was killed.
+
+    Processes are polled: pipes and sentinels stay open for as long as loader processes outlive their rank.
+    """
+    answers: list[Any] = [None] * len(readers)
+    left, deadline = set(range(len(ranks))), time.monotonic() + _SECONDS
+    while left:
+        for rank in [rank for rank in left if not ranks[rank].is_alive()]:
+            left.remove(rank)
+            if readers[rank].poll():
+                answers[rank] = readers[rank].recv()
+            if answers[rank] is None:
+                _end(ranks)
+            elif answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + 10)
+        assert time.monotonic() < deadline or _end(ranks), f"ranks {sorted(left)} hang"
+        time.sleep(0.01)
+    return answers
+
+
+def _end(ranks: list[Any]) -> bool:
+    for process in ranks:
+        process.kill()
+    return False
+
+
+def _rank(
+    agent: Agent,
+    attempt: int,
+    environ: dict[str, str],
+    request: tuple[Any, ...],
+    rank: int,
+    pipes: list[tuple[Connection, Connection]],
+) -> None:
+    flags, sets, recipe, dry_run, screen, apart, prepare = request
+    faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
+    os.environ.update(environ | agent.variables(rank, attempt))
+    if apart:
+        os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+        os.chdir(f"node{rank}")
+    spec.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
+    pipe = pipes[rank][1]
+    try:
+        prepare()
+        pipe.send(("", "", train(resolve(flags, sets, recipe), screen=screen, dry_run=dry_run)))
+    except TrainingError as error:
+        pipe.send((type(error).__name__, str(error), None))
+    except BaseException as error:
+        pipe.send((type(error).__name__, traceback.format_exc(), None))
+    os._exit(0)
