@@ -99,12 +99,12 @@ def _format_version() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Do what the command line asks; the exit code."""
-    if verdict := elastic.earlier_verdict(os.environ):
+    if verdict := elastic.find_binding_verdict(os.environ):
         elastic.write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
     code, message = _run_command(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
-        elastic.remember(os.environ, elastic.FinalVerdict(code, message))
+        elastic.record_verdict(os.environ, elastic.FinalVerdict(code, message))
     return code
 
 
@@ -138,7 +138,7 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     follows = getattr(error, "consequence", False)
     lost = follows or ("RANK" in os.environ and is_consequence(error))
     if code == FAILED and not lost:
-        again = elastic.note_failure(os.environ, message, getattr(error, "failed_at", None))
+        again = elastic.record_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
     elastic.write_error(os.environ, code, message, message if foreseen or lost else whole)

@@ -22,9 +22,9 @@ from multigpu_cli import engine
 from multigpu_cli.commands import errors_text
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.monitor.console import Console, reserved_stdout
+from multigpu_cli.monitor.console import Console, reserve_stdout
 from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.rank_output import RankOutput
 from multigpu_cli.runtime.world import LaunchEnv
 
@@ -113,21 +113,23 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         raise RequestError(
             f"train: a {type(config).__name__} is no Config", remedy="train_with_multi_gpu for a model of your own"
         )
-    meeting = LaunchEnv.from_environment(os.environ)
-    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    launch_env = LaunchEnv.from_environment(os.environ)
+    choice = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     if choice.launch and not dry_run:
         from multigpu_cli.launch import self_launch  # late: the elastic agent is needed here only
 
         return self_launch(config, choice, screen)
-    level = "silent" if meeting and meeting.rank else "normal" if screen == "json" else screen
-    stream = reserved_stdout() if screen == "json" else None
+    level = "silent" if launch_env and launch_env.rank else "normal" if screen == "json" else screen
+    stream = reserve_stdout() if screen == "json" else None
     with ExitStack() as stack:
-        apart = meeting is not None and meeting.rank > 0 and not elastic.redirected(os.environ)
-        aside = stack.enter_context(RankOutput(meeting.rank)) if meeting and apart else None
-        console = Console(level, stream, json=screen == "json", aside=aside)  # type: ignore[arg-type]
+        apart = launch_env is not None and launch_env.rank > 0 and not elastic.has_redirected_logs(os.environ)
+        rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and apart else None
+        console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
         if told := _explain_unseen_gpus(choice, os.environ):
             console.warn(told)
-        return engine.run(config, choice, meeting, console, last_words=partial(_last_words, aside), dry_run=dry_run)
+        return engine.run(
+            config, choice, launch_env, console, last_words=partial(_print_last_error, rank_output), dry_run=dry_run
+        )
 
 
 def _explain_unseen_gpus(choice: Placement, environ: Mapping[str, str]) -> str:
@@ -140,11 +142,11 @@ def _explain_unseen_gpus(choice: Placement, environ: Mapping[str, str]) -> str:
     return explain_unseen_gpus(torch.version.cuda)
 
 
-def _last_words(aside: RankOutput | None, error: TrainingError) -> None:
+def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> None:
     """For a process that ends where no exception can be raised any more."""
-    if aside:
-        aside.end()
+    if rank_output:
+        rank_output.stop()
     message = errors_text.describe_known_error(error)
-    again = "" if error.consequence else elastic.note_failure(os.environ, message.splitlines()[0], error.failed_at)
+    again = "" if error.consequence else elastic.record_failure(os.environ, message.splitlines()[0], error.failed_at)
     elastic.write_error(os.environ, error.exit_code, message)
     Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

@@ -44,7 +44,7 @@ def learner(megabytes: float, device: torch.device) -> tuple[TrainState, Step]:
 
     def step(writer: Writer) -> None:
         model(inputs).square().mean().backward()
-        writer.let_copy()
+        writer.wait_for_staging()
         kept.optimizer.step()
         kept.optimizer.zero_grad(set_to_none=True)
 
@@ -89,10 +89,10 @@ def measured(kept: TrainState, step: Step, folder: Path, pairs: int) -> dict[str
             stalled = time.perf_counter() - began
             during = [seconds(lambda: step(writer), device)]
             stalls.append(stalled + writer.waited)
-            while not writer.done:
+            while not writer.is_done:
                 during.append(seconds(lambda: step(writer), device))
             written.append(time.perf_counter() - began)
-            assert writer.settle() is None
+            assert writer.wait() is None
             beside.append(statistics.mean(during))
     ratios = [stall / save for stall, save in zip(stalls, saves, strict=True)]
     return {

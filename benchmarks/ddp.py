@@ -94,7 +94,7 @@ def _run(job: str, turns: int, batch: int, folder: Path) -> Seconds:
     flags = flags | {"batch_size": str(batch // WORKERS), "epochs": "1000", "max_steps": str(turns * STRETCH)}
     seconds = Seconds(time.process_time if job == "mlp" else time.perf_counter)
     rivals = _short() if job == "mlp" else _long(batch // WORKERS)
-    return against(rivals, flags, folder / "run", seconds, LaunchEnv.here())
+    return against(rivals, flags, folder / "run", seconds, LaunchEnv.current())
 
 
 def _raw(model: nn.Module) -> nn.Module:

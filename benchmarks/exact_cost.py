@@ -40,23 +40,23 @@ def transformer(million: float) -> nn.Module:
 
 
 def step(strategy: Strategy, inputs: list[Tensor], optimizer: torch.optim.Optimizer, total: int, first: int) -> None:
-    strategy.begin(total)
+    strategy.begin_step(total)
     for position, batch in enumerate(inputs):
-        with strategy.accumulating(last=position == len(inputs) - 1):
+        with strategy.accumulate(last=position == len(inputs) - 1):
             (strategy.callable(batch).square().mean() * strategy.loss_factor / total).backward()
-        strategy.micro_batch_done(first + position)
-    strategy.finish(idle=not inputs)
+        strategy.after_backward(first + position)
+    strategy.reduce_gradients(idle=not inputs)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def measure(rank: int, workers: int, store: Path, pairs: int, million: float) -> dict[str, Any]:
     torch.set_num_threads(1)
-    meeting = dist.FileStore(str(store), workers)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=workers, timeout=timedelta(minutes=10))
+    launch_env = dist.FileStore(str(store), workers)
+    dist.init_process_group("gloo", store=launch_env, rank=rank, world_size=workers, timeout=timedelta(minutes=10))
     world = World(torch.device("cpu"), rank, workers, rank, workers)
     plan = plan_batches(samples=10**6, micro_batch=MICRO_BATCH, workers=workers, accumulation=ACCUMULATION)
-    mine = plan.share(0, rank)
+    mine = plan.local_micro_batches(0, rank)
     sides: dict[str, tuple[Strategy, torch.optim.Optimizer]] = {}
     for name in ("ddp", "exact"):
         torch.manual_seed(0)

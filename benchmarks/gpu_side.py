@@ -72,7 +72,7 @@ def _run(
         config = resolve({**{name: str(value) for name, value in flags.items()}, "save_dir": folder}, sets, recipe)
         choice = Placement("single", (device,), 0, "benchmark")
         summary = engine.run(config, choice, None, console, last_words=lambda error: console.error(str(error)))
-        return summary, list(journal.read(Path(folder, "journal.jsonl")))
+        return summary, list(journal.read_events(Path(folder, "journal.jsonl")))
 
 
 def _limit(job: Job, device: torch.device) -> dict[str, Any]:

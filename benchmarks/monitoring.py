@@ -43,7 +43,7 @@ class Silent(StepTimer):
     def step(self, samples: int) -> None:
         pass
 
-    def waiting(self, reason: str) -> Any:
+    def measure_wait(self, reason: str) -> Any:
         return nullcontext()
 
 

@@ -84,7 +84,7 @@ def installed() -> Iterator[str]:
 def _compared(name: str, turns: int, peer: Peer, stock: bool) -> list[Row]:
     seconds = Seconds()
     rivals = Rivals({"raw": hand_written(fused=False)}, seconds)
-    with tempfile.TemporaryDirectory() as folder, aside(Path(folder)):
+    with tempfile.TemporaryDirectory() as folder, rank_output(Path(folder)):
         peer(Race(turns * STRETCH, rivals, seconds, stock))
     return [
         seconds.ratio(f"{name} / hand-written", "ours", "raw"),
@@ -93,7 +93,7 @@ def _compared(name: str, turns: int, peer: Peer, stock: bool) -> list[Row]:
 
 
 @contextmanager
-def aside(folder: Path) -> Iterator[None]:
+def rank_output(folder: Path) -> Iterator[None]:
     """What a peer writes goes into the folder, what it says nowhere."""
     quiet = warnings.catch_warnings(action="ignore")
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere), quiet, chdir(folder):
@@ -104,7 +104,7 @@ def ours(race: Race) -> None:
     """At its defaults; with the default optimizer's arithmetic, though fused, and without clipping as the others."""
     batch = {"batch_size": str(BATCH // race.workers)}
     flags = MLP | batch | {"epochs": "1000", "max_steps": str(race.steps), "max_grad_norm": "off"}
-    against(race.rivals.rivals, flags, Path("run"), race.seconds, LaunchEnv.here())
+    against(race.rivals.rivals, flags, Path("run"), race.seconds, LaunchEnv.current())
 
 
 def control(race: Race) -> None:

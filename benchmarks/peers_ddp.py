@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ddp import WORKERS, late, raced
 from benchmarks.paired_timing import STRETCH, Row, Seconds, program
-from benchmarks.peers import PEERS, Peer, Race, aside, control, installed
+from benchmarks.peers import PEERS, Peer, Race, control, installed, rank_output
 from benchmarks.workloads import BATCH, Rivals, adamw, mlp, one_step, shuffled, vectors
 
 
@@ -38,7 +38,7 @@ def _compared(name: str, peer: Peer, turns: int) -> list[Row]:
 def _run(peer: Peer, turns: int, folder: Path) -> Seconds:
     seconds = Seconds(time.process_time)
     rivals = Rivals({"raw": late(_raw), "control": late(_raw)}, seconds)
-    with aside(folder):
+    with rank_output(folder):
         peer(Race(turns * STRETCH, rivals, seconds, workers=WORKERS))
     return seconds
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.paired_timing import STRETCH, Row, Seconds, alternate, program
 from benchmarks.workloads import MAX_NORM, MLP, Arena, Rivals, against, hand_written
-from multigpu_cli.checkpoint.lock import owned
+from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.engine import train_step
 from multigpu_cli.faults.stop import StopRequest
@@ -63,7 +63,7 @@ def _bare(turns: int) -> list[Row]:
             assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
             for folder in (first, second)
         ]
-        runs[0].state.precision.commit = _unchecked  # type: ignore[method-assign]
+        runs[0].state.precision.step_optimizer = _unchecked  # type: ignore[method-assign]
         bare, checked = map(_steps, runs)
         sides = {
             "bare": lambda: next(bare),
@@ -105,7 +105,7 @@ def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ())
     config = resolve(flags, sets, None)
     choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
     components = build_components(resolve_spec(config, choice, world), world)
-    stack.enter_context(owned(Path(flags["save_dir"])))
+    stack.enter_context(lock_folder(Path(flags["save_dir"])))
     watch = stack.enter_context(Watchdog(world, config.fault.hang_timeout, lambda error: None))
     return assemble_run(components, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
 

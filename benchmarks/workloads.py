@@ -16,8 +16,8 @@ from benchmarks.paired_timing import STRETCH, Seconds
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.channels import standardised
-from multigpu_cli.data.image_augment import shifted_and_mirrored
+from multigpu_cli.data.channels import fit_standardised
+from multigpu_cli.data.image_augment import shift_and_mirror
 from multigpu_cli.models.resnet import ResNet
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import ProgressDisplay
@@ -67,8 +67,8 @@ def pictures(mode: str = "flatten", samples: int = 2048) -> DataSource:
         test=None,
         input_shape=SHAPE,
         num_classes=CLASSES,
-        prepare=standardised(images, mode),
-        augment=partial(shifted_and_mirrored, reach=REACH),
+        prepare=fit_standardised(images, mode),
+        augment=partial(shift_and_mirror, reach=REACH),
     )
 
 
@@ -173,12 +173,12 @@ def against(
     flags: dict[str, str],
     folder: Path,
     seconds: Seconds,
-    meeting: LaunchEnv | None = None,
+    launch_env: LaunchEnv | None = None,
     sets: Sequence[str] = (),
 ) -> Seconds:
     """One whole run of ours, with the rivals in between its steps."""
     config = resolve(flags | {"save_dir": str(folder), "resume": "never"}, sets, None)
-    strategy = "ddp" if meeting else "single"
-    choice = Placement(strategy, (torch.device("cpu"),), 0, "benchmark", "gloo" if meeting else None)
-    engine.run(config, choice, meeting, Arena(Rivals(rivals, seconds)), last_words=lambda error: None)
+    strategy = "ddp" if launch_env else "single"
+    choice = Placement(strategy, (torch.device("cpu"),), 0, "benchmark", "gloo" if launch_env else None)
+    engine.run(config, choice, launch_env, Arena(Rivals(rivals, seconds)), last_words=lambda error: None)
     return seconds

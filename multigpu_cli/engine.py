@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     choice: Placement,
-    meeting: LaunchEnv | None,
+    launch_env: LaunchEnv | None,
     console: Console,
     *,
     last_words: Callable[[TrainingError], None],
@@ -53,11 +53,11 @@ def run(
         RequestError: the request is wrong; nothing was written.
         TrainingError: the training failed; summary.json says so.
     """
-    with resolve_request(config, choice, meeting, console, last_words, user_objects) as request:
+    with resolve_request(config, choice, launch_env, console, last_words, user_objects) as request:
         spec = request.spec
         if dry_run:
             console.plan(spec.plan.rows(), "Plan")
-            console.data(spec.plan.as_dict())
+            console.print_json(spec.plan.as_dict())
             return spec.plan.as_dict()
         if spec.nothing_to_do:
             console.note(f"{spec.start.folder} is complete: nothing to do")
@@ -77,7 +77,7 @@ def run(
 def prepare(
     config: Config,
     choice: Placement,
-    meeting: LaunchEnv | None,
+    launch_env: LaunchEnv | None,
     console: Console,
     *,
     last_words: Callable[[TrainingError], None],
@@ -91,7 +91,7 @@ def prepare(
     Raises:
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
-    with resolve_request(config, choice, meeting, console, last_words, user_objects) as request:
+    with resolve_request(config, choice, launch_env, console, last_words, user_objects) as request:
         if request.spec.nothing_to_do:
             folder = request.spec.start.folder
             raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
@@ -117,12 +117,12 @@ def fit(run: Run, *, until: int | None = None) -> str:
         until: return at this step, the end of an epoch, to a caller who drives the epochs.
     """
     progress, train = run.progress, run.loaders.train
-    run.observer.meters.begin()
+    run.observer.meters.start()
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        run.observer.watchdog.at(progress.step, "fetching data")
-        for layout, work in train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+        run.observer.watchdog.mark(progress.step, "fetching data")
+        for layout, work in train.epoch(batches, epoch, first, run.world.rank, run.strategy.replicas_per_process):
             try:
                 outcome = train_step(run, layout, work)
             except RuntimeError as error:
@@ -164,23 +164,23 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
         layout, work: as the training loader yields them; this worker may have no micro-batch.
     """
     observer, state, seed = run.observer, run.state, run.config.reproducibility.seed
-    divisor = run.units.expected(layout.samples)
+    divisor = run.units.divisor(layout.samples)
     losses: dict[int, Tensor] = {}
     units: list[Tensor | int] = []
     run.set_learning_rates(layout.step)
-    run.strategy.begin(layout.micro_batches)
+    run.strategy.begin_step(layout.micro_batches)
     for batch, last in observer.fetch(layout, work):
         seed_micro_batch(seed, layout.step, batch.index, *run.spec.placement.devices)
         losses[batch.index] = forward_backward(run, batch, divisor, last=last, observer=observer)
-        run.strategy.micro_batch_done(batch.index)
+        run.strategy.after_backward(batch.index)
         units.append(run.task.units(batch))
     observer.phase("reduction")
-    run.strategy.finish(idle=not losses)
-    run.units.settle(units, layout.samples, run.trainable_parameters)
-    run.checkpointer.writer.let_copy()  # what the optimizer is about to move, for a checkpoint in flight
+    run.strategy.reduce_gradients(idle=not losses)
+    run.units.rescale_gradients(units, layout.samples, run.trainable_parameters)
+    run.checkpointer.writer.wait_for_staging()  # what the optimizer is about to move, for a checkpoint in flight
     observer.phase("optimizer")
-    norm, skipped = state.precision.commit(state.optimizer, run.trainable_parameters, _max_norm(run.config))
-    run.strategy.undo(skipped)
+    norm, skipped = state.precision.step_optimizer(state.optimizer, run.trainable_parameters, _max_norm(run.config))
+    run.strategy.rollback_buffers(skipped)
     if state.average:
         state.average.update_parameters(state.model)
     outcome = StepResult(layout.micro_batches, losses, norm, skipped)

@@ -40,12 +40,12 @@ class OutOfMemory(TrainingError):
     """The memory of some rank's device did not suffice, and every rank knows."""
 
 
-def all_wrong(errors: Iterable[TrainingError]) -> RequestError:
+def combine_errors(errors: Iterable[TrainingError]) -> RequestError:
     """Several broken rules of one request as one error, each with its own remedy."""
     return RequestError("\n".join(str(error) for error in errors))
 
 
-def counted(count: int | float, noun: str) -> str:
+def pluralize(count: int | float, noun: str) -> str:
     """'1 worker', '2 workers', '2.5 epochs'."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"
     return f"{count:,} {noun}{ending}" if isinstance(count, int) else f"{count:.4g} {noun}{ending}"

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from multigpu_cli.checkpoint.run_folder import read_note, read_summary, with_folder
+from multigpu_cli.checkpoint.run_folder import read_note, read_summary, resolve_folder
 from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
@@ -30,7 +30,7 @@ from multigpu_cli.faults.classify import is_consequence
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
-from multigpu_cli.runtime.rank_output import quoted
+from multigpu_cli.runtime.rank_output import quote_last_lines
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
@@ -60,14 +60,14 @@ def self_launch(config: Config, choice: Placement, screen: str) -> dict[str, Any
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
     """
-    config = with_folder(config)
+    config = resolve_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:
         _run_until_done(config, choice, screen, run_folder)
     except WorkersFailed as failed:
         reports = run_folder.glob("logs/crash_*.txt")
         if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
-            failed.problem += quoted(run_folder / "logs", failed.killed)  # no rank was left to say it
+            failed.problem += quote_last_lines(run_folder / "logs", failed.killed)  # no rank was left to say it
         raise
     except SignalException as stopped:
         status = (read_summary(run_folder) or {}).get("status")

@@ -113,7 +113,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     _without_compiler()
     if taken := sorted(config.args.keys() & {"lr", "params", "weight_decay"}):
         raise RequestError(f"optimizer.args.{taken[0]} is not for you to give", remedy="--lr and --weight-decay")
-    optimizer: torch.optim.Optimizer = plugins.call(
+    optimizer: torch.optim.Optimizer = plugins.call_factory(
         kind, {"params": groups, "lr": 0.0, **offered}, config.args, where="optimizer"
     )
     if optimizer.defaults.get("momentum"):
@@ -163,7 +163,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
-def averaged(model: nn.Module, decay: float) -> AveragedModel:
+def build_ema(model: nn.Module, decay: float) -> AveragedModel:
     """An exponential moving average of weights and buffers; the decay itself warms up as (1+n)/(10+n).
 
     Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules keep

@@ -21,7 +21,7 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.devices import Placement
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}
 
@@ -34,7 +34,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def events(kind: str, folder: str = "run") -> list[dict[str, Any]]:
-    return [event for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == kind]
+    return [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == kind]
 
 
 def curve(folder: str = "run") -> dict[int, float]:
@@ -48,7 +48,7 @@ def traced(folder: str = "run") -> dict[int, list[int]]:
 
 
 def test_a_run_leaves_what_the_contract_says() -> None:
-    ended = trained(**RUN)
+    ended = run_training(**RUN)
     summary = json.loads(Path("run/summary.json").read_text())
     assert ended.summary == summary
     assert {path.name for path in Path("run").iterdir() if not path.name.startswith(".")} >= {
@@ -69,7 +69,7 @@ def test_a_run_leaves_what_the_contract_says() -> None:
 
 
 def test_the_best_weights_are_those_of_the_best_evaluation_and_tested_once() -> None:
-    summary = trained(**RUN | {"epochs": 6, "lr": 0.3}).summary
+    summary = run_training(**RUN | {"epochs": 6, "lr": 0.3}).summary
     accuracies = [(event["accuracy"], -event["loss"]) for event in events("eval") if event["split"] == "val"]
     best = max(range(6), key=accuracies.__getitem__)
     assert summary["best"]["epoch"] == best + 1
@@ -81,14 +81,14 @@ def test_the_best_weights_are_those_of_the_best_evaluation_and_tested_once() -> 
 
 
 def test_the_state_is_that_of_the_last_step() -> None:
-    summary = trained(**RUN).summary
-    newest, _ = Store(Path("run/checkpoints"), 3).newest()
+    summary = run_training(**RUN).summary
+    newest, _ = Store(Path("run/checkpoints"), 3).find_newest()
     assert newest is not None
     assert fingerprint(newest.state()["model"]) == summary["fingerprint"]
 
 
 def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
-    summary = trained(**RUN | {"data": "tests.support.user_code:no_validation"}).summary
+    summary = run_training(**RUN | {"data": "tests.support.user_code:no_validation"}).summary
     assert summary["status"] == "completed"
     assert summary["best"] == {}
     assert summary["final"]["test_accuracy"] is not None
@@ -101,8 +101,8 @@ def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> None:
-    trained(**RUN, trace_samples=True)
-    trained(workers, **RUN | {"save_dir": "other"}, trace_samples=True)
+    run_training(**RUN, trace_samples=True)
+    run_training(workers, **RUN | {"save_dir": "other"}, trace_samples=True)
     assert traced("other") == traced()
     assert len(traced()) == 12
     for epoch in range(4):
@@ -113,8 +113,8 @@ def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> 
 @pytest.mark.parametrize("data", ["tests.support.user_code:tensors", "tests.support.user_code:Items"])
 def test_the_curve_does_not_depend_on_the_workers(data: str) -> None:
     doubled = {"data": data, "model": "tests.support.user_code:Double", "sets": ["model.args.network=own"]}
-    one = trained(**RUN | doubled)
-    many = trained(3, **RUN | doubled | {"save_dir": "other"})
+    one = run_training(**RUN | doubled)
+    many = run_training(3, **RUN | doubled | {"save_dir": "other"})
     assert curve("other") == pytest.approx(curve(), rel=1e-9)
     assert many.summary["final"] == pytest.approx(one.summary["final"], rel=1e-9)
     assert (one.summary["world_size"], many.summary["world_size"]) == (1, 3)
@@ -122,7 +122,7 @@ def test_the_curve_does_not_depend_on_the_workers(data: str) -> None:
 
 def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
     marks = {
-        trained(workers, **RUN | {"save_dir": f"run{workers}"}, exact=True).summary["fingerprint"]
+        run_training(workers, **RUN | {"save_dir": f"run{workers}"}, exact=True).summary["fingerprint"]
         for workers in (1, 2, 3)
     }
     assert len(marks) == 1
@@ -133,11 +133,11 @@ def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
 
 
 def test_a_stopped_run_goes_on_where_it_was() -> None:
-    undisturbed = trained(**RUN | {"save_dir": "whole"}, trace_samples=True).summary
-    stopped = trained(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"}, trace_samples=True).summary
+    undisturbed = run_training(**RUN | {"save_dir": "whole"}, trace_samples=True).summary
+    stopped = run_training(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"}, trace_samples=True).summary
     assert (stopped["status"], stopped["steps"]) == ("stopped", 5)
     assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
-    resumed = trained(**RUN, trace_samples=True).summary
+    resumed = run_training(**RUN, trace_samples=True).summary
     assert resumed["status"] == "completed"
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
     assert resumed["final"] == undisturbed["final"]
@@ -154,11 +154,11 @@ def test_a_stopped_run_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
 def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(before: int, after: int) -> None:
     """With --exact, bits are a fair question."""
-    undisturbed = trained(**RUN | {"save_dir": "whole"}, exact=True).summary
+    undisturbed = run_training(**RUN | {"save_dir": "whole"}, exact=True).summary
     when = 26 if before == 1 else 14  # in the seventh step: the checkpoint of the third is written for certain
-    killed = trained(before, **RUN, exact=True, environ=PAUSE | {"OWN_DEED": f"{before - 1}:{when}:SIGKILL"})
+    killed = run_training(before, **RUN, exact=True, environ=PAUSE | {"OWN_DEED": f"{before - 1}:{when}:SIGKILL"})
     assert before - 1 in killed.killed
-    ended = trained(after, **RUN, exact=True)
+    ended = run_training(after, **RUN, exact=True)
     assert ended.error == ""
     assert ended.summary["fingerprint"] == undisturbed["fingerprint"]
     assert curve() == curve("whole")
@@ -168,20 +168,20 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(be
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_ddp_goes_on_with_the_same_bits_on_the_same_number_of_workers(workers: int) -> None:
-    undisturbed = trained(workers, **RUN | {"save_dir": "whole"}).summary
+    undisturbed = run_training(workers, **RUN | {"save_dir": "whole"}).summary
     when = {2: 14, 3: 9}[workers]  # in the seventh or eighth step
-    trained(workers, **RUN, environ=PAUSE | {"OWN_DEED": f"0:{when}:SIGKILL"})
-    resumed = trained(workers, **RUN).summary
+    run_training(workers, **RUN, environ=PAUSE | {"OWN_DEED": f"0:{when}:SIGKILL"})
+    resumed = run_training(workers, **RUN).summary
     assert resumed["resumed_from"]
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
     long = RUN | {"epochs": 400, "log_interval": 1000}
-    ended = trained(3, **long, environ={"OWN_DEED": "1:30:SIGTERM", "OWN_PAUSE": "0.01"})
+    ended = run_training(3, **long, environ={"OWN_DEED": "1:30:SIGTERM", "OWN_PAUSE": "0.01"})
     assert (ended.summary["status"], ended.error, ended.killed) == ("stopped", "", [])
     assert 20 <= ended.summary["steps"] < 400
-    newest, _ = Store(Path("run/checkpoints"), 3).newest()
+    newest, _ = Store(Path("run/checkpoints"), 3).find_newest()
     assert newest is not None
     assert newest.step == ended.summary["steps"]
 
@@ -194,18 +194,18 @@ def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
         "checkpoint_every": 300,
         "data": "tests.support.user_code:without_evaluation",
     }
-    trained(2, **many, max_steps=300)
-    ended = trained(2, **many, max_steps=900, environ={"OWN_DEED": "0:5:SIGTERM", "OWN_PAUSE": "0.01"})
+    run_training(2, **many, max_steps=300)
+    ended = run_training(2, **many, max_steps=900, environ={"OWN_DEED": "0:5:SIGTERM", "OWN_PAUSE": "0.01"})
     assert ended.summary["status"] == "stopped"
     assert ended.summary["steps"] < 400
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
-    undisturbed = trained(**RUN | {"save_dir": "whole"}).summary
-    trained(**RUN, environ=PAUSE | {"OWN_DEED": "0:41:SIGKILL"})
+    undisturbed = run_training(**RUN | {"save_dir": "whole"}).summary
+    run_training(**RUN, environ=PAUSE | {"OWN_DEED": "0:41:SIGKILL"})
     *_, older, newest = sorted(Path("run/checkpoints").glob("step_*"))
     (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-7])
-    resumed = trained(**RUN).summary
+    resumed = run_training(**RUN).summary
     assert resumed["resumed_from"] == str(older)
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
     [fault] = events("fault")
@@ -215,20 +215,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
 
 def test_early_stopping_is_remembered_over_a_resume() -> None:
     flags = RUN | {"epochs": 50, "lr": 1e-9, "early_stopping_patience": 3}
-    undisturbed = trained(**flags | {"save_dir": "whole"}).summary
+    undisturbed = run_training(**flags | {"save_dir": "whole"}).summary
     assert undisturbed["status"] == "completed"
     assert undisturbed["epochs"] < 50
-    trained(**flags, environ={"OWN_DEED": "0:30:SIGTERM"})
-    resumed = trained(**flags).summary
+    run_training(**flags, environ={"OWN_DEED": "0:30:SIGTERM"})
+    resumed = run_training(**flags).summary
     assert (resumed["epochs"], resumed["fingerprint"]) == (undisturbed["epochs"], undisturbed["fingerprint"])
 
 
 def test_loader_processes_of_a_killed_run_do_not_keep_its_folder_locked() -> None:
     """A restart comes soon; loaders that nobody ended would hold the lock that they inherited for five seconds."""
     flags = RUN | {"data": "tests.support.user_code:Items", "num_workers": 2}
-    trained(**flags, environ=PAUSE | {"OWN_DEED": "0:29:SIGKILL"})
+    run_training(**flags, environ=PAUSE | {"OWN_DEED": "0:29:SIGKILL"})
     time.sleep(1)
-    ended = trained(**flags)
+    ended = run_training(**flags)
     assert ended.error == ""
     assert ended.summary["resumed_from"]
 
@@ -242,30 +242,30 @@ def contents(folder: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_finished_run_is_left_as_it_is(workers: int) -> None:
-    first = trained(**RUN)
+    first = run_training(**RUN)
     before = contents("run")
-    assert trained(workers, **RUN).summary == first.summary
+    assert run_training(workers, **RUN).summary == first.summary
     assert contents("run") == before
 
 
 def test_a_finished_run_goes_on_when_it_gets_longer() -> None:
-    trained(**RUN)
-    longer = trained(**RUN | {"epochs": 6}).summary
+    run_training(**RUN)
+    longer = run_training(**RUN | {"epochs": 6}).summary
     assert (longer["steps"], longer["status"]) == (18, "completed")
     assert events("resume")[0]["step"] == 12
 
 
 def test_a_longer_run_that_was_killed_is_not_taken_for_complete() -> None:
-    trained(**RUN)
-    trained(**RUN | {"epochs": 8}, environ=PAUSE | {"OWN_DEED": "0:33:SIGKILL"})
-    ended = trained(**RUN | {"epochs": 8}).summary
+    run_training(**RUN)
+    run_training(**RUN | {"epochs": 8}, environ=PAUSE | {"OWN_DEED": "0:33:SIGKILL"})
+    ended = run_training(**RUN | {"epochs": 8}).summary
     assert (ended["steps"], ended["status"]) == (24, "completed")
 
 
 def test_a_finished_run_can_go_on_in_another_folder() -> None:
     """Nothing gets better there, so its best weights are still those of the first folder."""
-    first = trained(**RUN).summary
-    again = trained(**RUN | {"save_dir": "copy"}, resume="run")
+    first = run_training(**RUN).summary
+    again = run_training(**RUN | {"save_dir": "copy"}, resume="run")
     assert again.error == ""
     assert again.summary["final"] == first["final"]
     assert Path("copy/best.pt").read_bytes() == Path("run/best.pt").read_bytes()
@@ -273,37 +273,37 @@ def test_a_finished_run_can_go_on_in_another_folder() -> None:
 
 @pytest.mark.parametrize("epochs", [4, 5])
 def test_without_best_weights_a_run_can_still_end(epochs: int) -> None:
-    trained(**RUN)
+    run_training(**RUN)
     Path("run/best.pt").unlink()
     Path("run/summary.json").unlink()
-    ended = trained(**RUN | {"epochs": epochs})
+    ended = run_training(**RUN | {"epochs": epochs})
     assert ended.error == ""
     assert ended.summary["final"]["test_accuracy"] is not None
     assert Path("run/best.pt").exists()
 
 
 def test_config_yaml_repeats_the_run() -> None:
-    first = trained(**RUN, sets=["model.args.dropout=0.4"]).summary
-    again = trained(recipe="run/config.yaml", save_dir="again").summary
+    first = run_training(**RUN, sets=["model.args.dropout=0.4"]).summary
+    again = run_training(recipe="run/config.yaml", save_dir="again").summary
     assert again["fingerprint"] == first["fingerprint"]
     assert Path("again/config.yaml").read_text() == Path("run/config.yaml").read_text()
 
 
 def test_without_a_save_dir_the_same_command_goes_on_and_a_finished_one_starts_afresh() -> None:
     flags = {name: value for name, value in RUN.items() if name != "save_dir"}
-    stopped = trained(**flags, environ={"OWN_DEED": "0:19:SIGTERM"}).summary
-    resumed = trained(**flags).summary
+    stopped = run_training(**flags, environ={"OWN_DEED": "0:19:SIGTERM"}).summary
+    resumed = run_training(**flags).summary
     assert resumed["save_dir"] == stopped["save_dir"]
-    assert trained(**flags).summary["save_dir"] != stopped["save_dir"]
+    assert run_training(**flags).summary["save_dir"] != stopped["save_dir"]
 
 
 # -- wrong and failing requests
 
 
 def test_an_explicit_difference_is_refused_and_nothing_is_touched() -> None:
-    trained(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"})
+    run_training(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"})
     before = contents("run")
-    ended = trained(2, **RUN | {"lr": 0.5})
+    ended = run_training(2, **RUN | {"lr": 0.5})
     assert ended.kind == "RequestError"
     assert "--lr 0.5 differs from 0.05" in ended.error
     assert contents("run") == before
@@ -322,14 +322,14 @@ def test_an_explicit_difference_is_refused_and_nothing_is_touched() -> None:
     ],
 )
 def test_a_wrong_request_leaves_no_folder(workers: int, flags: dict[str, Any], named: str) -> None:
-    ended = trained(workers, **RUN | flags)
+    ended = run_training(workers, **RUN | flags)
     assert ended.kind == "RequestError", ended.error
     assert named in ended.error
     assert not Path("run").exists()
 
 
 def test_a_gradient_that_stays_infinite_ends_the_run_with_a_summary() -> None:
-    ended = trained(2, **RUN | {"model": "tests.support.user_code:explosive", "epochs": 9})
+    ended = run_training(2, **RUN | {"model": "tests.support.user_code:explosive", "epochs": 9})
     assert ended.kind == "TrainingError"
     assert "NaN or infinite" in ended.error
     summary = json.loads(Path("run/summary.json").read_text())
@@ -340,14 +340,14 @@ def test_a_gradient_that_stays_infinite_ends_the_run_with_a_summary() -> None:
 
 def test_a_few_skipped_steps_are_told() -> None:
     sets = ["model.args.at=33"]  # the passes of the last steps
-    summary = trained(**RUN | {"model": "tests.support.user_code:explosive"}, sets=sets).summary
+    summary = run_training(**RUN | {"model": "tests.support.user_code:explosive"}, sets=sets).summary
     assert summary["status"] == "completed"
     assert {fault["kind"] for fault in summary["faults"]} == {"nonfinite"}
     assert all(torch.isfinite(value).all() for value in torch.load("run/last.pt", weights_only=True)["model"].values())
 
 
 def test_a_dry_run_writes_nothing() -> None:
-    plan = trained(**RUN, dry_run=True).summary
+    plan = run_training(**RUN, dry_run=True).summary
     assert (plan["steps_per_epoch"], plan["total_steps"], plan["save_dir"]) == (3, 12, "run")
     assert not Path("run").exists()
 
@@ -372,34 +372,34 @@ def test_a_dry_run_writes_nothing() -> None:
     ids=lambda flags: next(iter(flags)),
 )
 def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any]) -> None:
-    plain = trained(**RUN | ({"global_batch_size": 25} if "drop_last" in flags else {})).summary
-    one = trained(**RUN | flags | {"save_dir": "one"}).summary
-    two = trained(2, **RUN | flags | {"save_dir": "two"}).summary
+    plain = run_training(**RUN | ({"global_batch_size": 25} if "drop_last" in flags else {})).summary
+    one = run_training(**RUN | flags | {"save_dir": "one"}).summary
+    two = run_training(2, **RUN | flags | {"save_dir": "two"}).summary
     assert one["fingerprint"] != plain["fingerprint"]
     assert curve("two") == pytest.approx(curve("one"), rel=2e-2 if "amp" in flags else 1e-4)
     assert two["final"]["val_loss"] == pytest.approx(one["final"]["val_loss"], rel=2e-2 if "amp" in flags else 1e-4)
 
 
 def test_an_average_that_forgets_at_once_is_the_weights_themselves() -> None:
-    plain = trained(**RUN).summary["final"]["val_loss"]
-    assert trained(**RUN | {"ema": 1e-6, "save_dir": "one"}).summary["final"]["val_loss"] == pytest.approx(
+    plain = run_training(**RUN).summary["final"]["val_loss"]
+    assert run_training(**RUN | {"ema": 1e-6, "save_dir": "one"}).summary["final"]["val_loss"] == pytest.approx(
         plain, rel=1e-3
     )
-    assert trained(**RUN | {"ema": 0.9, "save_dir": "two"}).summary["final"]["val_loss"] != pytest.approx(
+    assert run_training(**RUN | {"ema": 0.9, "save_dir": "two"}).summary["final"]["val_loss"] != pytest.approx(
         plain, rel=1e-3
     )
 
 
 def test_grad_checkpointing_changes_nothing_but_memory() -> None:
-    plain = trained(**RUN).summary
-    thrifty = trained(**RUN | {"save_dir": "thrifty"}, grad_checkpointing=True).summary
+    plain = run_training(**RUN).summary
+    thrifty = run_training(**RUN | {"save_dir": "thrifty"}, grad_checkpointing=True).summary
     assert thrifty["fingerprint"] == plain["fingerprint"]
 
 
 def test_a_warm_start_begins_with_those_weights() -> None:
-    trained(**RUN)
+    run_training(**RUN)
     shutil.copy("run/last.pt", "weights.pt")
-    trained(**RUN | {"save_dir": "warm", "init_from": "weights.pt", "lr": 1e-12, "epochs": 1})
+    run_training(**RUN | {"save_dir": "warm", "init_from": "weights.pt", "lr": 1e-12, "epochs": 1})
     before, after = (torch.load(path, weights_only=True)["model"] for path in ("weights.pt", "warm/last.pt"))
     for name, value in before.items():
         if "running" not in name and "num_batches" not in name:
@@ -416,7 +416,7 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
     monkeypatch.setattr(engine, "fit", watched)
     gc.disable()  # as the front door does
     try:
-        assert trained(**RUN | {"epochs": 1}).summary["status"] == "completed"
+        assert run_training(**RUN | {"epochs": 1}).summary["status"] == "completed"
     finally:
         gc.enable()
     assert json.loads(Path("seen.json").read_text()) == [True, True]
@@ -429,8 +429,8 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
         with open("seen.txt", "a") as file:
             file.write(f"{steps} {phase}\n")
 
-    monkeypatch.setattr(Watchdog, "at", at)
-    assert trained(**RUN | {"max_steps": 2, "batch_size": 10, "log_interval": 2}).summary["status"] == "completed"
+    monkeypatch.setattr(Watchdog, "mark", at)
+    assert run_training(**RUN | {"max_steps": 2, "batch_size": 10, "log_interval": 2}).summary["status"] == "completed"
     pass_ = ["fetching data", "forward", "backward"]
     told = [*pass_, *pass_[:2], "last backward", "reduction", "optimizer"]
     seen = Path("seen.txt").read_text().splitlines()

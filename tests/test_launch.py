@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from multigpu_cli import launch
-from multigpu_cli.checkpoint.run_folder import leave_note
+from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.config import launcher_rules
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
@@ -95,7 +95,7 @@ def test_the_agent_is_told_how_many_and_that_they_are_ours(agent: Agent) -> None
     config = agent.config
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 3)
     assert config.rdzv_endpoint == "localhost:0", "a free port"
-    assert launcher_rules.self_launched({"TORCHELASTIC_RUN_ID": config.run_id})
+    assert launcher_rules.is_self_launched({"TORCHELASTIC_RUN_ID": config.run_id})
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         assert name in config.signals_to_handle
 
@@ -228,7 +228,7 @@ def test_workers_that_ran_out_of_memory_are_started_again_with_smaller_micro_bat
         if size is None:
             return left("completed")()
         Path("run").mkdir(exist_ok=True)
-        leave_note(Path("run"), {"batch_size": size})
+        write_note(Path("run"), {"batch_size": size})
         return failed((1, 1), (-15, 2))()
 
     agent.ending = out_of_memory_twice
@@ -238,7 +238,7 @@ def test_workers_that_ran_out_of_memory_are_started_again_with_smaller_micro_bat
 
 def test_other_failures_beside_an_old_note_are_not(agent: Agent) -> None:
     Path("run").mkdir()
-    leave_note(Path("run"), {"batch_size": 8})
+    write_note(Path("run"), {"batch_size": 8})
     agent.ending = failed((1, 1), (-15, 2))
     with pytest.raises(WorkersFailed):
         self_launch(asked(save_dir="run"), ON_CPU, "normal")

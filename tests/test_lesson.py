@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from examples.lesson.accumulation import Counter, micro_batches
 from examples.lesson.gradients import SAMPLES, data, difference, gradient, network
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.walkthrough import ROOT, Block, blocks
 from tests.test_readme import copied, run
 
@@ -45,7 +45,7 @@ def printed(main: Callable[..., None], *arguments: int) -> list[str]:
 def test_a_script_prints_what_the_lesson_shows(script: str) -> None:
     main = import_module(f"examples.lesson.{script}").main
     if signature(main).parameters:
-        lines, *others = each_rank(2, lambda world: printed(main, world.rank, world.size))
+        lines, *others = run_on_each_rank(2, lambda world: printed(main, world.rank, world.size))
         assert others == [[]]
     else:
         lines = printed(main)
@@ -81,7 +81,7 @@ def uneven(world: World) -> str:
 
 
 def test_solution_1_weighs_each_rank_by_its_samples() -> None:
-    assert each_rank(2, uneven) == ["rounding", "rounding"]
+    assert run_on_each_rank(2, uneven) == ["rounding", "rounding"]
 
 
 def gradients(model: nn.Module) -> Iterator[Tensor]:
@@ -110,7 +110,7 @@ def accumulated(world: World) -> tuple[int, list[str]]:
 
 
 def test_solution_2_steps_at_the_end_of_each_window_by_what_it_holds() -> None:
-    assert each_rank(2, accumulated) == [(3, ["rounding"] * 3)] * 2
+    assert run_on_each_rank(2, accumulated) == [(3, ["rounding"] * 3)] * 2
 
 
 def evaluated(world: World) -> tuple[float, int]:
@@ -129,4 +129,4 @@ def test_solution_3_counts_each_sample_once() -> None:
     inputs, targets = (part[:7] for part in data())
     with torch.no_grad():
         expected = float(mse_loss(network()(inputs), targets))
-    assert each_rank(2, evaluated) == [(pytest.approx(expected), 7)] * 2
+    assert run_on_each_rank(2, evaluated) == [(pytest.approx(expected), 7)] * 2

@@ -6,7 +6,7 @@ import pytest
 
 import main_multi_gpu
 from tests.support.malicious_files import poison, poisoned
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 RUN = {"save_dir": "run", "batch_size": 30}
 
@@ -15,7 +15,7 @@ RUN = {"save_dir": "run", "batch_size": 30}
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What an attack would make. Beside it lies a run whose checkpoint and best.pt are poisoned."""
     monkeypatch.chdir(tmp_path)
-    assert trained(**RUN, epochs=1).error == ""
+    assert run_training(**RUN, epochs=1).error == ""
     poisoned(Path("run/checkpoints/step_00000002"), tmp_path / "attacked")
     poison(Path("run/best.pt"), tmp_path / "attacked", {"model": {}, "config": {}})
     return tmp_path / "attacked"
@@ -24,7 +24,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("flags", [{"epochs": 2}, {"resume": "run", "save_dir": "other"}], ids=["auto", "from a path"])
 def test_a_resume_refuses_it(flags: dict[str, object], target: Path) -> None:
     before = sorted(path.name for path in Path("run").rglob("*"))
-    ended = trained(**RUN | flags)
+    ended = run_training(**RUN | flags)
     assert ended.kind == "RequestError"
     assert "step_00000002/state.pt is no file of weights that can be loaded safely" in ended.error
     assert not target.exists()
@@ -32,7 +32,7 @@ def test_a_resume_refuses_it(flags: dict[str, object], target: Path) -> None:
 
 
 def test_a_start_from_somebodys_weights_refuses_it(target: Path) -> None:
-    ended = trained(**RUN | {"save_dir": "new", "init_from": "run/best.pt"}, epochs=1)
+    ended = run_training(**RUN | {"save_dir": "new", "init_from": "run/best.pt"}, epochs=1)
     assert "--init-from run/best.pt is no file of weights that can be loaded safely" in ended.error
     assert not target.exists()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest, sign_manifest
 from tests.support.fork import exit_code
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 SYNTHETIC = {"data": "synthetic", "model": "mlp", "batch_size": 8, "max_steps": 2}
 SMALL = ["data.args.shape=[6]", "data.args.classes=3", "data.args.train=24", "data.args.val=6", "data.args.test=6"]
@@ -27,7 +27,7 @@ CHECKPOINT = "checkpoints/step_00000002"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that names nothing but ours."""
     run = tmp_path_factory.mktemp("trained") / "run"
-    assert trained(save_dir=str(run), sets=SMALL, **SYNTHETIC).error == ""
+    assert run_training(save_dir=str(run), sets=SMALL, **SYNTHETIC).error == ""
     return run
 
 
@@ -74,8 +74,8 @@ def unsigned(run: Path) -> dict[str, Any]:
 
 
 def sign(run: Path, manifest: dict[str, Any]) -> None:
-    (run / CHECKPOINT / MANIFEST).write_bytes(signed(manifest))
-    assert damage_in(run / CHECKPOINT) is None
+    (run / CHECKPOINT / MANIFEST).write_bytes(sign_manifest(manifest))
+    assert find_damage(run / CHECKPOINT) is None
 
 
 def plant(run: Path, told: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def test_what_the_command_names_or_allows_runs(run: Path, words: list[str]) -> N
 
 def test_all_workers_refuse_it(run: Path) -> None:
     plant(run, {"task": "planted:Classification"})
-    refused = trained(2, save_dir="run", data="synthetic", model="mlp")
+    refused = run_training(2, save_dir="run", data="synthetic", model="mlp")
     assert refused.kind == "RequestError"
     assert "--task planted:Classification" in refused.error
     assert not Path("ran").exists()

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from tests.support import tiny_datasets
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("configs/*.yaml"))
@@ -58,7 +58,7 @@ def test_there_are_recipes() -> None:
 def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     sets = [*([] if "ppo" in recipe.stem else ["drop_last=false"]), *SMALLER.get(recipe.stem, [])]
     own = {"data": None, "model": None}  # the recipe's, not those of the other tests
-    ended = trained(recipe=str(recipe), sets=sets, **own, **shortened(recipe, tmp_path))
+    ended = run_training(recipe=str(recipe), sets=sets, **own, **shortened(recipe, tmp_path))
     assert ended.error == ""
     summary = ended.summary
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)

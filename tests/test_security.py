@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import main_multi_gpu
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.test_house_rules import imported, product, whole_tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,7 @@ def test_gloo_listens_on_the_chosen_interface_alone(monkeypatch: pytest.MonkeyPa
         return sorted(set(listening().values()))
 
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    assert each_rank(2, addresses) == [[loopback], [loopback]]
+    assert run_on_each_rank(2, addresses) == [[loopback], [loopback]]
 
 
 def test_torchs_rendezvous_unpickles_what_the_store_holds() -> None:

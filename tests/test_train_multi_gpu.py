@@ -20,7 +20,7 @@ from multigpu_cli.monitor import gpu
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
 from multigpu_cli.runtime.world import World
 from tests.support.fake_nvml import Nvml, a100
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import loader, network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +119,7 @@ def test_gpus_that_torch_does_not_see_are_not_passed_over(
     """A driver that is too old for this torch would end as "no GPU found"."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "opened", lambda: Nvml(cards, driver="470.82", cuda=11040))
+    monkeypatch.setattr(gpu, "open_nvml", lambda: Nvml(cards, driver="470.82", cuda=11040))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -146,7 +146,7 @@ def test_a_wrapped_model_trains_in_the_group_that_is_there(tmp_path: Path) -> No
         )
         return [success, isinstance(model, DistributedDataParallel), results["success"]]
 
-    assert each_rank(2, work) == [[True, True, True]] * 2
+    assert run_on_each_rank(2, work) == [[True, True, True]] * 2
 
 
 def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:

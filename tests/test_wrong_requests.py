@@ -330,10 +330,10 @@ AGAINST_A_RUN = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds a run of two steps."""
-    from tests.support.run_training import trained
+    from tests.support.run_training import run_training
 
     folder = tmp_path_factory.mktemp("somebody")
-    assert trained(batch_size=30, epochs=1, save_dir=str(folder / "run")).error == ""
+    assert run_training(batch_size=30, epochs=1, save_dir=str(folder / "run")).error == ""
     return folder
 
 
@@ -354,7 +354,7 @@ def test_a_run_that_is_there_is_left_alone(
 def test_more_processes_than_gpus_on_a_node(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_multi_gpu
 
-    monkeypatch.setattr(train_multi_gpu, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(train_multi_gpu, "count_visible_gpus", lambda: 2)
     three = TORCHRUN | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     row = Row("", ["3 processes on a machine with 2 visible GPUs", "--nproc_per_node=2"], {}, three)
     code, _, err = call(row)

@@ -35,18 +35,18 @@ class Functions:
 
     def setup_data_parallel(self, model: nn.Module, device_ids: list[int] | None = None) -> tuple[nn.Module, bool]:
         """As wrapping.setup_data_parallel."""
-        return self._noted(*wrap.setup_data_parallel(model, device_ids))
+        return self._remember_strategy(*wrap.setup_data_parallel(model, device_ids))
 
     def setup_distributed_data_parallel(self, model: nn.Module, *args: Any, **named: Any) -> tuple[nn.Module, bool]:
         """As wrapping.setup_distributed_data_parallel."""
-        return self._noted(*wrap.setup_distributed_data_parallel(model, *args, **named))
+        return self._remember_strategy(*wrap.setup_distributed_data_parallel(model, *args, **named))
 
     def setup_multi_gpu_training(
         self, model: nn.Module, strategy: str | TrainingMode = "auto", *args: Any, **named: Any
     ) -> tuple[nn.Module, bool, dict[str, Any]]:
         """As wrapping.setup_multi_gpu_training."""
         model, ok, found = wrap.setup_multi_gpu_training(model, strategy, *args, **named)
-        return (*self._noted(model, ok), found)
+        return (*self._remember_strategy(model, ok), found)
 
     def cleanup_distributed(self) -> None:
         """End this process's group, and forget the strategy."""
@@ -79,42 +79,42 @@ class Functions:
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
         """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
-        found, meeting = self.get_multi_gpu_metrics(), LaunchEnv.here()
+        found, launch_env = self.get_multi_gpu_metrics(), LaunchEnv.current()
         return {
             "multi_gpu_available": found["gpu_info"]["gpu_count"] >= 2,
             "gpu_info": found["gpu_info"],
             "current_strategy": found["strategy"],
-            "world_size": meeting.size if meeting else 1,
+            "world_size": launch_env.size if launch_env else 1,
             "training_metrics": found["training_metrics"],
             "gpu_utilization": gpu_info.gpu_utilisation(),
             "status": "success",
         }
 
-    def _noted(self, model: nn.Module, ok: bool) -> tuple[nn.Module, bool]:
+    def _remember_strategy(self, model: nn.Module, ok: bool) -> tuple[nn.Module, bool]:
         if ok:
             self.current_strategy = type(model).__name__
         return model, ok
 
 
 @cache
-def shared() -> Functions:
+def get_shared_functions() -> Functions:
     """The one that the functions below speak of."""
     return Functions()
 
 
 @wraps(wrap.setup_data_parallel)
 def setup_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
-    return shared().setup_data_parallel(*args, **named)
+    return get_shared_functions().setup_data_parallel(*args, **named)
 
 
 @wraps(wrap.setup_distributed_data_parallel)
 def setup_distributed_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
-    return shared().setup_distributed_data_parallel(*args, **named)
+    return get_shared_functions().setup_distributed_data_parallel(*args, **named)
 
 
 @wraps(wrap.setup_multi_gpu_training)
 def setup_multi_gpu_training(*args: Any, **named: Any) -> tuple[nn.Module, bool, dict[str, Any]]:
-    return shared().setup_multi_gpu_training(*args, **named)
+    return get_shared_functions().setup_multi_gpu_training(*args, **named)
 
 
 def log_training_metrics(
@@ -125,19 +125,19 @@ def log_training_metrics(
     Args:
         gpu_utilization: per cent, by GPU; None asks NVML.
     """
-    shared().log_training_metrics(epoch, step, loss, learning_rate, gpu_utilization)
+    get_shared_functions().log_training_metrics(epoch, step, loss, learning_rate, gpu_utilization)
 
 
 def get_multi_gpu_metrics() -> dict[str, Any]:
     """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
-    return shared().get_multi_gpu_metrics()
+    return get_shared_functions().get_multi_gpu_metrics()
 
 
 def get_multi_gpu_status() -> dict[str, Any]:
     """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
-    return shared().get_multi_gpu_status()
+    return get_shared_functions().get_multi_gpu_status()
 
 
 def cleanup_distributed() -> None:
     """End this process's group, if there is one. Runs of the engine end their own."""
-    shared().cleanup_distributed()
+    get_shared_functions().cleanup_distributed()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.devices import visible_gpus
+from multigpu_cli.runtime.devices import count_visible_gpus
 
 _GIB = 2**30
 
@@ -20,7 +20,7 @@ def get_gpu_info() -> dict[str, Any]:
         cuda_available, gpu_count, gpu_details (id, name, memory_gb, compute_capability, multi_processor_count, status
         of each), total_memory_gb (GiB), compute_capability (a list), nccl_available, status "success".
     """
-    details = [_details(number) for number in range(visible_gpus())]
+    details = [_details(number) for number in range(count_visible_gpus())]
     return {
         "cuda_available": bool(details),
         "gpu_count": len(details),
@@ -57,15 +57,15 @@ def print_gpu_info() -> None:
 def gpu_utilisation() -> dict[str, float | None]:
     """Per cent of the last second in which some kernel ran, by GPU as NVML numbers them; {} without NVML."""
     try:
-        nvml = gpu.opened()
+        nvml = gpu.open_nvml()
     except gpu.NoNvml:
         return {}
-    return {f"gpu_{each.number}": each.utilisation for each in gpu.gpus(nvml)}
+    return {f"gpu_{each.number}": each.utilisation for each in gpu.list_gpus(nvml)}
 
 
 def peak_memory_gb() -> float:
     """GiB: the most that torch has held on any visible GPU since it started or was reset; 0.0 without one."""
-    return max((torch.cuda.max_memory_allocated(i) / _GIB for i in range(visible_gpus())), default=0.0)
+    return max((torch.cuda.max_memory_allocated(i) / _GIB for i in range(count_visible_gpus())), default=0.0)
 
 
 def clear_gpu_memory() -> None:

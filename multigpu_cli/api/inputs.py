@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from multigpu_cli.api.loaders import SPLITS, CollatedDataset, numbered
+from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.infer_shape import described
-from multigpu_cli.data.sample import Collate, declared_classes, sample_of
+from multigpu_cli.data.infer_shape import infer_source
+from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample
 from multigpu_cli.data.sampler import Order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects
@@ -35,14 +35,14 @@ class UserInputs:
     scheduler_step: str = "epoch"
     order: Order | None = None
 
-    def checked(self, seed: int) -> "UserInputs":
+    def check(self, seed: int) -> "UserInputs":
         """The same, with numbers for the samples of streams.
 
         Raises:
             RequestError: something is not what it should be; says which.
         """
         _check(self)
-        splits = {name: numbered(getattr(self, name), seed, name) for name in SPLITS}
+        splits = {name: index_stream(getattr(self, name), seed, name) for name in SPLITS}
         for name, dataset in splits.items():
             _check_dataset(name, dataset)
         return replace(self, **splits)
@@ -65,11 +65,11 @@ class UserInputs:
             outputs=prod(getattr(targets, "shape", (1,))[1:]),
             prepare=_as_it_is,
             order=self.order,
-            fetching=config.fetching,
+            loader_options=config.loader_options,
             task=getattr(criterion, "__name__", type(criterion).__name__),
         )
         return UserObjects(
-            source, unwrapped(self.model), criterion, self.optimizer, self.scheduler, self.scheduler_step, config.ddp
+            source, unwrap_model(self.model), criterion, self.optimizer, self.scheduler, self.scheduler_step, config.ddp
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
@@ -95,25 +95,25 @@ class UserInputs:
 
     def _first(self) -> tuple[Any, Any]:
         """A batch of one sample."""
-        return Collate(self.train)([(0, sample_of(self.train, 0))])
+        return Collate(self.train)([(0, get_sample(self.train, 0))])
 
     def _classes(self, task: str | None, inputs: Any) -> int:
         """How many classes a task by name has to know of; of tokens only whether there are any."""
-        if told := declared_classes(self.train):
+        if told := count_declared_classes(self.train):
             return told
         if task == "language-model":
             return max(2, int(_tokens(inputs).max()) + 1)
-        return described(self.train, self.val, self.test).num_classes if task == "classification" else 0
+        return infer_source(self.train, self.val, self.test).num_classes if task == "classification" else 0
 
     def names(self) -> dict[str, str]:
         """What model and data are called in the run folder: their classes."""
         dataset: Any = self.train
         while isinstance(dataset, CollatedDataset):
             dataset = dataset.dataset
-        return {"model": _class_of(unwrapped(self.model)), "data": _class_of(dataset)}
+        return {"model": _class_of(unwrap_model(self.model)), "data": _class_of(dataset)}
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The network inside of DataParallel or DistributedDataParallel."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     return model.module if isinstance(model, wrappers) else model

@@ -11,63 +11,68 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli import engine
-from multigpu_cli.api.settings import MultiGPUConfig, in_python
-from multigpu_cli.checkpoint.run_folder import with_folder
+from multigpu_cli.api.settings import MultiGPUConfig, to_python_error
+from multigpu_cli.checkpoint.run_folder import resolve_folder
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import LaunchEnv, World
 
 
-def meeting_of(config: MultiGPUConfig) -> LaunchEnv | None:
+def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
     """Who this process is: as torchrun says, as a process group says that is there already, or as the config says.
 
     Raises:
         RequestError: the config says otherwise than the launcher, or names a rank whose others nobody has started.
     """
-    meeting = LaunchEnv.here()
-    if meeting is None and dist.is_initialized():
+    launch_env = LaunchEnv.current()
+    if launch_env is None and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         local = rank if config.local_rank is None else config.local_rank
-        meeting = LaunchEnv(rank, size, local, size, "", 0, attempt=0, agent_store=False)
-    if meeting is None and config.rank is not None and (config.world_size or 1) > 1:
-        meeting = LaunchEnv.joining(config.rank, config.world_size or 1, config.local_rank)
-    if meeting is None:
+        launch_env = LaunchEnv(rank, size, local, size, "", 0, attempt=0, agent_store=False)
+    if launch_env is None and config.rank is not None and (config.world_size or 1) > 1:
+        launch_env = LaunchEnv.for_existing_group(config.rank, config.world_size or 1, config.local_rank)
+    if launch_env is None:
         return None
-    facts = {"world_size": meeting.size, "rank": meeting.rank, "local_rank": meeting.local_rank}
+    facts = {"world_size": launch_env.size, "rank": launch_env.rank, "local_rank": launch_env.local_rank}
     for name, fact in facts.items():
         if getattr(config, name) not in (None, fact):
             raise RequestError(
                 f"{name}={getattr(config, name)}, but the launcher says {fact}",
                 remedy=f"leave {name} out: it is read from the environment",
             )
-    return meeting
+    return launch_env
 
 
-def choice_of(config: MultiGPUConfig, frozen: Config, meeting: LaunchEnv | None) -> Placement:
+def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: LaunchEnv | None) -> Placement:
     """Strategy and devices.
 
     Raises:
         RequestError: devices that are not there, or a backend that they don't have.
     """
-    device, gpus = frozen.device, visible_gpus()
-    if meeting is None and config.rank is None and (config.world_size or 1) > 1:
+    device, gpus = frozen.device, count_visible_gpus()
+    if launch_env is None and config.rank is None and (config.world_size or 1) > 1:
         device = replace(device, nproc_per_node=config.world_size)
     try:
-        choice = choose(replace(device, gpu_ids=None) if meeting else device, gpus=gpus, cpus=cores(), meeting=meeting)
+        choice = choose_placement(
+            replace(device, gpu_ids=None) if launch_env else device,
+            gpus=gpus,
+            cpus=count_cores(),
+            launch_env=launch_env,
+        )
     except RequestError as error:
-        raise in_python(error) from error
+        raise to_python_error(error) from error
     ids = config.device_ids
-    if meeting and ids:
+    if launch_env and ids:
         if absent := [number for number in ids if not 0 <= number < gpus]:
             seen = f"{gpus} are visible" if gpus else "no GPU is visible"
             raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")
-        if gpus > 1 and meeting.local_rank >= len(ids):
-            raise RequestError(f"device_ids {ids}: {meeting.local_size} processes here need as many GPUs")
-        choice = choice._replace(devices=(torch.device("cuda", ids[meeting.local_rank] if gpus > 1 else 0),))
+        if gpus > 1 and launch_env.local_rank >= len(ids):
+            raise RequestError(f"device_ids {ids}: {launch_env.local_size} processes here need as many GPUs")
+        choice = choice._replace(devices=(torch.device("cuda", ids[launch_env.local_rank] if gpus > 1 else 0),))
     if config.backend == "nccl" and choice.devices[0].type == "cpu":
         raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
     seconds = config.timeout.total_seconds() if config.timeout else None
@@ -75,14 +80,14 @@ def choice_of(config: MultiGPUConfig, frozen: Config, meeting: LaunchEnv | None)
 
 
 def run_here(
-    config: Config, choice: Placement, meeting: LaunchEnv | None, user_objects: UserObjects, screen: str
+    config: Config, choice: Placement, launch_env: LaunchEnv | None, user_objects: UserObjects, screen: str
 ) -> dict[str, Any]:
     """The engine's `run` in this process; returns the summary."""
     try:
-        speaker = console(screen, meeting)
-        return engine.run(config, choice, meeting, speaker, last_words=last_words, user_objects=user_objects)
+        speaker = console(screen, launch_env)
+        return engine.run(config, choice, launch_env, speaker, last_words=print_last_error, user_objects=user_objects)
     except RequestError as error:
-        raise in_python(error) from error
+        raise to_python_error(error) from error
 
 
 def run_in_processes(config: Config, choice: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
@@ -91,12 +96,12 @@ def run_in_processes(config: Config, choice: Placement, user_objects: UserObject
     Raises:
         RequestError: objects that can't be sent to another process.
     """
-    config = with_folder(config)
+    config = resolve_folder(config)
     try:
         ForkingPickler.dumps(user_objects)
     except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
         raise RequestError(
-            f"{choice.because}: model, data, loss or optimizer can't be sent to other processes ({error})",
+            f"{choice.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
             remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
             "the top of a module, no lambdas",
         ) from error
@@ -112,7 +117,7 @@ def run_in_processes(config: Config, choice: Placement, user_objects: UserObject
     )
     summary, problem, remedy = answers[0]
     if problem:
-        raise in_python(RequestError(problem, remedy=remedy))
+        raise to_python_error(RequestError(problem, remedy=remedy))
     if summary["status"] == "completed":
         user_objects.load_weights(summary["save_dir"], World(torch.device("cpu")))
     return dict(summary)
@@ -122,15 +127,15 @@ def _worker(
     config: Config, backend: str | None, timeout: float | None, user_objects: UserObjects, screen: str
 ) -> tuple[dict[str, Any], str, str]:
     """One process of a self-launched run: summary, or problem and remedy of a wrong request, which all ranks find."""
-    meeting = LaunchEnv.here()
-    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    launch_env = LaunchEnv.current()
+    choice = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
         tensor.data = tensor.data.clone()  # it came in memory that all processes share
     if user_objects.optimizer:
         user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
     try:
         return (
-            run_here(config, choice._replace(backend=backend, timeout=timeout), meeting, user_objects, screen),
+            run_here(config, choice._replace(backend=backend, timeout=timeout), launch_env, user_objects, screen),
             "",
             "",
         )
@@ -138,12 +143,12 @@ def _worker(
         return {}, error.problem, error.remedy
 
 
-def console(screen: str, meeting: LaunchEnv | None) -> Console:
+def console(screen: str, launch_env: LaunchEnv | None) -> Console:
     """Speaks on rank 0."""
-    return Console("silent" if meeting and meeting.rank else screen)  # type: ignore[arg-type]
+    return Console("silent" if launch_env and launch_env.rank else screen)  # type: ignore[arg-type]
 
 
-def last_words(error: TrainingError) -> None:
+def print_last_error(error: TrainingError) -> None:
     """For a process that ends where no exception can be raised any more."""
     Console("quiet", sys.stderr).error(f"error: {error}")
 

@@ -22,7 +22,7 @@ from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.data.iterable import IndexedStream
 from multigpu_cli.data.sampler import Order
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.determinism import seed_host
 
 SPLITS = ("train", "val", "test")
@@ -70,20 +70,20 @@ class SamplerOrder:
 
     def __call__(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._shared(epoch)
+            self._epoch, self._order = epoch, self._broadcast_order(epoch)
         return self._order
 
-    def _shared(self, epoch: int) -> Tensor:
+    def _broadcast_order(self, epoch: int) -> Tensor:
         if not dist.is_initialized():
-            return self._drawn(epoch)
+            return self._draw_order(epoch)
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        order = self._drawn(epoch) if dist.get_rank() == 0 else torch.empty(len(self), dtype=torch.int64)
+        order = self._draw_order(epoch) if dist.get_rank() == 0 else torch.empty(len(self), dtype=torch.int64)
         order = order.to(device)
         dist.broadcast(order, src=0)
         return order.cpu()
 
-    def _drawn(self, epoch: int) -> Tensor:
-        number = key(self.seed, epoch)
+    def _draw_order(self, epoch: int) -> Tensor:
+        number = make_key(self.seed, epoch)
         seed_host(number)
         if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
             generator.manual_seed(number)
@@ -129,15 +129,15 @@ def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Da
     """
     if not isinstance(loader, DataLoader):
         raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
-    dataset, own = numbered(loader.dataset, seed, split), loader.collate_fn is not default_collate
+    dataset, own = index_stream(loader.dataset, seed, split), loader.collate_fn is not default_collate
     return CollatedDataset(dataset, loader.collate_fn) if own else dataset
 
 
-def numbered(dataset: Any, seed: int, split: str) -> Any:
+def index_stream(dataset: Any, seed: int, split: str) -> Any:
     """A stream is read once to its end, so that its samples have numbers (see data.stream); all else stays as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return IndexedStream(dataset, f"{type(dataset).__name__}, split {split}", key(seed, SPLITS.index(split)))
+    return IndexedStream(dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split)))
 
 
 def _order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> Order | None:

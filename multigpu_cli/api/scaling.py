@@ -10,7 +10,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
-from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import choose_placement, count_cores, count_visible_gpus
 
 
 def optimize_batch_size_for_multi_gpu(
@@ -54,7 +54,7 @@ def launch_distributed_training(
         WorkersFailed: some call raised.
     """
     wanted = DeviceConfig(multi_gpu="ddp", nproc_per_node=num_gpus)
-    choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    choice = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
     answers = run_in_workers(choice, function, *arguments, max_restarts=max_restarts)
     return [answers[rank] for rank in sorted(answers)]
 

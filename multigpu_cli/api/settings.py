@@ -10,7 +10,7 @@ from typing import Any, Self
 from multigpu_cli.config import rules
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import LoaderOptions
-from multigpu_cli.errors import RequestError, all_wrong, did_you_mean
+from multigpu_cli.errors import RequestError, combine_errors, did_you_mean
 
 _FOR_EVER = 10**6  # epochs: somebody else's loop says when it is over
 _NEVER = 999_999_999  # optimizer steps
@@ -140,9 +140,9 @@ class MultiGPUConfig:
         Raises:
             RequestError: everything that is wrong, by field, together.
         """
-        refused = list(self._refused())
+        refused = list(self._find_errors())
         if refused:
-            raise all_wrong(refused)
+            raise combine_errors(refused)
         values = self._by_key()
         faults = []
         for key, value in values.items():
@@ -153,15 +153,17 @@ class MultiGPUConfig:
             except ValueError as error:
                 faults.append(RequestError(f"{_FIELDS.get(key, key)} {error}"))
         if faults:
-            raise all_wrong(faults)
+            raise combine_errors(faults)
         config = _with(Config(), values)
-        broken = rules.broken(config, datasets=(), environments=(), models=(), tasks=(), environ={}, untold=["data"])
+        broken = rules.find_rule_errors(
+            config, datasets=(), environments=(), models=(), tasks=(), environ={}, untold=["data"]
+        )
         if broken:
-            raise in_python(all_wrong(broken))
+            raise to_python_error(combine_errors(broken))
         return config
 
     @property
-    def fetching(self) -> LoaderOptions:
+    def loader_options(self) -> LoaderOptions:
         """How samples come to the device."""
         return LoaderOptions(pin_memory=self.pin_memory, prefetch=self.prefetch_factor)
 
@@ -206,7 +208,7 @@ class MultiGPUConfig:
             unsaid |= {"schedule": "constant", "warmup_epochs": 0.0}
         return values | unsaid | self.settings
 
-    def _refused(self) -> Iterator[RequestError]:
+    def _find_errors(self) -> Iterator[RequestError]:
         if not self.broadcast_buffers:
             yield RequestError(
                 "broadcast_buffers=False: buffers are kept alike on all ranks in every step, or results would depend "
@@ -253,17 +255,17 @@ _FIELDS = {
 """Setting of the command line → field."""
 
 
-def in_python(error: RequestError) -> RequestError:
+def to_python_error(error: RequestError) -> RequestError:
     """The same with fields in place of flags."""
 
     def field_of(flag: "re.Match[str]") -> str:
         key = flag[1].replace("-", "_")
         return _FIELDS.get(key, {"data": "dataset", "model": "model", "task": "criterion"}.get(key, flag[0]))
 
-    def told(text: str) -> str:
+    def in_fields(text: str) -> str:
         return re.sub(r"--([a-z][a-z-]*[a-z])", field_of, text)
 
-    return type(error)(told(error.problem), remedy=told(error.remedy))
+    return type(error)(in_fields(error.problem), remedy=in_fields(error.remedy))
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from multigpu_cli import engine
 from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.inputs import UserInputs
-from multigpu_cli.api.launch import choice_of, console, last_words, meeting_of
-from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
-from multigpu_cli.api.training import prepared
+from multigpu_cli.api.launch import console, find_launch_env, print_last_error, resolve_placement
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
+from multigpu_cli.api.training import prepare_run
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.planning.batch import StepLayout
@@ -25,7 +25,7 @@ from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import record_failure
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.tasks.base import Loss
 
 
@@ -56,12 +56,14 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         run, batches = self._run, self._run.plan.batches
-        run.observer.meters.begin()
+        run.observer.meters.start()
         epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
-        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+        for layout, work in run.loaders.train.epoch(
+            batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
+        ):
             if run.finished or layout.step >= run.plan.schedule.total_steps:
                 return
-            with run.observer.meters.waiting("data_wait"):
+            with run.observer.meters.measure_wait("data_wait"):
                 fetched = list(work)
             yield Step(layout.step, fetched, layout)
 
@@ -108,20 +110,22 @@ class MultiGPUTrainer(Functions):
                 none: torchrun does), or the folder holds a completed run; nothing was written.
         """
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
-        frozen, user_objects = prepared(self.config, inputs)
-        meeting = meeting_of(self.config)
-        choice = choice_of(self.config, frozen, meeting)
+        frozen, user_objects = prepare_run(self.config, inputs)
+        launch_env = find_launch_env(self.config)
+        choice = resolve_placement(self.config, frozen, launch_env)
         if choice.launch:
             raise RequestError(
-                f"{choice.because}: a loop of your own runs in each process, so it has to be started in each",
+                f"{choice.reason}: a loop of your own runs in each process, so it has to be started in each",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
-        speaker = console(self.config.screen, meeting)
-        opening = engine.prepare(frozen, choice, meeting, speaker, last_words=last_words, user_objects=user_objects)
+        speaker = console(self.config.screen, launch_env)
+        opening = engine.prepare(
+            frozen, choice, launch_env, speaker, last_words=print_last_error, user_objects=user_objects
+        )
         try:
             self.run = self._stack.enter_context(opening)
         except RequestError as error:
-            raise in_python(error) from error
+            raise to_python_error(error) from error
         self.run.observer.watchdog.resting = True
         atexit.register(self.close)
         return user_objects.model, TrainLoader(self.run), self.run.loaders.val
@@ -188,7 +192,7 @@ class MultiGPUTrainer(Functions):
             )
         with _working(run):
             outcome = engine.train_step(run, batch.layout, iter(batch.batches))
-            loss = total(run.world, outcome.slots(run.world.device).sum()) / run.units.last
+            loss = all_reduce_sum(run.world, outcome.slots(run.world.device).sum()) / run.units.last
             verdict = engine.finish_step(run, outcome)
         if verdict == "stopped":
             sys.exit(STOPPED)

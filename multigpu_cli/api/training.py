@@ -12,18 +12,18 @@ from torch.utils.data import DataLoader
 
 from multigpu_cli.api.gpu_info import get_gpu_info, gpu_utilisation
 from multigpu_cli.api.inputs import UserInputs
-from multigpu_cli.api.launch import choice_of, meeting_of, run_here, run_in_processes
+from multigpu_cli.api.launch import find_launch_env, resolve_placement, run_here, run_in_processes
 from multigpu_cli.api.loaders import from_loader, with_collate
-from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, in_python
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapted
+from multigpu_cli.models.build import adapt_model
 from multigpu_cli.run.build import choose_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
-from multigpu_cli.runtime.precision import Precision, agreed_format
-from multigpu_cli.runtime.world import joined
+from multigpu_cli.runtime.precision import Precision, agree_on_precision
+from multigpu_cli.runtime.world import process_group
 from multigpu_cli.tasks.base import Loss
 
 
@@ -105,26 +105,26 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
 
 def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
     """One whole run of the engine on somebody's objects; returns the summary."""
-    frozen, user_objects = prepared(config, inputs)
-    meeting = meeting_of(config)
-    choice = choice_of(config, frozen, meeting)
+    frozen, user_objects = prepare_run(config, inputs)
+    launch_env = find_launch_env(config)
+    choice = resolve_placement(config, frozen, launch_env)
     if choice.launch:
         return run_in_processes(frozen, choice, user_objects, config.screen)
-    return run_here(frozen, choice, meeting, user_objects, config.screen)
+    return run_here(frozen, choice, launch_env, user_objects, config.screen)
 
 
-def prepared(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, UserObjects]:
+def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, UserObjects]:
     """Settings and objects as the engine takes them.
 
     Raises:
         RequestError: something does not fit.
     """
     try:
-        inputs = inputs.checked(config.seed)
+        inputs = inputs.check(config.seed)
         config = inputs.settings(config)
-        return with_settings(config.frozen(), inputs.names()), inputs.user_objects(config)
+        return replace_settings(config.frozen(), inputs.names()), inputs.user_objects(config)
     except RequestError as error:
-        raise in_python(error) from error
+        raise to_python_error(error) from error
 
 
 def evaluate_with_multi_gpu(
@@ -155,18 +155,20 @@ def evaluate_with_multi_gpu(
     began = time.perf_counter()
     config = MultiGPUConfig.of(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
-    frozen, user_objects = prepared(config, UserInputs(model, dataset, criterion=criterion))
-    meeting = meeting_of(config)
-    choice = choice_of(config, frozen, meeting)
+    frozen, user_objects = prepare_run(config, UserInputs(model, dataset, criterion=criterion))
+    launch_env = find_launch_env(config)
+    choice = resolve_placement(config, frozen, launch_env)
     with ExitStack() as stack:
         patience = choice.timeout or frozen.fault.hang_timeout
-        world = stack.enter_context(joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend))
+        world = stack.enter_context(
+            process_group(launch_env, choice.devices[0], timeout=patience, backend=choice.backend)
+        )
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)
         task = choose_task(frozen, user_objects.source, user_objects)
-        network = adapted(user_objects.model).to(world.device)
+        network = adapt_model(user_objects.model).to(world.device)
         broadcast_weights(network, world)
-        precision = Precision(agreed_format(frozen.precision.amp, world, [world.device]).name, world.device)
+        precision = Precision(agree_on_precision(frozen.precision.amp, world, [world.device]).name, world.device)
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))
         size = world.size
     accuracy = found.metrics.get("accuracy")

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multigpu_cli.api.gpu_info import get_gpu_info
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.devices import visible_gpus
+from multigpu_cli.runtime.devices import count_visible_gpus
 from multigpu_cli.runtime.world import LaunchEnv
 
 
@@ -20,7 +20,7 @@ def setup_data_parallel(model: nn.Module, device_ids: list[int] | None = None) -
     Raises:
         RequestError: GPUs that are not there.
     """
-    ids = list(range(visible_gpus())) if device_ids is None else device_ids
+    ids = list(range(count_visible_gpus())) if device_ids is None else device_ids
     _check(ids)
     if len(ids) < 2:
         return model, False
@@ -44,25 +44,25 @@ def setup_distributed_data_parallel(
     Raises:
         RequestError: GPUs that are not there, or `world_size` and `rank` that the launcher contradicts.
     """
-    meeting = LaunchEnv.here()
+    launch_env = LaunchEnv.current()
     if not dist.is_initialized():
         told = rank is not None and world_size is not None
-        if meeting is None and told and init_method == "env://":
-            meeting = LaunchEnv.joining(rank or 0, world_size or 1, None)
-        if meeting is None and not told:
+        if launch_env is None and told and init_method == "env://":
+            launch_env = LaunchEnv.for_existing_group(rank or 0, world_size or 1, None)
+        if launch_env is None and not told:
             return model, False
-        size, mine = (meeting.size, meeting.rank) if meeting else (world_size or 1, rank or 0)
+        size, mine = (launch_env.size, launch_env.rank) if launch_env else (world_size or 1, rank or 0)
         if (world_size not in (None, size)) or (rank not in (None, mine)):
             raise RequestError(f"world_size={world_size}, rank={rank}: the launcher says {size} and {mine}")
-        backend = backend or ("nccl" if visible_gpus() else "gloo")
-        if backend == "nccl" and not visible_gpus():
+        backend = backend or ("nccl" if count_visible_gpus() else "gloo")
+        if backend == "nccl" and not count_visible_gpus():
             raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="backend='gloo'")
         dist.init_process_group(backend, init_method=init_method, world_size=size, rank=mine)
-    local = meeting.local_rank if meeting else dist.get_rank()
-    if not visible_gpus():
+    local = launch_env.local_rank if launch_env else dist.get_rank()
+    if not count_visible_gpus():
         _check(device_ids or [])
         return DistributedDataParallel(model), True
-    ids = list(range(visible_gpus())) if device_ids is None else device_ids
+    ids = list(range(count_visible_gpus())) if device_ids is None else device_ids
     _check(ids)
     device = torch.device("cuda", ids[local % len(ids)])
     torch.cuda.set_device(device)
@@ -95,7 +95,7 @@ def setup_multi_gpu_training(
 
 
 def _check(ids: list[int]) -> None:
-    gpus = visible_gpus()
+    gpus = count_visible_gpus()
     if absent := [number for number in ids if not 0 <= number < gpus]:
         seen = f"{gpus} are visible" if gpus else "no GPU is visible"
         raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")

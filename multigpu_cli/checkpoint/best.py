@@ -6,9 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.checkpoint.files import Moved, nothing, publish
+from multigpu_cli.checkpoint.files import Moved, ignore_progress, publish
 from multigpu_cli.checkpoint.manifest import read_manifest
-from multigpu_cli.checkpoint.serialize import unpacked
+from multigpu_cli.checkpoint.serialize import deserialize
 from multigpu_cli.errors import RequestError
 
 BEST = "best_weights.pt"  # in a checkpoint's folder; its manifest names the sum under "best"
@@ -26,7 +26,7 @@ class BestWeights(NamedTuple):
     sha256: str
 
 
-def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = nothing) -> bool:
+def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = ignore_progress) -> bool:
     """Put the best weights into a checkpoint that is being written; False where they have gone.
 
     They are a link to those of another checkpoint, or a copy: whoever writes into best.pt does not reach them.
@@ -39,29 +39,29 @@ def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Move
         OSError: there is no room for a copy.
     """
     for other in others:
-        if _sum_in(other) == best.sha256 and _linked(other / BEST, draft / BEST):
+        if _read_sum(other) == best.sha256 and _try_hard_link(other / BEST, draft / BEST):
             return True
-    content = first_with([best.file], best.sha256)
+    content = find_content([best.file], best.sha256)
     if content is not None:
         publish(draft / BEST, content, moved)
     return content is not None
 
 
-def first_with(files: Iterable[Path], sha256_wanted: str) -> bytes | None:
+def find_content(files: Iterable[Path], sha256_wanted: str) -> bytes | None:
     """What is in the first of these files that has this sum."""
     contents = (file.read_bytes() for file in files if file.is_file())
     return next((content for content in contents if sha256(content).hexdigest() == sha256_wanted), None)
 
 
-def bring_back(files: Sequence[Path], sha256_wanted: str) -> bool:
+def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
     """Give the first of these files the content with this sum, from whichever has it; False where none has."""
-    content = first_with(files, sha256_wanted)
-    if content is not None and first_with(files[:1], sha256_wanted) is None:
+    content = find_content(files, sha256_wanted)
+    if content is not None and find_content(files[:1], sha256_wanted) is None:
         publish(files[0], content)
     return content is not None
 
 
-def best_of(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | None:
+def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | None:
     """The best weights that a checkpoint counts on, as best.pt holds them: from beside it, or from its run.
 
     Args:
@@ -69,12 +69,12 @@ def best_of(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | No
     """
     published = checkpoint.parents[1] / "best.pt"
     if "best" in manifest:
-        return first_with([checkpoint / BEST, published], manifest["best"]["sha256"])
+        return find_content([checkpoint / BEST, published], manifest["best"]["sha256"])
     content = published.read_bytes() if published.is_file() else b""
-    return content if _step_of(content) == step else None
+    return content if _read_step(content) == step else None
 
 
-def _sum_in(checkpoint: Path) -> str | None:
+def _read_sum(checkpoint: Path) -> str | None:
     """Of the best weights that its manifest names; None where there is nothing to read."""
     try:
         return str(read_manifest(checkpoint)["best"]["sha256"])
@@ -82,7 +82,7 @@ def _sum_in(checkpoint: Path) -> str | None:
         return None
 
 
-def _linked(there: Path, here: Path) -> bool:
+def _try_hard_link(there: Path, here: Path) -> bool:
     """Whether one file could get a second name: not every file system has that."""
     try:
         os.link(there, here)
@@ -91,10 +91,10 @@ def _linked(there: Path, here: Path) -> bool:
     return True
 
 
-def _step_of(content: bytes) -> int | None:
+def _read_step(content: bytes) -> int | None:
     """At which step weights for use were evaluated; None of what is no such file."""
     try:
-        found = unpacked(content, "best.pt")
+        found = deserialize(content, "best.pt")
         return int(found["metrics"]["step"])
     except (RequestError, KeyError, TypeError):
         return None

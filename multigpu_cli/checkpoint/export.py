@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
-from multigpu_cli.checkpoint.serialize import packed, unpacked
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.weights import extra_state, holds_weights
+from multigpu_cli.checkpoint.weights import extra_state, is_state_dict
 from multigpu_cli.errors import RequestError, TrainingError
 
 _TOLERANCE = 1e-4  # of the greatest output; another runtime adds up in another order
@@ -39,7 +39,7 @@ class TrainedWeights:
     model: str | None = None
 
 
-def trained_weights(path: Path) -> TrainedWeights:
+def load_trained_weights(path: Path) -> TrainedWeights:
     """What a run folder (its best weights), best.pt, last.pt or a checkpoint holds.
 
     Raises:
@@ -49,26 +49,26 @@ def trained_weights(path: Path) -> TrainedWeights:
         return _from_file(path)
     if (path / "best.pt").is_file():
         return _from_file(path / "best.pt")
-    newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints", 1).newest()[0]
+    newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints", 1).find_newest()[0]
     folder = newest.folder if newest else path
     if not (folder / MANIFEST).is_file():
         raise RequestError(
             f"{path}: no weights there", remedy="a run folder, its best.pt or last.pt, or a checkpoints/step_… folder"
         )
-    if damage := damage_in(folder):
+    if damage := find_damage(folder):
         raise RequestError(f"{folder}: {damage}", remedy="an older checkpoint beside it, or best.pt")
     manifest, file = read_manifest(folder), folder / "state.pt"
-    found = unpacked(file.read_bytes(), str(file))
+    found = deserialize(file.read_bytes(), str(file))
     average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
     average.pop("n_averaged", None)
     return TrainedWeights(file, average or found["model"], manifest["settings"], manifest["pins"]["model"])
 
 
 def _from_file(file: Path) -> TrainedWeights:
-    found = unpacked(file.read_bytes(), str(file))
+    found = deserialize(file.read_bytes(), str(file))
     parts = found if isinstance(found, dict) else {}
     state, settings = parts.get("model"), parts.get("config")
-    if not isinstance(settings, dict) or not isinstance(state, dict) or not holds_weights(state):
+    if not isinstance(settings, dict) or not isinstance(state, dict) or not is_state_dict(state):
         raise RequestError(f"{file} is not the best.pt or last.pt of a run", remedy="one that a run has written")
     return TrainedWeights(file, state, settings)
 
@@ -93,8 +93,8 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
             publish(draft, safetensors.save(own, metadata={"format": "pt"}))
             found = safetensors.load(draft.read_bytes())
         else:
-            publish(draft, packed(own))
-            found = unpacked(draft.read_bytes(), str(draft))
+            publish(draft, serialize(own))
+            found = deserialize(draft.read_bytes(), str(draft))
         if found.keys() != own.keys() or any(_bits(found[name]) != _bits(own[name]) for name in own):
             raise TrainingError(f"{target}: what was written is not what is read back", remedy="another disk")
     return list(left_out)
@@ -102,7 +102,7 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
 
 def _bits(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, Tensor):
-        return (packed(value),)
+        return (serialize(value),)
     return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 
@@ -164,13 +164,13 @@ def _silence() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def _traced(model: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
+def _trace_network(model: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
     return torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
 
 def _pt2(model: nn.Module, inputs: Tensor) -> bytes:
     content = io.BytesIO()
-    torch.export.save(_traced(model, inputs), content)
+    torch.export.save(_trace_network(model, inputs), content)
     return content.getvalue()
 
 
@@ -181,7 +181,7 @@ def _run_pt2(content: bytes) -> Callable[[Tensor], Tensor]:
 
 def _onnx(model: nn.Module, inputs: Tensor) -> bytes:
     program = torch.onnx.export(
-        _traced(model, inputs), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
+        _trace_network(model, inputs), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
     )
     return bytes(program.model_proto.SerializeToString())  # type: ignore[union-attr]  # None is the old exporter's
 

@@ -12,20 +12,22 @@ Moved = Callable[[], None]
 """Told of each piece: progress."""
 
 
-def nothing() -> None:
+def ignore_progress() -> None:
     """Nobody wants to hear of progress."""
 
 
-def publish(path: Path, content: bytes, moved: Moved = nothing) -> None:
+def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
     """Give `path` new content; a reader sees the old file or the new one, whole, even if we are killed in between.
 
     Args:
         moved: called for each piece that has reached the disk.
     """
-    publish_by(path, lambda file: file.write(content), len(content), moved)
+    publish_stream(path, lambda file: file.write(content), len(content), moved)
 
 
-def publish_by(path: Path, write: Callable[["ProgressFile"], object], size: int, moved: Moved = nothing) -> None:
+def publish_stream(
+    path: Path, write: Callable[["ProgressFile"], object], size: int, moved: Moved = ignore_progress
+) -> None:
     """The same for content that is written piece by piece.
 
     Args:
@@ -68,7 +70,7 @@ class ProgressFile:
         self._file.flush()
 
 
-def sum_of(file: Path, moved: Moved = nothing) -> str:
+def compute_sha256(file: Path, moved: Moved = ignore_progress) -> str:
     """SHA-256 of a file, read piece by piece."""
     digest = sha256()
     with open(file, "rb") as content:
@@ -78,7 +80,7 @@ def sum_of(file: Path, moved: Moved = nothing) -> str:
     return digest.hexdigest()
 
 
-def sweep(folder: Path) -> None:
+def remove_drafts(folder: Path) -> None:
     """Remove the drafts of processes that were killed."""
     for draft in folder.glob(".*.draft"):
         draft.unlink()

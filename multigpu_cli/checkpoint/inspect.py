@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, step_in
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest
 from multigpu_cli.errors import RequestError
 
 _PLAIN = re.compile(
@@ -41,7 +41,7 @@ class CheckpointEntry:
     resumes: bool = False
 
 
-def listed(run: Path) -> list[CheckpointEntry]:
+def list_checkpoints(run: Path) -> list[CheckpointEntry]:
     """Checkpoints from oldest to newest, then remainders, then best.pt and last.pt.
 
     Raises:
@@ -52,7 +52,7 @@ def listed(run: Path) -> list[CheckpointEntry]:
     at_work = is_locked(run)
     found: list[CheckpointEntry] = []
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
-    for folder in sorted(folders, key=lambda path: (not path.name.startswith("step_"), step_in(path), path.name)):
+    for folder in sorted(folders, key=lambda path: (not path.name.startswith("step_"), parse_step(path), path.name)):
         try:
             found.append(_checkpoint(folder, at_work=at_work))
         except FileNotFoundError:
@@ -71,7 +71,7 @@ def _checkpoint(folder: Path, *, at_work: bool) -> CheckpointEntry:
     size = sum(path.stat().st_size for path in files)
     if folder.name.startswith(".draft_"):
         return CheckpointEntry(name, "draft", "being written" if at_work else "never finished", written, size)
-    damage = damage_in(folder) or next(_not_plain(folder / "state.pt"), None)
+    damage = find_damage(folder) or next(_not_plain(folder / "state.pt"), None)
     if damage and not folder.exists():
         raise FileNotFoundError(folder)
     if not folder.name.startswith("step_"):

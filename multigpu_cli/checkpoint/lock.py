@@ -32,7 +32,7 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def left(folder: Path, *, patience: float) -> bool:
+def wait_until_unlocked(folder: Path, *, patience: float) -> bool:
     """Whether nobody owns the folder any more; waits so long (seconds) for that."""
     until = time.monotonic() + patience
     while is_locked(folder):
@@ -43,7 +43,7 @@ def left(folder: Path, *, patience: float) -> bool:
 
 
 @contextmanager
-def owned(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make the folder and own it for as long as the context lasts.
 
     Raises:
@@ -72,7 +72,7 @@ def _take(file: IO[str], folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > until:
-                raise at_work(folder) from error
+                raise locked_error(folder) from error
             time.sleep(0.02)
         except OSError as error:
             raise _no_lock(folder, error) from error
@@ -92,7 +92,7 @@ def _signature() -> str:
     return f"{os.uname().nodename} {os.getpid()}"
 
 
-def check_ours(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """Whoever removes the folder of a run at work may start another one there: that one is left alone.
 
     Raises:
@@ -106,7 +106,7 @@ def check_ours(folder: Path) -> None:
 
 
 @contextmanager
-def needed(folder: Path) -> Iterator[None]:
+def fail_on_write_error(folder: Path) -> Iterator[None]:
     """What is written here must be written, or the run has failed.
 
     Raises:
@@ -128,11 +128,11 @@ def _no_lock(folder: Path, error: OSError) -> RequestError:
     )
 
 
-def at_work(folder: Path) -> RequestError:
+def locked_error(folder: Path) -> RequestError:
     return RequestError(f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir")
 
 
-def still_at_work(folder: Path) -> TrainingError:
+def still_locked_error(folder: Path) -> TrainingError:
     """For a run that is started again while a process of its own, on a node that was cut off or froze, lives on."""
     error = TrainingError(
         f"a process of an earlier attempt is still at work in {folder}",

@@ -7,12 +7,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import Moved, nothing, sum_of
+from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 
 MANIFEST = "manifest.json"
 
 
-def step_in(folder: Path) -> int:
+def parse_step(folder: Path) -> int:
     """The step that a checkpoint's folder is named after; -1 where the name says none."""
     number = re.match(r"step_(\d+)", folder.name)
     return int(number[1]) if number else -1
@@ -23,7 +23,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / MANIFEST).read_text()))
 
 
-def signed(manifest: dict[str, Any]) -> bytes:
+def sign_manifest(manifest: dict[str, Any]) -> bytes:
     """As JSON, with a checksum over itself: one wrong digit among the settings would be another run."""
     return json.dumps(manifest | {"sha256": _sum(manifest)}, indent=1).encode()
 
@@ -33,16 +33,16 @@ def _sum(manifest: dict[str, Any]) -> str:
     return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def damage_in(folder: Path, moved: Moved = nothing) -> str | None:
+def find_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
     """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole.
 
     Args:
         moved: called for each piece that was read.
     """
-    return next(_damages(folder, moved), None)
+    return next(_iterate_damage(folder, moved), None)
 
 
-def _damages(folder: Path, moved: Moved) -> Iterator[str]:
+def _iterate_damage(folder: Path, moved: Moved) -> Iterator[str]:
     try:
         manifest = read_manifest(folder)
     except (OSError, ValueError, TypeError) as error:
@@ -57,5 +57,5 @@ def _damages(folder: Path, moved: Moved) -> Iterator[str]:
             yield f"{name} is missing"
         elif file.stat().st_size != listed["size"]:
             yield f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
-        elif sum_of(file, moved) != listed["sha256"]:
+        elif compute_sha256(file, moved) != listed["sha256"]:
             yield f"{name} does not match its checksum"

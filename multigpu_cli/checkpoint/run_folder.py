@@ -11,13 +11,13 @@ from typing import Any
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.lock import at_work, is_locked, left, still_at_work
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
+from multigpu_cli.checkpoint.lock import is_locked, locked_error, still_locked_error, wait_until_unlocked
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
-from multigpu_cli.config.paths import BEGAN, began_from
-from multigpu_cli.config.resume_rules import same_run
+from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint
+from multigpu_cli.config.resume_rules import is_same_run
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.errors import RequestError, pluralize
 
 _NOTE = "next_attempt.json"
 _PATIENCE = 20.0  # seconds for a process of the attempt before to end, on a node that was cut off
@@ -44,12 +44,12 @@ class ResumePoint:
     checkpoint: str | None
     manifest: dict[str, Any] | None
     summary: dict[str, Any] | None
-    notes: list[str]
-    because: str
-    origin: str | None = None
-    smaller: int | None = None
+    warnings: list[str]
+    reason: str
+    rewind_from: str | None = None
+    micro_batch_after_oom: int | None = None
     global_batch: int | None = None
-    holder: int = 0
+    checkpoint_rank: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,12 +63,14 @@ class NoIntactCheckpoint(CheckpointNotFound):
     """The run folder has checkpoints, and all are damaged: whoever began anew there would lose its best weights."""
 
 
-def leads_somewhere(resume: str) -> bool:
+def resume_exists(resume: str) -> bool:
     """Whether --resume names a run folder or a checkpoint on this node, whole or not."""
-    return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints", 1).folders())
+    return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints", 1).list_folders())
 
 
-def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False) -> ResumePoint:
+def choose_resume_point(
+    config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False
+) -> ResumePoint:
     """Settle the run folder and what to go on from; nothing is written.
 
     Args:
@@ -101,13 +103,13 @@ def choose_start(config: Config, *, attempt: int, begun: Sequence[str] = (), els
     return ResumePoint(str(home / _run_id()), None, None, None, [], "a new run")
 
 
-def with_folder(config: Config) -> Config:
+def resolve_folder(config: Config) -> Config:
     """The same request with its folder settled, for processes that may be started more than once.
 
     Raises:
-        RequestError: as `choose_start`.
+        RequestError: as `choose_resume_point`.
     """
-    folder, resume = choose_start(config, attempt=0).folder, config.checkpoint.resume
+    folder, resume = choose_resume_point(config, attempt=0).folder, config.checkpoint.resume
     checkpoint = replace(config.checkpoint, save_dir=folder, resume="auto" if resume == "never" else resume)
     return replace(config, checkpoint=checkpoint, explicit=config.explicit | {"save_dir", "resume"})
 
@@ -128,29 +130,31 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _in_folder(folder: Path, attempt: int) -> ResumePoint:
-    if not left(folder, patience=_PATIENCE if attempt else 0):  # before its checkpoints are read, which it replaces
-        raise still_at_work(folder) if attempt else at_work(folder)
-    newest, notes = Store(folder / "checkpoints", 1).newest()
+    if not wait_until_unlocked(
+        folder, patience=_PATIENCE if attempt else 0
+    ):  # before its checkpoints are read, which it replaces
+        raise still_locked_error(folder) if attempt else locked_error(folder)
+    newest, notes = Store(folder / "checkpoints", 1).find_newest()
     if newest is None and notes:
-        raise _none_whole(folder, [note.removeprefix("passed over ") for note in notes])
+        raise _no_intact_error(folder, [note.removeprefix("passed over ") for note in notes])
     if newest is None:
         because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
         return ResumePoint(str(folder), None, None, None, notes, because)
-    return _going_on(folder, newest, read_summary(folder), notes)
+    return _resume_from(folder, newest, read_summary(folder), notes)
 
 
-def _none_whole(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint:
+def _no_intact_error(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint:
     best = folder / "best.pt"
     listed = "".join(f"\n  {damage}" for damage in damages)
     anew = "--resume never with another --save-dir, to begin anew"
     anew += f" (from its best weights: --init-from {best})" if best.is_file() else ""
     return NoIntactCheckpoint(
-        f"{folder} has {counted(len(damages), 'checkpoint')}, and none is whole{listed}",
+        f"{folder} has {pluralize(len(damages), 'checkpoint')}, and none is whole{listed}",
         remedy=f"{anew}; or --resume PATH of a whole checkpoint, with another --save-dir",
     )
 
 
-def _going_on(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> ResumePoint:
+def _resume_from(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> ResumePoint:
     because = f"goes on from step {found.step} ({found.folder})"
     return ResumePoint(str(folder), str(found.folder), found.manifest, summary, notes, because)
 
@@ -159,26 +163,26 @@ def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: boo
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     folder = Path(save_dir) if save_dir else run
     own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
-    if own_step and began_from(folder) == path.name:
+    if own_step and read_rewind_checkpoint(folder) == path.name:
         return _in_folder(folder, attempt)  # the same command again
-    if not elsewhere and not leads_somewhere(str(path)):
-        raise _nothing_there(path, [])
+    if not elsewhere and not resume_exists(str(path)):
+        raise _not_found_error(path, [])
     if save_dir and not path.resolve().is_relative_to(folder.resolve()):
         own = _in_folder(folder, attempt)
         if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
             return own
     if (path / MANIFEST).is_file():
-        if damage := damage_in(path):
+        if damage := find_damage(path):
             raise RequestError(f"--resume {path}: {damage}", remedy="an older checkpoint beside it, or its run folder")
-        start = _going_on(folder, Checkpoint(path, read_manifest(path)), None, [])
-        return replace(start, origin=str(path)) if own_step else start
-    newest, notes = Store(path / "checkpoints", 1).newest()
+        start = _resume_from(folder, Checkpoint(path, read_manifest(path)), None, [])
+        return replace(start, rewind_from=str(path)) if own_step else start
+    newest, notes = Store(path / "checkpoints", 1).find_newest()
     if newest is None:
-        raise _nothing_there(path, notes)
-    return _going_on(folder, newest, read_summary(folder) if folder == path else None, notes)
+        raise _not_found_error(path, notes)
+    return _resume_from(folder, newest, read_summary(folder) if folder == path else None, notes)
 
 
-def _nothing_there(path: Path, notes: Sequence[str]) -> CheckpointNotFound:
+def _not_found_error(path: Path, notes: Sequence[str]) -> CheckpointNotFound:
     whole = next((str(folder) for folder in path.parents if holds_run(folder)), "")
     return CheckpointNotFound(
         f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
@@ -186,11 +190,11 @@ def _nothing_there(path: Path, notes: Sequence[str]) -> CheckpointNotFound:
     )
 
 
-def begin_again(start: ResumePoint, store: Store) -> None:
+def rewind_run(start: ResumePoint, store: Store) -> None:
     """Make a run that begins again from one of its older checkpoints forget what came later, once and for all."""
-    if start.origin and start.manifest:
-        store.begin_after(int(start.manifest["step"]))
-        publish(Path(start.folder) / BEGAN, Path(start.origin).name.encode())
+    if start.rewind_from and start.manifest:
+        store.discard_after(int(start.manifest["step"]))
+        publish(Path(start.folder) / BEGAN, Path(start.rewind_from).name.encode())
 
 
 def _newest_unfinished(home: Path, config: Config) -> Path | None:
@@ -199,9 +203,9 @@ def _newest_unfinished(home: Path, config: Config) -> Path | None:
     for folder in reversed(runs):
         if is_locked(folder):
             continue
-        newest, _ = Store(folder / "checkpoints", 1).newest()
+        newest, _ = Store(folder / "checkpoints", 1).find_newest()
         completed = (read_summary(folder) or {}).get("status") == "completed"
-        if newest and not completed and same_run(config, newest.manifest["settings"]):
+        if newest and not completed and is_same_run(config, newest.manifest["settings"]):
             return folder
     return None
 
@@ -219,7 +223,7 @@ def _run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + uuid4().hex[:4]
 
 
-def leave_note(folder: Path, settings: dict[str, Any]) -> None:
+def write_note(folder: Path, settings: dict[str, Any]) -> None:
     """Let the next attempt know of settings that it must use instead of the last checkpoint's."""
     publish(folder / _NOTE, json.dumps(settings).encode())
 

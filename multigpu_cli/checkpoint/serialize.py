@@ -12,14 +12,14 @@ from multigpu_cli.checkpoint.files import ProgressFile
 from multigpu_cli.errors import RequestError
 
 
-def packed(state: Any) -> bytes:
+def serialize(state: Any) -> bytes:
     """A state as the bytes of `torch.save`; through memory, so that no file name gets into them."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def pack(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
+def serialize_to_file(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
     """Write the same bytes to a file, without a second copy of the state in memory; returns their number and SHA-256.
 
     Raises:
@@ -35,18 +35,18 @@ def pack(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
     return summed.size, summed.sum.hexdigest()
 
 
-def tensor_bytes(state: Any) -> int:
+def count_tensor_bytes(state: Any) -> int:
     """What the tensors in a state take, tied ones counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors_in(state))
+    storages = (tensor.untyped_storage() for tensor in iterate_tensors(state))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def tensors_in(state: Any) -> Iterator[Tensor]:
+def iterate_tensors(state: Any) -> Iterator[Tensor]:
     """All tensors of nested dicts, lists and tuples."""
     if isinstance(state, Tensor):
         yield state
     for entry in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
-        yield from tensors_in(entry)
+        yield from iterate_tensors(entry)
 
 
 class _Summed:
@@ -70,7 +70,7 @@ class _Summed:
         self._file.flush()
 
 
-def unpacked(content: bytes, origin: str) -> Any:
+def deserialize(content: bytes, origin: str) -> Any:
     """The state in a file's bytes; nothing but tensors and plain values is accepted, so no code runs.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from multigpu_cli.checkpoint.serialize import tensors_in
+from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
 from multigpu_cli.runtime.precision import Precision
 
@@ -86,7 +86,7 @@ class TrainState:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "task": task or {},
         }
-        told = tensors_in(extra_state(model))
+        told = iterate_tensors(extra_state(model))
         moving = {tensor.data_ptr() for tensor in (*self.model.buffers(), *told)}  # forward moves them
         later: list[tuple[Tensor, Tensor]] = []
         captured = dict(_on_host(state, into, moving, later))
@@ -109,7 +109,7 @@ class TrainState:
         self.progress.__dict__.update(state["progress"])
         self.progress.last.pop("epoch_loss", None)  # what train_loss was called where both were kept
 
-    def for_use(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The module whose weights are evaluated and published: the average where there is one."""
         return self.average.module if self.average else self.model
 

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from multigpu_cli.checkpoint.files import Moved, nothing, publish
-from multigpu_cli.checkpoint.serialize import packed, unpacked
+from multigpu_cli.checkpoint.files import Moved, ignore_progress, publish
+from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.errors import RequestError
 
 _EXTRA = "_extra_state"  # how the name of what `get_extra_state` returns ends; torch's own word
 
 
-def host_copy(value: Any) -> Any:
+def copy_to_host(value: Any) -> Any:
     """A state dict, or any part of it, in host memory of its own, so that training can go on while it is written."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {name: host_copy(entry) for name, entry in value.items()}
+        return {name: copy_to_host(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([host_copy(entry) for entry in value])
+        return type(value)([copy_to_host(entry) for entry in value])
     return copy(value)
 
 
@@ -45,7 +45,7 @@ def extra_state(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
 
-def holds_weights(state: object) -> bool:
+def is_state_dict(state: object) -> bool:
     """Whether it is a state dict."""
     return (
         isinstance(state, dict)
@@ -64,7 +64,7 @@ def check_extra_state(model: nn.Module, name: str) -> None:
     for key, value in extra_state(state).items():
         origin = f"--model {name}: get_extra_state of {key.removesuffix(_EXTRA).rstrip('.') or 'the model'}"
         try:
-            state[key] = unpacked(packed(value), origin)
+            state[key] = deserialize(serialize(value), origin)
         except Exception as error:  # pickle raises anything for an object that it can't take
             raise RequestError(
                 f"{origin} returns what could not be read back from a checkpoint without running code",
@@ -82,14 +82,14 @@ def check_extra_state(model: nn.Module, name: str) -> None:
 
 
 def save_weights(
-    path: Path, state: dict[str, Any], config: dict[str, Any], metrics: dict[str, Any], moved: Moved = nothing
+    path: Path, state: dict[str, Any], config: dict[str, Any], metrics: dict[str, Any], moved: Moved = ignore_progress
 ) -> str:
     """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256.
 
     Args:
         moved: called for each piece that has reached the disk.
     """
-    content = packed({"model": host_copy(state), "config": config, "metrics": metrics})
+    content = serialize({"model": copy_to_host(state), "config": config, "metrics": metrics})
     publish(path, content, moved)
     return sha256(content).hexdigest()
 
@@ -102,9 +102,9 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     """
     if not path.is_file():
         raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder, say")
-    found = unpacked(path.read_bytes(), f"{flag} {path}".lstrip())
+    found = deserialize(path.read_bytes(), f"{flag} {path}".lstrip())
     state = found.get("model", found) if isinstance(found, dict) else found
-    if not holds_weights(state):
+    if not is_state_dict(state):
         raise RequestError(
             f"{flag} {path} holds no weights".lstrip(), remedy="a state dict, or a file with one under 'model'"
         )

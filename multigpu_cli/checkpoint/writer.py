@@ -21,7 +21,7 @@ class Writer:
         """Hand over the next job, once the one before has been settled.
 
         Args:
-            copy: comes first, and must be over before what it copies may change: see `let_copy`.
+            copy: comes first, and must be over before what it copies may change: see `wait_for_staging`.
         """
         assert self._job is None
         self._copied, self.waited = threading.Event(), 0.0
@@ -35,7 +35,7 @@ class Writer:
             copied.set()
         job()
 
-    def let_copy(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until what is to be written has been copied; `waited` says for how many seconds."""
         if self._copied is None:
             return
@@ -44,11 +44,11 @@ class Writer:
         self._copied, self.waited = None, time.perf_counter() - began
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether a job waits to be settled, and that will not take time."""
         return self._job is not None and self._job.done()
 
-    def settle(self) -> OSError | None:
+    def wait(self) -> OSError | None:
         """Wait until nothing is in flight; the file system's complaint about the last job, or None.
 
         Raises:

@@ -4,8 +4,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from multigpu_cli.checkpoint.inspect import CheckpointEntry, listed
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.checkpoint.inspect import CheckpointEntry, list_checkpoints
+from multigpu_cli.monitor.journal import dump_json
 
 
 def verify_checkpoints(run: str) -> list[CheckpointEntry]:
@@ -14,7 +14,7 @@ def verify_checkpoints(run: str) -> list[CheckpointEntry]:
     Raises:
         RequestError: the folder holds no run.
     """
-    return listed(Path(run))
+    return list_checkpoints(Path(run))
 
 
 def is_healthy(entries: list[CheckpointEntry]) -> bool:
@@ -26,7 +26,7 @@ def print_checkpoints(run: str, entries: list[CheckpointEntry], *, as_json: bool
     """Print one line each."""
     if as_json:
         content = {"run": run, "healthy": is_healthy(entries), "checkpoints": [asdict(entry) for entry in entries]}
-        print(valid_json(content, indent=2))
+        print(dump_json(content, indent=2))
         return
     width = max((len(entry.name) for entry in entries), default=0)
     now = time.time()

@@ -107,8 +107,8 @@ def doctor(context: typer.Context, **values: Any) -> int:
     from multigpu_cli.faults.stop import interruptible
     from multigpu_cli.runtime.world import LaunchEnv
 
-    if meeting := LaunchEnv.from_environment(context.obj):
-        findings, code = run_job_checks(config, context.obj, meeting)
+    if launch_env := LaunchEnv.from_environment(context.obj):
+        findings, code = run_job_checks(config, context.obj, launch_env)
     else:
         with interruptible():
             findings = run_checks(config, context.obj)

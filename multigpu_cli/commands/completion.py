@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from multigpu_cli.config.recipes import available
+from multigpu_cli.config.recipes import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
@@ -29,7 +29,7 @@ def offer_for(key: str, metavar: str) -> Offer | None:
         "data": _complete_from([*DATASETS, *ENVIRONMENTS]),
         "model": _complete_from(MODELS),
         "task": _complete_from(TASKS),
-        "config": lambda incomplete: _complete_from(available())(incomplete),  # late: reads folders
+        "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
         "set": _complete_from(f"{key}=" for key in SETTINGS),
         "save_dir": complete_run_folders,
         "resume": lambda incomplete: [

@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from multigpu_cli.config.recipes import available, description
+from multigpu_cli.config.recipes import find_recipes, read_description
 
 
 class Recipe(NamedTuple):
@@ -16,7 +16,7 @@ class Recipe(NamedTuple):
 
 def list_recipes() -> list[Recipe]:
     """All recipes, by name."""
-    return [Recipe(name, description(path), str(path)) for name, path in sorted(available().items())]
+    return [Recipe(name, read_description(path), str(path)) for name, path in sorted(find_recipes().items())]
 
 
 def print_recipes(recipes: list[Recipe], *, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from multigpu_cli.config.sources import gather, resolve
 from multigpu_cli.config.types import ValueType, choice, integer, number
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
-from multigpu_cli.errors import RequestError, all_wrong
+from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
 
@@ -67,11 +67,11 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
         flags["amp"] = "off"
     config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
     if readable:
-        config = rules.yielding(config, filed, environ)
+        config = rules.drop_launcher_settings(config, filed, environ)
         names = {"datasets": DATASETS, "environments": ENVIRONMENTS, "models": MODELS, "tasks": TASKS}
-        faults += rules.broken(config, **names, environ=environ, untold=broken)
+        faults += rules.find_rule_errors(config, **names, environ=environ, untold=broken)
     if wrong or faults:
-        raise all_wrong([*wrong, *faults])
+        raise combine_errors([*wrong, *faults])
     return config
 
 

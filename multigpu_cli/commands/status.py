@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.monitor.format import duration
-from multigpu_cli.monitor.history import JOURNAL, Attempt, History, history_of, runs_under
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.monitor.format import format_duration
+from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_folders, load_history
+from multigpu_cli.monitor.journal import dump_json
 
 HOME = "checkpoints"
 _PATIENCE = 60.0  # seconds of silence that are nothing unusual
@@ -67,7 +67,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     """
     runs: list[Path] = []
     for name in names or [HOME]:
-        here = runs_under(Path(name))
+        here = find_run_folders(Path(name))
         if not here:
             raise RequestError(
                 f"{name}: no run there, that is no journal.jsonl in it or up to two levels below",
@@ -79,7 +79,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 def read_status(run: Path, now: float) -> Status:
     """What the journal of a run says at time `now` (Unix seconds)."""
-    history = history_of(run)
+    history = load_history(run)
     begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
     attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
     plan, last = history.plan, history.last_train or {}
@@ -117,7 +117,7 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
     while True:
         statuses = [read_status(run, time.time()) for run in find_runs(names)]
         if as_json:
-            print(valid_json([asdict(status) for status in statuses], indent=None if repeat else 2), flush=True)
+            print(dump_json([asdict(status) for status in statuses], indent=None if repeat else 2), flush=True)
         else:
             text = make_printable("\n".join(format_statuses(statuses)))
             print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
@@ -141,20 +141,20 @@ def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
         parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
         parts += [f"val {name} {value:.4g}" for name, value in status.val.items()]
         parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
-        parts += [f"{duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
+        parts += [f"{format_duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
         yield "  ".join(parts)
         where = "nothing known yet"
         if status.strategy:
-            where = f"{status.strategy}, {counted(status.workers or 0, 'worker')}, {status.device}"
+            where = f"{status.strategy}, {pluralize(status.workers or 0, 'worker')}, {status.device}"
         where += f" on {status.host}" if status.host else ""
         saved = "no checkpoint yet"
         if status.checkpoint_age is not None:
-            saved = f"checkpoint of step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago"
+            saved = f"checkpoint of step {status.checkpoint_step:,}, {format_duration(status.checkpoint_age)} ago"
         tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
         if status.recovery_seconds is not None:
-            again = counted(status.lost_steps or 0, "step")
-            tries += f", at work again after {duration(status.recovery_seconds)} and {again} done twice"
-        yield f"  {where}; {saved}; last line {duration(status.silent_seconds)} ago{tries}"
+            again = pluralize(status.lost_steps or 0, "step")
+            tries += f", at work again after {format_duration(status.recovery_seconds)} and {again} done twice"
+        yield f"  {where}; {saved}; last line {format_duration(status.silent_seconds)} ago{tries}"
         yield from (f"  ! {alarm}" for alarm in status.alarms)
 
 
@@ -185,8 +185,8 @@ def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) 
     if state in _RUNNING:
         patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
         if silent > patience:
-            usual = f"until now the longest silence was {duration(attempt.longest_silence)}"
-            yield f"stalled: nothing written for {duration(silent)}; {usual}"
+            usual = f"until now the longest silence was {format_duration(attempt.longest_silence)}"
+            yield f"stalled: nothing written for {format_duration(silent)}; {usual}"
     if state == "died":
         at = history.checkpoints[-1]["step"] if history.checkpoints else None
         again = f"goes on from step {at}" if at is not None else "starts anew, since there is no checkpoint"

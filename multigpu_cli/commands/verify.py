@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.config.resume_rules import settings
+from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.history import history_of
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.history import load_history
+from multigpu_cli.monitor.journal import dump_json
 
 _RESOLVED = (  # of the plan in the `start` event: what _SETTINGS_OF_THE_PLAN stand for
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
@@ -127,7 +127,7 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
 def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
     """Print the verdict, and where the runs part."""
     if as_json:
-        print(valid_json(comparison.as_dict(), indent=2))
+        print(dump_json(comparison.as_dict(), indent=2))
         return
     print("\n".join(_format_comparison(comparison)))
 
@@ -164,14 +164,14 @@ def _open_run(folder: str) -> RunTrace:
     path = Path(folder)
     if not (path / "journal.jsonl").is_file():
         raise RequestError(f"{folder} holds no run: there is no journal.jsonl", remedy="the --save-dir of a run")
-    history = history_of(path)
+    history = load_history(path)
     start = history.attempts[-1].start if history.attempts else {}
     lines = {(step, 0, "train"): {name: event.get(name) for name in _TRAIN} for step, event in history.train.items()}
     for (step, split), event in history.evals.items():
         fields = {name: value for name, value in event.items() if name not in _POSITION}
         lines[step, 1 + (split == "test"), split] = fields
     config = resolve({}, [], str(path / "config.yaml"))
-    return RunTrace(folder, settings(config), start, lines, _read_summary(path))
+    return RunTrace(folder, flatten_settings(config), start, lines, _read_summary(path))
 
 
 def _read_summary(path: Path) -> dict[str, Any]:

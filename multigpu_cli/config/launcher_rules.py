@@ -10,25 +10,25 @@ OWN_RUN_ID = "multigpu-"
 """How the run ids of self-launched processes begin."""
 
 
-def launched(environ: Mapping[str, str]) -> bool:
+def is_launched(environ: Mapping[str, str]) -> bool:
     """Whether torchrun (or another launcher that speaks its variables) started this process as one of several."""
     return "RANK" in environ or "WORLD_SIZE" in environ
 
 
-def self_launched(environ: Mapping[str, str]) -> bool:
+def is_self_launched(environ: Mapping[str, str]) -> bool:
     """Whether our own launcher did, which passes on settings that it has followed already."""
     return environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
 
 
-def broken(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
+def find_launcher_errors(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
     """The settings that do not fit the launcher that started us."""
-    if not launched(environ) or self_launched(environ):
+    if not is_launched(environ) or is_self_launched(environ):
         return
-    faults = list(_incomplete(environ))
-    yield from faults or _unfit(config, environ)
+    faults = list(_find_incomplete(environ))
+    yield from faults or _find_conflicts(config, environ)
 
 
-def _incomplete(environ: Mapping[str, str]) -> Iterator[RequestError]:
+def _find_incomplete(environ: Mapping[str, str]) -> Iterator[RequestError]:
     """A half-set environment; MASTER_ADDR alone may lie about in a shell and means nothing."""
     missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
@@ -50,7 +50,7 @@ def _incomplete(environ: Mapping[str, str]) -> Iterator[RequestError]:
         )
 
 
-def _unfit(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
+def _find_conflicts(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
     device, size = config.device, int(environ["WORLD_SIZE"])
     if device.multi_gpu == "dp":
         yield RequestError(

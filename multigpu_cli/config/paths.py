@@ -11,7 +11,7 @@ from multigpu_cli.errors import RequestError
 BEGAN = ".began_from"  # in a run folder: the name of its checkpoint from which --resume made it begin again
 
 
-def began_from(run: Path) -> str | None:
+def read_rewind_checkpoint(run: Path) -> str | None:
     """The checkpoint from which a run began again; it may be gone by now, and the same command goes on all the same."""
     try:
         return (run / BEGAN).read_text()
@@ -19,7 +19,7 @@ def began_from(run: Path) -> str | None:
         return None
 
 
-def broken(config: Config) -> Iterator[RequestError]:
+def find_path_errors(config: Config) -> Iterator[RequestError]:
     """The paths that cannot be what they are given for."""
     if config.data.dir is not None:
         yield from _data_dir(config.data.dir, own=":" in config.data.name)
@@ -35,7 +35,8 @@ def _data_dir(given: str, *, own: bool) -> Iterator[RequestError]:
     path = Path(given)
     if not path.exists():
         yield RequestError(
-            f"--data-dir {given}: there is no such folder", remedy=_near(path) or f"a path as seen from {Path.cwd()}"
+            f"--data-dir {given}: there is no such folder",
+            remedy=_suggest_path(path) or f"a path as seen from {Path.cwd()}",
         )
     elif not path.is_dir() and not own:
         yield RequestError(
@@ -54,7 +55,7 @@ def _init_from(path: Path) -> Iterator[RequestError]:
         )
     elif not path.exists():
         yield RequestError(
-            f"--init-from {path}: there is no such file", remedy=_near(path, folders=False) or "check the path"
+            f"--init-from {path}: there is no such file", remedy=_suggest_path(path, folders=False) or "check the path"
         )
     elif not path.is_file():
         yield RequestError(f"--init-from {path}: is not a regular file", remedy="best.pt of a run folder, say")
@@ -63,8 +64,8 @@ def _init_from(path: Path) -> Iterator[RequestError]:
 
 
 def _resume(path: Path) -> Iterator[RequestError]:
-    if not path.exists() and began_from(path.parent.parent) != path.name:
-        remedy = _near(path, ("auto", "never")) or "auto, never, or the path of a run folder"
+    if not path.exists() and read_rewind_checkpoint(path.parent.parent) != path.name:
+        remedy = _suggest_path(path, ("auto", "never")) or "auto, never, or the path of a run folder"
         yield RequestError(f"--resume {path}: there is no such run folder or checkpoint", remedy=remedy)
 
 
@@ -86,7 +87,7 @@ def _save_dir(given: str) -> Iterator[RequestError]:
         )
 
 
-def _near(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
+def _suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
     """A word, or a folder (a file) beside the missing one, whose name is close to its name; empty where none is."""
     names = {word: word for word in words}
     if path.parent.is_dir() and os.access(path.parent, os.R_OK | os.X_OK):

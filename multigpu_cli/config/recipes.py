@@ -3,37 +3,37 @@
 import stat
 from pathlib import Path
 
-from multigpu_cli.config.types import as_path
+from multigpu_cli.config.types import parse_path
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _LARGEST = 2**20
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def folders() -> list[Path]:
+def list_folders() -> list[Path]:
     """Where names are looked up: ./configs first, then the shipped recipes (in a wheel: inside the package)."""
     packaged = _PACKAGE / "_configs"
     shipped = packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
     return [Path.cwd() / "configs", shipped]
 
 
-def available() -> dict[str, Path]:
+def find_recipes() -> dict[str, Path]:
     """Every recipe by name; a file in ./configs hides a shipped one of its name."""
     found: dict[str, Path] = {}
-    for folder in folders():
+    for folder in list_folders():
         for file in sorted(folder.glob("*.yaml")):
             found.setdefault(file.stem, file)
     return found
 
 
-def find(recipe: str) -> Path:
+def find_recipe(recipe: str) -> Path:
     """The file that `--config` means: a path, or the name of a recipe (fashion-mnist and fashion_mnist are one).
 
     Raises:
         RequestError: there is no such file or name.
     """
     try:
-        path, known = as_path(recipe), available()
+        path, known = parse_path(recipe), find_recipes()
     except ValueError as error:
         raise RequestError(
             f"--config {error}", remedy="a file, or a recipe's name: the command recipes lists them"
@@ -45,21 +45,21 @@ def find(recipe: str) -> Path:
     if path.exists():
         return path
     near = sorted({str(file.relative_to(Path.cwd())) for file in _beside(path)} or known)
-    remedy = did_you_mean(recipe, near) if near else f"a file, or a recipe in {folders()[0]}"
+    remedy = did_you_mean(recipe, near) if near else f"a file, or a recipe in {list_folders()[0]}"
     raise RequestError(f"--config {recipe}: no such file or recipe", remedy=remedy)
 
 
-def description(path: Path) -> str:
+def read_description(path: Path) -> str:
     """The comment that a recipe begins with, as one line."""
     comment = []
-    for line in read(path).splitlines():
+    for line in read_recipe(path).splitlines():
         if not line.startswith("#"):
             break
         comment.append(line.lstrip("# ").rstrip())
     return " ".join(comment)
 
 
-def read(path: Path) -> str:
+def read_recipe(path: Path) -> str:
     """The text of a recipe.
 
     Raises:

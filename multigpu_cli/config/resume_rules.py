@@ -5,25 +5,29 @@ from dataclasses import replace
 from typing import Any
 
 from multigpu_cli.config.schema import SETTINGS, Config, Setting
-from multigpu_cli.errors import RequestError, all_wrong
+from multigpu_cli.errors import RequestError, combine_errors
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code"}
 _LENGTH = {"epochs", "max_steps", "env_steps", "episodes", "data_dir"}
 
 
-def settings(config: Config) -> dict[str, Any]:
+def flatten_settings(config: Config) -> dict[str, Any]:
     """Every setting by key, as plain values that JSON keeps."""
     return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND}
 
 
-def same_run(config: Config, stored: Mapping[str, Any]) -> bool:
+def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:
     """Whether two commands mean the same run: all but where and how fast it runs, and what is logged and kept."""
     compared = [key for key, entry in SETTINGS.items() if not entry.free or key in _LENGTH]
     return all(_plain(config.get(key)) == stored.get(key) for key in compared if key not in OF_THE_COMMAND)
 
 
-def merged(
-    config: Config, stored: Mapping[str, Any], written: Collection[str], pins: Mapping[str, Any], where: str
+def merge_with_checkpoint(
+    config: Config,
+    stored: Mapping[str, Any],
+    explicit_keys: Collection[str],
+    pinned_values: Mapping[str, Any],
+    where: str,
 ) -> Config:
     """The new command on top of a stored run: what was not written down is taken over.
 
@@ -31,7 +35,7 @@ def merged(
     something free (--max-steps, say) means the default; one that hardly names more than the folder takes that over too.
 
     Args:
-        stored: the first command's `settings`.
+        stored: the first command's `flatten_settings`.
         written: the keys that the first command wrote down.
         pins: what was resolved at the start, by key (batch_size, lr, …).
         where: the run folder, for messages.
@@ -40,25 +44,25 @@ def merged(
         RequestError: an explicit setting that differs; every one is named with both values.
     """
     differing, adopted = [], {}
-    pinned = {key for key in written if key in SETTINGS and not SETTINGS[key].free}
-    restated = pinned <= config.explicit and bool(set(written) & config.explicit)
+    pinned = {key for key in explicit_keys if key in SETTINGS and not SETTINGS[key].free}
+    restated = pinned <= config.explicit and bool(set(explicit_keys) & config.explicit)
     for key, entry in SETTINGS.items():
         if key in OF_THE_COMMAND or key not in stored or _plain(config.get(key)) == stored[key]:
             continue
         if entry.free:
             if key not in config.explicit and not restated:
                 adopted[key] = stored[key]
-        elif key in config.explicit and _plain(config.get(key)) != pins.get(key, stored[key]):
-            differing.append(_difference(entry, config.get(key), pins.get(key, stored[key]), where))
+        elif key in config.explicit and _plain(config.get(key)) != pinned_values.get(key, stored[key]):
+            differing.append(_difference(entry, config.get(key), pinned_values.get(key, stored[key]), where))
         else:
             adopted[key] = stored[key]
     if differing:
-        raise all_wrong(differing)
-    explicit = config.explicit if restated else config.explicit | frozenset(written)
-    return replace(with_settings(config, adopted), explicit=explicit)
+        raise combine_errors(differing)
+    explicit = config.explicit if restated else config.explicit | frozenset(explicit_keys)
+    return replace(replace_settings(config, adopted), explicit=explicit)
 
 
-def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
+def replace_settings(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of the config with some settings changed; values are parsed as if they stood in YAML.
 
     Raises:
@@ -75,9 +79,9 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def forgotten(config: Config, key: str) -> Config:
+def without_setting(config: Config, key: str) -> Config:
     """A copy of the config as if nobody had written this setting down."""
-    return replace(with_settings(config, {key: None}), explicit=config.explicit - {key})
+    return replace(replace_settings(config, {key: None}), explicit=config.explicit - {key})
 
 
 def _difference(entry: Setting, new: Any, old: Any, where: str) -> RequestError:
@@ -85,15 +89,15 @@ def _difference(entry: Setting, new: Any, old: Any, where: str) -> RequestError:
     if entry.default is False:
         problem = f"{name} is {'on' if new else 'off'}, and {where} was started with it {'on' if old else 'off'}"
     elif old in (None, [], {}):
-        problem = f"{name} {_said(new)}, and {where} was started without"
+        problem = f"{name} {_quote_setting(new)}, and {where} was started without"
     else:
-        problem = f"{name} {_said(new)} differs from {_said(old)}, with which {where} was started"
+        problem = f"{name} {_quote_setting(new)} differs from {_quote_setting(old)}, with which {where} was started"
     return RequestError(problem, remedy=f"leave {name} out to go on, or start afresh with another --save-dir")
 
 
-def _said(value: Any) -> str:
+def _quote_setting(value: Any) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{name}={_said(entry)}" for name, entry in value.items()) or "without any"
+        return " ".join(f"{name}={_quote_setting(entry)}" for name, entry in value.items()) or "without any"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)

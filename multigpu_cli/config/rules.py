@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from multigpu_cli.config import launcher_rules, paths
-from multigpu_cli.config.resume_rules import forgotten
+from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     check: Callable[[Config, RuleContext], Iterator[RequestError]]
 
 
-def broken(
+def find_rule_errors(
     config: Config,
     *,
     datasets: Collection[str],
@@ -61,7 +61,7 @@ def broken(
     return [fault for rule in rules for fault in rule.check(config, facts)]
 
 
-def yielding(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
+def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
     """Where the work runs is for the command and its launcher to say: what a file says otherwise gives way.
 
     So the config.yaml of a run on four GPUs repeats it on two, under torchrun, or in one process.
@@ -75,8 +75,8 @@ def yielding(config: Config, filed: Collection[str], environ: Mapping[str, str])
         return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, facts))
 
     said = any(key in config.explicit and key not in filed for key in _WHERE)
-    for key in _WHERE if said or launcher_rules.launched(environ) else ():
-        if key in filed and faults(without := forgotten(config, key)) < faults(config):
+    for key in _WHERE if said or launcher_rules.is_launched(environ) else ():
+        if key in filed and faults(without := without_setting(config, key)) < faults(config):
             config = without
     return config
 
@@ -197,11 +197,11 @@ def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]
 
 
 def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from launcher_rules.broken(config, facts.environ)
+    yield from launcher_rules.find_launcher_errors(config, facts.environ)
 
 
 def _places(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from paths.broken(config)
+    yield from paths.find_path_errors(config)
 
 
 RULES = (

@@ -120,7 +120,9 @@ class LengthConfig:
     PANEL = "Length and batch"
     epochs: int = setting("epochs", 20, integer(1, 10**9), "passes over the training data", free=True)
     max_steps: int | None = setting("max_steps", None, integer(1), "optimizer steps at most", free=True)
-    patience: int | None = setting("early_stopping_patience", None, integer(1), "stop after N epochs without gain")
+    early_stopping_patience: int | None = setting(
+        "early_stopping_patience", None, integer(1), "stop after N epochs without gain"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,7 @@ class RateConfig:
         "base_lr", None, number(0, above=True), "rate that suits the base batch, scaled (default: 1e-3 adamw, 0.1 sgd)"
     )
     base_batch_size: int = setting("base_batch_size", 32, integer(1), "the batch that --base-lr was made for")
-    scaling: str = setting(
+    lr_scaling: str = setting(
         "lr_scaling", "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for adamw"
     )
     warmup_epochs: float | None = setting(
@@ -288,7 +290,7 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def _declared() -> Iterator[Setting]:
+def _list_settings() -> Iterator[Setting]:
     for section, kind in SECTIONS.items():
         for entry in fields(kind):
             meta = entry.metadata
@@ -296,4 +298,4 @@ def _declared() -> Iterator[Setting]:
             yield Setting(**meta, section=section, attribute=entry.name, panel=kind.PANEL, default=default)
 
 
-SETTINGS: dict[str, Setting] = {entry.key: entry for entry in _declared()}
+SETTINGS: dict[str, Setting] = {entry.key: entry for entry in _list_settings()}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from multigpu_cli.config.flag_entries import PARTS, SettingEntry, from_flags
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
-from multigpu_cli.config.types import shown
-from multigpu_cli.errors import RequestError, TrainingError, all_wrong
+from multigpu_cli.config.types import quote_value
+from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 
 _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
 
@@ -26,9 +26,9 @@ class Request(NamedTuple):
 
     config: Config
     faults: list[TrainingError]
-    broken: frozenset[str]
-    filed: frozenset[str]
-    readable: bool
+    invalid_keys: frozenset[str]
+    file_keys: frozenset[str]
+    is_readable: bool
 
 
 def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Config:
@@ -44,7 +44,7 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -
     """
     request = gather(flags, sets, recipe)
     if request.faults:
-        raise all_wrong(request.faults)
+        raise combine_errors(request.faults)
     return request.config
 
 
@@ -68,7 +68,7 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
         single = from_sets(sets, faults)
     layers = [written, [*single, *from_flags(flags)]]
     filed, said = [_layer(entries, faults, broken) for entries in layers]
-    values = _merged([filed, said])
+    values = _merge_layers([filed, said])
     return Request(_config(values, title), faults, frozenset(broken), frozenset(filed.keys() - said.keys()), readable)
 
 
@@ -79,7 +79,7 @@ def dump(config: Config) -> str:
     data: dict[str, Any] = {"recipe": config.recipe}
     for key in SETTINGS:
         if key not in OF_THE_COMMAND:
-            _put(data, key, config.get(key))
+            _set_value(data, key, config.get(key))
     return yaml_text.dump(data)
 
 
@@ -88,11 +88,11 @@ def explicit_dump(config: Config) -> dict[str, Any]:
     data: dict[str, Any] = {"recipe": config.recipe}
     for key in SETTINGS:
         if key in config.explicit:
-            _put(data, key, config.get(key))
+            _set_value(data, key, config.get(key))
     return data
 
 
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
+def _set_value(data: dict[str, Any], key: str, value: Any) -> None:
     part, _, inner = key.partition(".")
     if part in PARTS:
         data.setdefault(part, {})[inner or "name"] = value
@@ -106,7 +106,7 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
     labels: dict[str, str] = {}
     for entry in entries:
         try:
-            key, value = _parsed(entry)
+            key, value = _parse_entry(entry)
         except RequestError as error:
             faults.append(error)
             broken.add(".".join(entry.key.split(".")[:2]))
@@ -124,7 +124,7 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
     return values
 
 
-def _parsed(entry: SettingEntry) -> tuple[str, Any]:
+def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
     """The setting's key and value; an argument of a plug-in comes back under its section as {name: value}."""
     key, value, label = entry
     section, _, argument = key.partition(".args.")
@@ -141,7 +141,7 @@ def _parsed(entry: SettingEntry) -> tuple[str, Any]:
         value = {}
     if value is None:
         if setting.default is not None:
-            raise RequestError(f"{label} has no value", remedy=f"the default is {shown(setting.default)}")
+            raise RequestError(f"{label} has no value", remedy=f"the default is {quote_value(setting.default)}")
         return key, None
     try:
         return key, setting.kind.parse(value)
@@ -158,7 +158,7 @@ def _suggestion(key: str) -> str:
     return f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
 
 
-def _merged(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for layer in layers:
         replaced: tuple[str, ...] = (

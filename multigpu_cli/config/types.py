@@ -37,7 +37,7 @@ def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None, metavar
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"must be {expected}, not {shown(value)}")
+            raise ValueError(f"must be {expected}, not {quote_value(value)}")
         return value
 
     return ValueType(f"{metavar}|{word}" if word else metavar, parse)
@@ -60,7 +60,7 @@ def number(
             parsed = math.nan
         inside = low <= parsed <= high and not (above and parsed == low) and not (below and parsed == high)
         if not math.isfinite(parsed) or not inside:
-            raise ValueError(f"must be {expected}, not {shown(value)}")
+            raise ValueError(f"must be {expected}, not {quote_value(value)}")
         return parsed
 
     return ValueType(f"X|{word}" if word else "X", parse)
@@ -72,7 +72,9 @@ def choice(*options: str) -> ValueType:
     def parse(value: Any) -> str:
         word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
         if word not in options:
-            raise ValueError(f"must be {' or '.join(options)}, not {shown(value)}; {did_you_mean(str(word), options)}")
+            raise ValueError(
+                f"must be {' or '.join(options)}, not {quote_value(value)}; {did_you_mean(str(word), options)}"
+            )
         return str(word)
 
     return ValueType("|".join(options), parse)
@@ -80,7 +82,7 @@ def choice(*options: str) -> ValueType:
 
 def _text(value: Any) -> str:
     if isinstance(value, (bool, list, dict)) or not str(value).strip() or "\0" in str(value):
-        raise ValueError(f"must be a word, not {shown(value)}")
+        raise ValueError(f"must be a word, not {quote_value(value)}")
     return str(value)
 
 
@@ -88,42 +90,42 @@ def _switch(value: Any) -> bool:
     words = {"true": True, "false": False, "on": True, "off": False, "yes": True, "no": False}
     parsed = words.get(str(value).lower())
     if parsed is None:
-        raise ValueError(f"must be true or false, not {shown(value)}")
+        raise ValueError(f"must be true or false, not {quote_value(value)}")
     return parsed
 
 
 def _path(value: Any) -> str:
-    return str(as_path(_text(value)))
+    return str(parse_path(_text(value)))
 
 
-def as_path(value: str) -> Path:
+def parse_path(value: str) -> Path:
     """A path as somebody wrote it, with ~ resolved.
 
     Raises:
         ValueError: no file system could hold it, or ~ names nobody.
     """
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")) or len(value) > _LONGEST_PATH:
-        raise ValueError(f"must be a path, and no file system takes one as long as {shown(value)}")
+        raise ValueError(f"must be a path, and no file system takes one as long as {quote_value(value)}")
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"must be a path, and {shown(value)} names the home of an unknown user") from error
+        raise ValueError(f"must be a path, and {quote_value(value)} names the home of an unknown user") from error
 
 
 def _ids(value: Any) -> tuple[int, ...]:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
     if not parts or not all(re.fullmatch(r"\s*\d+\s*", str(part)) for part in parts):
-        raise ValueError(f"must be GPU numbers like 0,1, not {shown(value)}")
+        raise ValueError(f"must be GPU numbers like 0,1, not {quote_value(value)}")
     ids = tuple(int(part) for part in parts)
     if len(set(ids)) < len(ids):
-        raise ValueError(f"names a GPU twice: {shown(value)}")
+        raise ValueError(f"names a GPU twice: {quote_value(value)}")
     return ids
 
 
 def _every(value: Any) -> str:
     """Optimizer steps (500) or minutes (10m), kept as the text that the user wrote."""
     if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d{0,8}m?", str(value).strip()):
-        raise ValueError(f"must be optimizer steps (500) or minutes (10m), not {shown(value)}")
+        raise ValueError(f"must be optimizer steps (500) or minutes (10m), not {quote_value(value)}")
     return str(value).strip()
 
 
@@ -133,7 +135,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 def _args(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"must be a mapping of names to values, not {shown(value)}")
+        raise ValueError(f"must be a mapping of names to values, not {quote_value(value)}")
     return {name: _numeric(entry) for name, entry in value.items()}
 
 
@@ -144,7 +146,7 @@ def _numeric(value: Any) -> Any:
     return value
 
 
-def shown(value: Any) -> str:
+def quote_value(value: Any) -> str:
     """A value as a message quotes it, cut to a length that a terminal bears."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

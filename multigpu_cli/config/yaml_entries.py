@@ -14,8 +14,8 @@ from multigpu_cli.errors import RequestError, TrainingError
 def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, list[SettingEntry]]:
     """The recipe's name and its settings; the `recipe` key of a config.yaml says where that one came from."""
     try:
-        path = recipes.find(recipe)
-        root = yaml_text.compose(recipes.read(path))
+        path = recipes.find_recipe(recipe)
+        root = yaml_text.compose(recipes.read_recipe(path))
         if not isinstance(root, yaml.MappingNode):
             kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             raise RequestError(f"{path}:1: {kind}, not settings", remedy="lines like 'epochs: 20'")
@@ -34,14 +34,14 @@ def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, l
 def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
     """All settings of a file under their full keys; those that are PARTS may be a word or {name, args}."""
     entries = []
-    for key, node, number in yaml_text.lines(root):
+    for key, node, number in yaml_text.list_lines(root):
         if key in PARTS and isinstance(node, yaml.MappingNode):
-            for inner, value, line in yaml_text.lines(node):
+            for inner, value, line in yaml_text.list_lines(node):
                 full = key if inner == "name" else f"{key}.{inner}"
-                read = yaml_text.typed if inner == "args" else yaml_text.plain
+                read = yaml_text.parse_typed if inner == "args" else yaml_text.parse_plain
                 entries.append(SettingEntry(full, read(value), f"{file}:{line}: {key}.{inner}"))
         else:
-            value = yaml_text.typed(node) if ".args" in key else yaml_text.plain(node)
+            value = yaml_text.parse_typed(node) if ".args" in key else yaml_text.parse_plain(node)
             if key == "recipe" and not isinstance(value, str | None):
                 raise UnreadableError("recipe: must be a word", number)
             entries.append(SettingEntry(key, value, f"{file}:{number}: {key}"))
@@ -59,7 +59,7 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
         try:
             node = yaml_text.compose(value)
             free = key.partition(".")[0] in PARTS and "." in key
-            read = yaml_text.typed if free else yaml_text.plain
+            read = yaml_text.parse_typed if free else yaml_text.parse_plain
             entries.append(SettingEntry(key, None if node is None else read(node), f"--set {key}"))
         except UnreadableError as error:
             faults.append(

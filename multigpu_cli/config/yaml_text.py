@@ -88,21 +88,21 @@ def compose(text: str) -> yaml.Node | None:
     return node
 
 
-def lines(mapping: yaml.MappingNode) -> list[Line]:
+def list_lines(mapping: yaml.MappingNode) -> list[Line]:
     """The entries of a checked mapping in their order; keys as they are written."""
     return [Line(key.value, value, key.start_mark.line + 1) for key, value in mapping.value]
 
 
-def plain(node: yaml.Node) -> Any:
+def parse_plain(node: yaml.Node) -> Any:
     """A setting's value: words and numbers as the text that was written, so that YAML and flags are read alike."""
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else str(node.value)
     if isinstance(node, yaml.SequenceNode):
-        return [plain(part) for part in node.value]
-    return typed(node)
+        return [parse_plain(part) for part in node.value]
+    return parse_typed(node)
 
 
-def typed(node: yaml.Node) -> Any:
+def parse_typed(node: yaml.Node) -> Any:
     """A free value in YAML's own types: numbers, booleans, text, None, lists, mappings.
 
     Raises:

@@ -8,17 +8,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-_GAMMA, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GAMMA, _MIX1, _MIX2 = (_to_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 (for one number: planning/rng_keys.py); the masks make the shifts logical."""
     x = x + _GAMMA
     x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX1)
@@ -27,7 +27,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 @lru_cache
-def _lanes(streams: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+def _stream_keys(streams: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """(columns,) int64 below 2³²: the streams' columns, which every batch asks for again."""
     return torch.cat([torch.arange(count, device=device) + (stream << 20) for stream, count in streams])
 
@@ -42,13 +42,13 @@ class KeyedRandom:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
-        self._key, self._counters = key(seed, epoch), indices[:, None] << 32
+        self._key, self._counters = make_key(seed, epoch), indices[:, None] << 32
 
     def uniform(self, stream: int, count: int = 1) -> Tensor:
         """(n, count) float32 in [0, 1); each use in one augmentation takes a stream number of its own."""
-        return self.together((stream, count))
+        return self.uniform_streams((stream, count))
 
-    def together(self, *streams: tuple[int, int]) -> Tensor:
+    def uniform_streams(self, *streams: tuple[int, int]) -> Tensor:
         """(n, columns) the numbers of several (stream, count) side by side, in one go."""
-        bits = _mixed((self._counters + _lanes(streams, self._counters.device)).bitwise_xor_(self._key))
+        bits = _mix_bits((self._counters + _stream_keys(streams, self._counters.device)).bitwise_xor_(self._key))
         return bits.bitwise_and_(0xFFFFFF).float().div_(1 << 24)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from multigpu_cli.data.vocabulary import Vocabulary
 
 
-def as_float(inputs: Tensor) -> Tensor:
+def to_float(inputs: Tensor) -> Tensor:
     """What happens to a batch where a dataset asks for nothing else: uint8 becomes 0…1, the rest stays."""
     return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
 
@@ -70,17 +70,17 @@ class DataSource:
     num_classes: int
     outputs: int = 1
     class_names: tuple[str, ...] = ()
-    prepare: Callable[[Tensor], Tensor] = as_float
+    prepare: Callable[[Tensor], Tensor] = to_float
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
     vocabulary: "Vocabulary | None" = None
-    remark: str = ""
-    transformed: str = ""
+    note: str = ""
+    transform_signature: str = ""
     new: Dataset[Any] | None = None
     order: Order | None = None
-    fetching: LoaderOptions = LoaderOptions()
-    offers: Mapping[str, Any] = field(default_factory=dict)
-    pieces: tuple[int, int] | None = None
+    loader_options: LoaderOptions = LoaderOptions()
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fixed_batch_sizes: tuple[int, int] | None = None
     epochs: int | None = None
     model: str = "mlp"
     task: str = "classification"
@@ -90,7 +90,7 @@ class DataSource:
         """How many samples an epoch of training has."""
         return len(self.train if self.order is None else self.order)  # type: ignore[arg-type]
 
-    def learned(self) -> str:
+    def signature(self) -> str:
         """A mark of what the training part has taught: classes, tokens, scales. Weights mean nothing without these."""
         scale = repr(self.prepare) if is_dataclass(self.prepare) else ""
         tokens = self.vocabulary.mark() if self.vocabulary else ""
@@ -98,4 +98,4 @@ class DataSource:
         rough = re.sub(
             r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers
         )  # machines round differently
-        return sha256(repr((rough, self.class_names, tokens, self.transformed)).encode()).hexdigest()[:16]
+        return sha256(repr((rough, self.class_names, tokens, self.transform_signature)).encode()).hexdigest()[:16]

@@ -20,12 +20,14 @@ class BatchStream(Protocol):
 
     size: int
     where: str
-    whole_epochs: bool
+    resumable_only_at_epoch: bool
 
-    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+    def epoch(
+        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
+    ) -> Iterator[StepWork]:
         """The steps of an epoch from step `start` on: the layout of each, and this worker's batches."""
 
-    def follows(self, step: int, plan: BatchPlan) -> int:
+    def next_step(self, step: int, plan: BatchPlan) -> int:
         """The step after this one, counted over the run; all ranks ask together."""
 
     def steps_after(self, step: int, plan: BatchPlan) -> int:
@@ -34,10 +36,10 @@ class BatchStream(Protocol):
     def samples_after(self, step: int, plan: BatchPlan) -> int:
         """Samples trained in so many steps."""
 
-    def order(self, epoch: int) -> Tensor:
+    def sample_order(self, epoch: int) -> Tensor:
         """(n,) int64: the number of the sample at each position of an epoch."""
 
-    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass; the first batch tells whether network, task and data fit together."""
 
     def close(self) -> None:

@@ -46,13 +46,13 @@ class Standardised:
         return self._constants[device, ndim]
 
 
-def standardised(train: Tensor, mode: str) -> Standardised:
+def fit_standardised(train: Tensor, mode: str) -> Standardised:
     """Learn the channels' means and deviations from the stored training samples (n, C, …)."""
     mean, deviation = zip(*(_moments(train[:, channel]) for channel in range(train.shape[1])), strict=True)
     return Standardised(mean, deviation, mode)
 
 
-def met_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]:
+def model_input_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]:
     """Shape of one sample as the model meets it.
 
     Raises:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.channels import met_shape, standardised
+from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.data.download import Download
-from multigpu_cli.data.image_augment import shifted_and_mirrored
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.image_augment import shift_and_mirror
+from multigpu_cli.data.split import split_by_sample
 
 _SHAPE = (3, 32, 32)
 _RECORD = 1 + 3 * 32 * 32  # bytes
@@ -46,18 +46,18 @@ def load(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_f
     for name, (labels, _) in zip((*_TRAIN_FILES, "test_batch.bin"), parts, strict=True):
         if len(labels) != len(parts[0][0]):
             fault = f"has {len(labels):,} images where {_TRAIN_FILES[0]} has {len(parts[0][0]):,}"
-            raise _DOWNLOAD.damaged(folder / name, fault)
+            raise _DOWNLOAD.damaged_error(folder / name, fault)
     targets, images = (torch.cat(tensors) for tensors in zip(*parts[:-1], strict=True))
-    train, val = by_sample(len(images), (val_fraction,), seed)
+    train, val = split_by_sample(len(images), (val_fraction,), seed)
     return DataSource(
         train=TensorDataset(images[train], targets[train]),
         val=TensorDataset(images[val], targets[val]),
         test=TensorDataset(parts[-1][1], parts[-1][0]),
-        input_shape=met_shape(_SHAPE, mode),
+        input_shape=model_input_shape(_SHAPE, mode),
         num_classes=len(_CLASSES),
         class_names=_CLASSES,
-        prepare=standardised(images[train], mode),
-        augment=partial(shifted_and_mirrored, reach=4) if augment else None,
+        prepare=fit_standardised(images[train], mode),
+        augment=partial(shift_and_mirror, reach=4) if augment else None,
         model="resnet18",
     )
 
@@ -66,8 +66,8 @@ def _records(file: Path) -> tuple[Tensor, Tensor]:
     """Labels (n,) int64 and images (n, 3, 32, 32) uint8 of one file."""
     content = np.frombuffer(_DOWNLOAD.content(file), np.uint8)
     if not len(content) or len(content) % _RECORD:
-        raise _DOWNLOAD.damaged(file, f"has {len(content):,} bytes, not a whole number of records of {_RECORD:,}")
+        raise _DOWNLOAD.damaged_error(file, f"has {len(content):,} bytes, not a whole number of records of {_RECORD:,}")
     records = content.reshape(-1, _RECORD)
-    labels = _DOWNLOAD.checked_labels(file, records[:, 0], 0, len(_CLASSES) - 1)
+    labels = _DOWNLOAD.check_labels(file, records[:, 0], 0, len(_CLASSES) - 1)
     images = np.ascontiguousarray(records[:, 1:]).reshape(-1, *_SHAPE)
     return torch.from_numpy(labels), torch.from_numpy(images)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
@@ -68,10 +68,10 @@ def load(
     table = _table(_path(data_dir, file))
     ignored = [ignore] if isinstance(ignore, str) else list(ignore)
     target = _target(table, target, ignored)
-    others = _alike(Path(data_dir or ".").expanduser() / test_file, table) if test_file else None
+    others = _read_matching(Path(data_dir or ".").expanduser() / test_file, table) if test_file else None
     at = table.columns.index(target)
     chosen = [place for place, name in enumerate(table.columns) if name != target and name not in ignored]
-    parts = [[table.rows[i] for i in part.tolist()] for part in _divided(table, at, seed)]
+    parts = [[table.rows[i] for i in part.tolist()] for part in _split_rows(table, at, seed)]
     if others:
         parts[2] = [row for row in others.rows if not _missing(row[at])]
     cells = [[[row[place] for place in chosen] for row in part] for part in parts]
@@ -90,7 +90,7 @@ def load(
         num_classes=len(names),
         class_names=names,
         target_scale=spread,
-        transformed=sha256(repr((chosen, parts[0])).encode()).hexdigest(),
+        transform_signature=sha256(repr((chosen, parts[0])).encode()).hexdigest(),
         model="mlp",
         task="classification" if names else "regression",
     )
@@ -149,7 +149,7 @@ def _target(table: CsvTable, target: str | None, ignored: list[str]) -> str:
     return target
 
 
-def _alike(path: Path, table: CsvTable) -> CsvTable:
+def _read_matching(path: Path, table: CsvTable) -> CsvTable:
     """Another file of the same columns."""
     others = _table(path)
     if others.columns != table.columns:
@@ -174,9 +174,9 @@ def _rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
     return [[row[place] for place in places] for row in table.rows]
 
 
-def _divided(table: CsvTable, target: int, seed: int) -> list[torch.Tensor]:
+def _split_rows(table: CsvTable, target: int, seed: int) -> list[torch.Tensor]:
     there = torch.tensor([at for at, row in enumerate(table.rows) if not _missing(row[target])], dtype=torch.int64)
-    return [there[part] for part in by_sample(len(there), (0.1, 0.1), seed)]
+    return [there[part] for part in split_by_sample(len(there), (0.1, 0.1), seed)]
 
 
 def _inputs(parts: list[list[list[str]]]) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.image_augment import shifted
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.image_augment import shift
+from multigpu_cli.data.split import split_by_sample
 
 
 def load(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fraction: float = 0.2) -> DataSource:
@@ -26,7 +26,7 @@ def load(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fracti
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).to(torch.uint8).view(-1, 1, 8, 8)
     targets = torch.from_numpy(labels).long()
-    parts = by_sample(len(images), (val_fraction, test_fraction), seed)
+    parts = split_by_sample(len(images), (val_fraction, test_fraction), seed)
     train, val, test = (TensorDataset(images[part], targets[part]) for part in parts)
     return DataSource(
         train=train,
@@ -35,11 +35,11 @@ def load(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fracti
         input_shape=(1, 8, 8),
         num_classes=10,
         class_names=tuple("0123456789"),
-        prepare=_normalised,
-        augment=partial(shifted, reach=1) if augment else None,
+        prepare=_normalise,
+        augment=partial(shift, reach=1) if augment else None,
         model="convnet",
     )
 
 
-def _normalised(images: Tensor) -> Tensor:
+def _normalise(images: Tensor) -> Tensor:
     return images.float() / 8 - 1  # 0…16 to -1…1

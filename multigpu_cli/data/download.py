@@ -48,7 +48,7 @@ class Download:
         how = f"get it from {self.address}, unpack it, and give its folder as --data-dir"
         return f"{how}; it must look like\n{self.layout}"
 
-    def damaged(self, file: Path, fault: str) -> RequestError:
+    def damaged_error(self, file: Path, fault: str) -> RequestError:
         """The error for a file that is there but wrong."""
         return RequestError(f"--data {self.name}: {file}: {fault}", remedy=f"get the file anew from {self.address}")
 
@@ -63,9 +63,9 @@ class Download:
         except FileNotFoundError as missing:
             raise RequestError(f"--data {self.name}: {file} is missing", remedy=self.remedy) from missing
         except OSError as unreadable:
-            raise self.damaged(file, f"can't be read ({unreadable.strerror})") from unreadable
+            raise self.damaged_error(file, f"can't be read ({unreadable.strerror})") from unreadable
 
-    def checked_labels(self, file: Path, labels: np.ndarray, low: int, high: int) -> np.ndarray:
+    def check_labels(self, file: Path, labels: np.ndarray, low: int, high: int) -> np.ndarray:
         """The labels as int64 counted from 0.
 
         Raises:
@@ -74,5 +74,5 @@ class Download:
         wrong = np.flatnonzero((labels < low) | (labels > high))
         if len(wrong):
             value = labels[wrong[0]]
-            raise self.damaged(file, f"label {value} of sample {wrong[0] + 1} is not one of {low} … {high}")
+            raise self.damaged_error(file, f"label {value} of sample {wrong[0] + 1} is not one of {low} … {high}")
         return labels.astype(np.int64) - low

@@ -25,7 +25,7 @@ _FEW = 8  # samples of a dataset that is fetched one by one
 _AT_ONCE = 2**18  # values, in double precision: as many as a cache holds
 
 
-def mark_of(source: DataSource, seed: int) -> Mark:
+def compute_fingerprint(source: DataSource, seed: int) -> Mark:
     """A mark of each split, and of what the training part has taught.
 
     Returns:
@@ -33,19 +33,19 @@ def mark_of(source: DataSource, seed: int) -> Mark:
         Of each split four sums of what is floating.
     """
     splits = (source.train, source.val, source.test)
-    look = partial(_look, splits, seed)
+    look = partial(_fingerprint_splits, splits, seed)
     if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
         found = look()
     else:
-        from multigpu_cli.data.item_fetcher import elsewhere  # late: samples are fetched one by one
+        from multigpu_cli.data.item_fetcher import run_in_process  # late: samples are fetched one by one
 
-        found = elsewhere(look)
+        found = run_in_process(look)
     digests, sums = zip(*found, strict=True)
-    exact = [sha256(source.learned().encode()).digest(), *digests]
+    exact = [sha256(source.signature().encode()).digest(), *digests]
     return [int.from_bytes(digest[:8], signed=True) for digest in exact], [one for each in sums for one in each]
 
 
-def differences(one: Mark, other: Mark) -> list[str]:
+def describe_differences(one: Mark, other: Mark) -> list[str]:
     """What is not the same, in words."""
     each = zip(_PARTS, _by_part(one), _by_part(other), strict=True)
     return [part for part, here, there in each if here[0] != there[0] or not _close(here[1], there[1])]
@@ -64,11 +64,11 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     )
 
 
-def _look(splits: Sequence[Dataset[Any] | None], seed: int) -> list[tuple[bytes, list[float]]]:
-    return [(b"none".ljust(8), [0.0] * _SUMS) if split is None else _looked_at(split, seed) for split in splits]
+def _fingerprint_splits(splits: Sequence[Dataset[Any] | None], seed: int) -> list[tuple[bytes, list[float]]]:
+    return [(b"none".ljust(8), [0.0] * _SUMS) if split is None else _fingerprint_split(split, seed) for split in splits]
 
 
-def _looked_at(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:
+def _fingerprint_split(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:
     """SHA-256 of length, shapes, whole numbers and bytes of one split, and the sums of what is floating."""
     exact, sums = sha256(str(len(split)).encode()), numpy.zeros(_SUMS)  # type: ignore[arg-type]
     for value in _values(split, seed):

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.channels import met_shape, standardised
+from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.data.download import Download
-from multigpu_cli.data.split import by_group
+from multigpu_cli.data.split import split_by_group
 
 SIGNALS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 WINDOW = 128
@@ -51,11 +51,11 @@ def load(
     Raises:
         RequestError: the dataset or a file of it is missing or damaged.
     """
-    shape = met_shape((len(SIGNALS), WINDOW), mode)
+    shape = model_input_shape((len(SIGNALS), WINDOW), mode)
     folder = _DOWNLOAD.folder(data_dir, ["activity_labels.txt", "train"])
     names = _class_names(folder / "activity_labels.txt")
     signals, labels, subjects = _part(folder, "train", len(names))
-    train, val = by_group(subjects, val_subjects, seed)
+    train, val = split_by_group(subjects, val_subjects, seed)
     test_signals, test_labels, _ = _part(folder, "test", len(names))
     return DataSource(
         train=TensorDataset(signals[train], labels[train]),
@@ -64,7 +64,7 @@ def load(
         input_shape=shape,
         num_classes=len(names),
         class_names=names,
-        prepare=standardised(signals[train], mode),
+        prepare=fit_standardised(signals[train], mode),
         augment=partial(_worn_differently, rotation=rotation, scaling=scaling) if rotation or scaling else None,
         model="har-convnet",
     )
@@ -86,18 +86,20 @@ def _class_names(file: Path) -> tuple[str, ...]:
     """Names of activities 1, 2, … from lines such as '1 WALKING'."""
     lines = [line.split() for line in _DOWNLOAD.content(file).decode("utf-8", "replace").splitlines() if line.strip()]
     if not lines or [line[0] for line in lines] != [str(number + 1) for number in range(len(lines))]:
-        raise _DOWNLOAD.damaged(file, "expected lines such as '1 WALKING', numbered from 1")
+        raise _DOWNLOAD.damaged_error(file, "expected lines such as '1 WALKING', numbered from 1")
     return tuple(" ".join(line[1:]) or line[0] for line in lines)
 
 
 def _part(folder: Path, part: str, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Signals (n, 9, 128) float32, labels (n,) from 0 and subjects (n,) of 'train' or 'test'."""
     label_file = folder / part / f"y_{part}.txt"
-    labels = _DOWNLOAD.checked_labels(label_file, _whole_numbers(label_file), 1, classes)
+    labels = _DOWNLOAD.check_labels(label_file, _whole_numbers(label_file), 1, classes)
     subject_file = folder / part / f"subject_{part}.txt"
     subjects = _whole_numbers(subject_file)
     if len(subjects) != len(labels):
-        raise _DOWNLOAD.damaged(subject_file, f"has {len(subjects)} lines where {label_file.name} has {len(labels)}")
+        raise _DOWNLOAD.damaged_error(
+            subject_file, f"has {len(subjects)} lines where {label_file.name} has {len(labels)}"
+        )
     signals = np.empty((len(labels), len(SIGNALS), WINDOW), np.float32)
     for channel, signal in enumerate(SIGNALS):
         file = folder / part / "Inertial Signals" / f"{signal}_{part}.txt"
@@ -109,9 +111,11 @@ def _windows(file: Path, expected: int) -> np.ndarray:
     windows = _numbers(file)
     if windows.shape != (expected, WINDOW):
         rows, columns = windows.shape
-        raise _DOWNLOAD.damaged(file, f"has {rows} lines of {columns} numbers, expected {expected} of {WINDOW}")
+        raise _DOWNLOAD.damaged_error(file, f"has {rows} lines of {columns} numbers, expected {expected} of {WINDOW}")
     if not np.isfinite(windows).all():
-        raise _DOWNLOAD.damaged(file, f"line {int(np.argwhere(~np.isfinite(windows))[0, 0]) + 1} holds NaN or infinity")
+        raise _DOWNLOAD.damaged_error(
+            file, f"line {int(np.argwhere(~np.isfinite(windows))[0, 0]) + 1} holds NaN or infinity"
+        )
     return windows
 
 
@@ -119,7 +123,7 @@ def _whole_numbers(file: Path) -> np.ndarray:
     """(n,) int64 from a file of one whole number a line."""
     numbers = _numbers(file)
     if numbers.shape[1] != 1 or not (np.isfinite(numbers) & (numbers == np.round(numbers))).all():
-        raise _DOWNLOAD.damaged(file, "expected one whole number a line")
+        raise _DOWNLOAD.damaged_error(file, "expected one whole number a line")
     return numbers[:, 0].astype(np.int64)
 
 
@@ -127,8 +131,8 @@ def _numbers(file: Path) -> np.ndarray:
     """(lines, numbers a line) float32 from text; an empty file is damaged too."""
     text = _DOWNLOAD.content(file)
     if not text.strip():
-        raise _DOWNLOAD.damaged(file, "is empty")
+        raise _DOWNLOAD.damaged_error(file, "is empty")
     try:
         return np.loadtxt(BytesIO(text), dtype=np.float32, ndmin=2, comments=None, encoding="latin-1")
     except ValueError as malformed:
-        raise _DOWNLOAD.damaged(file, str(malformed)) from malformed
+        raise _DOWNLOAD.damaged_error(file, str(malformed)) from malformed

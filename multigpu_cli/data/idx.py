@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.channels import met_shape, standardised
+from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.data.download import Download
-from multigpu_cli.data.image_augment import shifted, shifted_and_mirrored
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.image_augment import shift, shift_and_mirror
+from multigpu_cli.data.split import split_by_sample
 
 _UNSIGNED_BYTES = 0x08  # the IDX format's code for the type of its numbers
 _LAYOUT = """\
@@ -53,7 +53,7 @@ def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_
     Raises:
         RequestError: the dataset or a file of it is missing or damaged.
     """
-    augmentation = partial(shifted, reach=2) if augment else None
+    augmentation = partial(shift, reach=2) if augment else None
     return _source(_MNIST, data_dir, mode, seed, val_fraction, tuple("0123456789"), augmentation)
 
 
@@ -61,7 +61,7 @@ def fashion_mnist(
     data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1
 ) -> DataSource:
     """Ten kinds of clothing; augmentation shifts by up to two pixels and mirrors half of the images. See mnist."""
-    augmentation = partial(shifted_and_mirrored, reach=2) if augment else None
+    augmentation = partial(shift_and_mirror, reach=2) if augment else None
     return _source(_FASHION_MNIST, data_dir, mode, seed, val_fraction, _CLOTHES, augmentation)
 
 
@@ -77,15 +77,15 @@ def _source(
     folder = download.folder(data_dir, _spellings("train-images-idx3-ubyte"))
     images, labels = _part(download, folder, "train", len(names))
     test_images, test_labels = _part(download, folder, "t10k", len(names))
-    train, val = by_sample(len(images), (val_fraction,), seed)
+    train, val = split_by_sample(len(images), (val_fraction,), seed)
     return DataSource(
         train=TensorDataset(images[train], labels[train]),
         val=TensorDataset(images[val], labels[val]),
         test=TensorDataset(test_images, test_labels),
-        input_shape=met_shape(images.shape[1:], mode),
+        input_shape=model_input_shape(images.shape[1:], mode),
         num_classes=len(names),
         class_names=names,
-        prepare=standardised(images[train], mode),
+        prepare=fit_standardised(images[train], mode),
         augment=augment,
         model="convnet",
     )
@@ -98,10 +98,12 @@ def _part(download: Download, folder: Path, part: str, classes: int) -> tuple[Te
     )
     images, labels = _array(download, image_file, 3), _array(download, label_file, 1)
     if images.shape[1:] != (28, 28):
-        raise download.damaged(image_file, f"holds images of {images.shape[1]}×{images.shape[2]}, expected 28×28")
+        raise download.damaged_error(image_file, f"holds images of {images.shape[1]}×{images.shape[2]}, expected 28×28")
     if len(images) != len(labels):
-        raise download.damaged(label_file, f"has {len(labels)} labels where {image_file.name} has {len(images)} images")
-    targets = download.checked_labels(label_file, labels, 0, classes - 1)
+        raise download.damaged_error(
+            label_file, f"has {len(labels)} labels where {image_file.name} has {len(images)} images"
+        )
+    targets = download.check_labels(label_file, labels, 0, classes - 1)
     return torch.from_numpy(images)[:, None], torch.from_numpy(targets)
 
 
@@ -120,11 +122,11 @@ def _array(download: Download, file: Path, dimensions: int) -> np.ndarray:
     content = _plain(download, file)
     header = 4 + 4 * dimensions
     if len(content) < header or content[:4] != bytes([0, 0, _UNSIGNED_BYTES, dimensions]):
-        raise download.damaged(file, f"does not begin like an IDX file of {dimensions}-dimensional bytes")
+        raise download.damaged_error(file, f"does not begin like an IDX file of {dimensions}-dimensional bytes")
     shape = struct.unpack(f">{dimensions}I", content[4:header])
     expected = header + int(np.prod(shape, dtype=object))  # objects can't overflow, whatever a broken header says
     if len(content) != expected or 0 in shape:
-        raise download.damaged(file, f"has {len(content):,} bytes; its header, {shape}, means {expected:,}")
+        raise download.damaged_error(file, f"has {len(content):,} bytes; its header, {shape}, means {expected:,}")
     return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
 
 
@@ -135,4 +137,4 @@ def _plain(download: Download, file: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as broken:
-        raise download.damaged(file, f"is damaged or cut short ({broken})") from broken
+        raise download.damaged_error(file, f"is damaged or cut short ({broken})") from broken

@@ -10,26 +10,26 @@ from multigpu_cli.data.augment import KeyedRandom
 _SHIFT, _FLIP = 0, 1  # one stream of random numbers each
 
 
-def shifted(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
+def shift(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
     """Move each image (n, C, H, W) by up to `reach` pixels in both directions; what comes in is 0.
 
     The same as a random crop of the image padded by `reach` (He et al. 2015).
     """
-    return _moved(images, draws.uniform(_SHIFT, 2), reach)
+    return _move(images, draws.uniform(_SHIFT, 2), reach)
 
 
-def mirrored(images: Tensor, draws: KeyedRandom) -> Tensor:
+def mirror(images: Tensor, draws: KeyedRandom) -> Tensor:
     """Mirror each image left to right with probability ½."""
-    return _turned(images, draws.uniform(_FLIP))
+    return _flip(images, draws.uniform(_FLIP))
 
 
-def shifted_and_mirrored(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
+def shift_and_mirror(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
     """Both of the above."""
-    drawn = draws.together((_SHIFT, 2), (_FLIP, 1))
-    return _turned(_moved(images, drawn[:, :2], reach), drawn[:, 2:])
+    drawn = draws.uniform_streams((_SHIFT, 2), (_FLIP, 1))
+    return _flip(_move(images, drawn[:, :2], reach), drawn[:, 2:])
 
 
-def _moved(images: Tensor, drawn: Tensor, reach: int) -> Tensor:
+def _move(images: Tensor, drawn: Tensor, reach: int) -> Tensor:
     n, channels, height, width = images.shape
     padded = torch.nn.functional.pad(images, (reach,) * 4)
     runs = padded.flatten().unfold(0, width, 1)  # every run of W pixels, a view; a row of the result is one of them
@@ -46,7 +46,7 @@ def _rows(planes: int, height: int, tall: int, wide: int, device: torch.device) 
     return (first + torch.arange(height, device=device)) * wide
 
 
-def _turned(images: Tensor, drawn: Tensor) -> Tensor:
+def _flip(images: Tensor, drawn: Tensor) -> Tensor:
     mirror, images = (drawn[:, 0] < 0.5).view(-1, 1, 1, 1), images.contiguous()
     mirrored = images.flip(-1)
     if images.shape[-1] * images.element_size() % 8:

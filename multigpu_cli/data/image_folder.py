@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.channels import Standardised, met_shape
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.channels import Standardised, model_input_shape
+from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
 
 _ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -48,7 +48,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.entries[index]
-        pixels = _decoded(path, self.resize)
+        pixels = _decode(path, self.resize)
         spare = [pixels.shape[0] - self.size, pixels.shape[1] - self.size]
         top, left = [random.randint(0, room) if self.augment else room // 2 for room in spare]
         cut = pixels[top : top + self.size, left : left + self.size]
@@ -57,7 +57,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.ascontiguousarray(cut.transpose(2, 0, 1))), label
 
 
-def _decoded(path: Path, shorter: int) -> np.ndarray:
+def _decode(path: Path, shorter: int) -> np.ndarray:
     """(height, width, 3) bytes, turned the way it was taken, its shorter side resized."""
     from PIL import Image, ImageOps  # an extra, and not for those who bring no images
 
@@ -109,7 +109,7 @@ def load(
         val=images(val),
         test=images(test),
         new=images([(path, 0) for path in _images_of(root / new)]) if new else None,
-        input_shape=met_shape((3, size, size), mode),
+        input_shape=model_input_shape((3, size, size), mode),
         num_classes=len(names),
         class_names=tuple(names),
         prepare=Standardised(_MEAN, _DEVIATION, mode),
@@ -133,12 +133,12 @@ def _splits(root: Path, seed: int) -> tuple[list[str], list[Entry], list[Entry],
     """Class names, and the images for training, validation and test."""
     if not (root / "train").is_dir():
         names, entries = _classes(root)
-        parts = [[entries[at] for at in part.tolist()] for part in by_sample(len(entries), (0.1, 0.1), seed)]
+        parts = [[entries[at] for at in part.tolist()] for part in split_by_sample(len(entries), (0.1, 0.1), seed)]
         return names, parts[0], parts[1], parts[2]
     names, train = _classes(root / "train")
     given = next((root / name for name in _VALIDATION if (root / name).is_dir()), None)
     if given is None:
-        kept, held = by_sample(len(train), (0.1,), seed)
+        kept, held = split_by_sample(len(train), (0.1,), seed)
         train, val = [train[at] for at in kept.tolist()], [train[at] for at in held.tolist()]
     else:
         val = _classes(given, names)[1]

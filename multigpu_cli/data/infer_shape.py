@@ -9,15 +9,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.iterable import IndexedStream
-from multigpu_cli.data.sample import Collate, as_pair, declared_classes, inner, sample_of
+from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, to_pair, unwrap_dataset
 from multigpu_cli.errors import RequestError
 
 _MOST_SCANNED = 100_000
 
 
-def described(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[Any] | None) -> DataSource:
+def infer_source(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[Any] | None) -> DataSource:
     """The splits with what can be learned from them."""
-    one = [(0, sample_of(train, 0))]
+    one = [(0, get_sample(train, 0))]
     inputs, targets = Collate(train)(one)  # a batch: a collate_fn may make what a sample lacks
     held_in_memory = [part for part in (train, val, test) if isinstance(part, TensorDataset)]
     return DataSource(
@@ -27,13 +27,15 @@ def described(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[Any] 
         input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
         num_classes=_vocabulary([part.tensors for part in held_in_memory], 2) or _classes(train),
         outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
-        remark="a stream that was read once, with its randomness: " if isinstance(inner(train), IndexedStream) else "",
+        note="a stream that was read once, with its randomness: "
+        if isinstance(unwrap_dataset(train), IndexedStream)
+        else "",
     )
 
 
 def _classes(dataset: Dataset[Any]) -> int:
     """How many classes: the dataset says so, or its labels do; 0 where targets are no class numbers."""
-    if told := declared_classes(dataset):
+    if told := count_declared_classes(dataset):
         return told
     if isinstance(dataset, TensorDataset):
         labels = dataset.tensors[1]
@@ -44,7 +46,7 @@ def _classes(dataset: Dataset[Any]) -> int:
             f"--data: {count} samples are too many to look through for the number of classes",
             remedy="give the dataset an attribute num_classes",
         )
-    pairs = [as_pair(sample_of(dataset, index), f"sample {index}") for index in range(count)]
+    pairs = [to_pair(get_sample(dataset, index), f"sample {index}") for index in range(count)]
     if all(isinstance(label, Tensor) and label.ndim == 0 and float(label).is_integer() for _, label in pairs):
         return max(int(label) for _, label in pairs) + 1
     return _vocabulary([(_tokens(inputs), label) for inputs, label in pairs], 1)

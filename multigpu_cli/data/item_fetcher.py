@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.base import LoaderOptions
 from multigpu_cli.data.loader_processes import LoaderContext, end_processes, ignore_group_signals
-from multigpu_cli.data.sample import Collate, inner, sample_of, samples_of
+from multigpu_cli.data.sample import Collate, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.sampler import HELD_OUT
-from multigpu_cli.data.transfer import Fetched, moved
-from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.data.transfer import Fetched, move_batches
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.determinism import seed_host
 
 _MOST_PROCESSES = 8  # for each worker
@@ -57,7 +57,7 @@ class ItemFetcher:
             worker_init_fn=ignore_group_signals,
             multiprocessing_context=LoaderContext() if processes else None,
         )
-        self.where = f"fetched by {counted(processes, 'loader process')}" if processes else "fetched in this process"
+        self.where = f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
         self.where += because
         if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
             deque(self._loader, maxlen=0)
@@ -67,7 +67,7 @@ class ItemFetcher:
         self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in asked)
         with _without_traceback():
             fetched = zip(chunks, self._loader, strict=True)
-            yield from moved(((inputs, targets, indices) for indices, (inputs, targets) in fetched), self.device)
+            yield from move_batches(((inputs, targets, indices) for indices, (inputs, targets) in fetched), self.device)
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
@@ -93,21 +93,21 @@ class SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
-        self._whole = callable(getattr(inner(dataset), "__getitems__", None))
+        self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
-        return where[1], sample_of(self.dataset, where[1])
+        return where[1], get_sample(self.dataset, where[1])
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
         if not self._whole:
             return [self[where] for where in places]
         self._seed(*places[0])
         indices = [index for _, index in places]
-        return list(zip(indices, samples_of(self.dataset, indices), strict=True))
+        return list(zip(indices, get_samples(self.dataset, indices), strict=True))
 
     def _seed(self, epoch: int, index: int) -> None:
-        seed_host(key(self.seed, epoch, index))
+        seed_host(make_key(self.seed, epoch, index))
 
 
 def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: int) -> tuple[int, str]:
@@ -117,11 +117,11 @@ def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: i
     spare = 0 if current_process().daemon else min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
     if spare < 1:
         return 0, ": no core to spare"
-    seconds = elsewhere(partial(_seconds_a_sample, dataset))
+    seconds = run_in_process(partial(_seconds_a_sample, dataset))
     return (spare if seconds > _HANDED_OVER else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
 
 
-def elsewhere(work: Callable[[], Result]) -> Result:
+def run_in_process(work: Callable[[], Result]) -> Result:
     """What `work` returns in a process of its own: a file that a dataset opens here, before the fork, would be shared.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.determinism import seed_everything
 
 MOST = 100_000  # samples that are read from a stream
@@ -24,7 +24,7 @@ class IndexedStream(Dataset[Any]):
     """
 
     def __init__(self, stream: IterableDataset[Any], name: str, seed: int) -> None:
-        seed_everything(key(seed, _STREAM))
+        seed_everything(make_key(seed, _STREAM))
         self.samples = list(islice(stream, MOST + 1))
         if not self.samples:
             raise RequestError(f"--data {name}: the stream is empty", remedy="return None where there is no such split")

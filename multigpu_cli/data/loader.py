@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.base import DataSource, LoaderOptions
 from multigpu_cli.data.sampler import HELD_OUT, epoch_order
-from multigpu_cli.data.transfer import Fetched, moved, sent
+from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
@@ -57,7 +57,7 @@ class Loader:
         workers_here: loaders of other workers on this machine share its cores.
     """
 
-    whole_epochs = False  # a run may go on from any step
+    resumable_only_at_epoch = False  # a run may go on from any step
     _fetch: "_InMemoryFetcher | ItemFetcher"
 
     def __init__(
@@ -73,20 +73,20 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch = _InMemoryFetcher(split, device, config.on_device, source.fetching)
+            self._fetch = _InMemoryFetcher(split, device, config.on_device, source.loader_options)
         else:
             from multigpu_cli.data.item_fetcher import (
                 ItemFetcher,  # late: what lies in memory needs no loader processes
             )
 
-            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.fetching)
+            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.loader_options)
         self.where = self._fetch.where
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
         self._fetch.close()
 
-    def follows(self, step: int, plan: BatchPlan) -> int:
+    def next_step(self, step: int, plan: BatchPlan) -> int:
         """The step after this one, counted over the run."""
         return step + 1
 
@@ -98,32 +98,38 @@ class Loader:
         """Samples trained in so many steps."""
         return plan.samples_after(step)
 
-    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+    def epoch(
+        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
+    ) -> Iterator[StepWork]:
         """The steps of an epoch from step `start` on: the layout of each, and this worker's batches.
 
         Args:
             lanes: micro-batches joined into one batch (DataParallel takes one for each device).
         """
-        order = self.order(epoch)
+        order = self.sample_order(epoch)
         steps = range(start, plan.steps_per_epoch)
-        chunks = (order[first:stop] for step in steps for _, first, stop in plan.passes(step, rank, lanes))
+        chunks = (
+            order[first:stop]
+            for step in steps
+            for _, first, stop in plan.local_forward_passes(step, rank, replicas_per_process)
+        )
         batches = self._fetch.stream(chunks, epoch)
         for step in steps:
-            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, lanes)
-            yield layout, (self._finished(next(batches), index, epoch, train=True) for index, _, _ in layout.passes)
+            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
+            yield layout, (self._finish_batch(next(batches), index, epoch, train=True) for index, _, _ in layout.passes)
 
-    def order(self, epoch: int) -> Tensor:
+    def sample_order(self, epoch: int) -> Tensor:
         """(n,) int64: the sample at each position of an epoch of training."""
         own = self.source.order
         return epoch_order(self.size, self.seed, epoch) if own is None else own(epoch)
 
-    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass: fixed batches, each sample once on any number of workers."""
         count = -(-self.size // batch_size)
         mine = range(count * rank // workers, count * (rank + 1) // workers)
         chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
         for index, fetched in zip(mine, self._fetch.stream(chunks, HELD_OUT), strict=True):
-            yield self._finished(fetched, index, 0, train=False)
+            yield self._finish_batch(fetched, index, 0, train=False)
 
     def samples(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Any samples in any order, as an epoch's training meets them.
@@ -132,13 +138,13 @@ class Loader:
             chunks: (n,) int64 each, the samples of one batch.
         """
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
-            yield self._finished(fetched, index, epoch, train=True)
+            yield self._finish_batch(fetched, index, epoch, train=True)
 
-    def _finished(self, fetched: "Fetched", index: int, epoch: int, *, train: bool) -> Batch:
+    def _finish_batch(self, fetched: "Fetched", index: int, epoch: int, *, train: bool) -> Batch:
         inputs, targets, indices = fetched
         if isinstance(inputs, Tensor):
             if train and self.source.augment is not None:
-                inputs = self.source.augment(inputs, KeyedRandom(self.seed, epoch, sent(indices, self.device)))
+                inputs = self.source.augment(inputs, KeyedRandom(self.seed, epoch, to_device(indices, self.device)))
             inputs = self.source.prepare(inputs)
         return Batch(inputs, targets, indices, index)
 
@@ -163,10 +169,10 @@ class _InMemoryFetcher:
         """Nothing is open."""
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        batches = self._picked(chunks)
-        return batches if self.inputs.device == self.device else moved(batches, self.device, pin=self._pin)
+        batches = self._pick(chunks)
+        return batches if self.inputs.device == self.device else move_batches(batches, self.device, pin=self._pin)
 
-    def _picked(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
+    def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = sent(indices, self.inputs.device)
+            at = to_device(indices, self.inputs.device)
             yield self.inputs.index_select(0, at), self.targets.index_select(0, at), indices

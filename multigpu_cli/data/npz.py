@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
@@ -109,7 +109,7 @@ def _tensor(arrays: dict[str, np.ndarray], name: str, path: Path) -> Tensor:
 
 
 def _parts(whole: TensorDataset, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
-    return by_sample(len(whole), fractions, seed)
+    return split_by_sample(len(whole), fractions, seed)
 
 
 def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset]) -> tuple[str, int]:

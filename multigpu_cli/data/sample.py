@@ -17,7 +17,7 @@ TARGETS = ("target", "targets", "label", "labels", "y")
 _IGNORED = -100  # a target that does not count: torch's own default
 
 
-def sample_of(dataset: Dataset[Any], index: int) -> Any:
+def get_sample(dataset: Dataset[Any], index: int) -> Any:
     """One sample as the dataset hands it out.
 
     Raises:
@@ -27,13 +27,14 @@ def sample_of(dataset: Dataset[Any], index: int) -> Any:
         return dataset[index]
 
 
-def samples_of(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
+def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
     """The same of a dataset that hands out several at once."""
     with _own_code(dataset, f"samples {', '.join(map(str, indices[:8]))}", f".__getitems__({indices[:8]})"):
         items: Sequence[Any] = dataset.__getitems__(indices)  # type: ignore[attr-defined]
     if len(items) != len(indices):
         raise RequestError(
-            f"--data: {type(inner(dataset)).__name__}.__getitems__ gave {len(items)} samples where {len(indices)} were "
+            f"--data: {type(unwrap_dataset(dataset)).__name__}.__getitems__ gave "
+            f"{len(items)} samples where {len(indices)} were "
             "asked for",
             remedy="one for each index, in their order",
         )
@@ -51,11 +52,11 @@ def _own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
         said = (str(error).splitlines() or [""])[0]
         raise RequestError(
             f"--data: {what} raised {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
-            remedy=f"see what {type(inner(dataset)).__name__}{call} gives in Python",
+            remedy=f"see what {type(unwrap_dataset(dataset)).__name__}{call} gives in Python",
         ) from error
 
 
-def as_pair(item: Any, what: str) -> tuple[Any, Any]:
+def to_pair(item: Any, what: str) -> tuple[Any, Any]:
     """(inputs, targets) of a sample, or of a batch that a collate_fn made.
 
     A mapping's target is its entry called target, targets, label, labels or y; the others are the inputs, and a lone
@@ -76,19 +77,19 @@ def as_pair(item: Any, what: str) -> tuple[Any, Any]:
             f"--data: {what} must be (input, target), not {type(item).__name__}{length}",
             remedy=f"a pair, or a dict with the target under one of {', '.join(TARGETS)}",
         )
-    return plain(item[0]), plain(item[1])
+    return to_tensors(item[0]), to_tensors(item[1])
 
 
 def _from_mapping(item: dict[Any, Any], what: str) -> tuple[Any, Any]:
     named = [name for name in TARGETS if name in item]
-    tokens = plain(item["input_ids"]) if "input_ids" in item else None
+    tokens = to_tensors(item["input_ids"]) if "input_ids" in item else None
     if len(named) != 1 and not (tokens is not None and not named):
         raise RequestError(
             f"--data: {what} has {' and '.join(named) or 'no target'} among {', '.join(map(str, item))}",
             remedy=f"one entry called {', '.join(TARGETS)}",
         )
-    target = plain(item.pop(named[0])) if named else tokens
-    inputs = {name: plain(value) for name, value in item.items()}
+    target = to_tensors(item.pop(named[0])) if named else tokens
+    inputs = {name: to_tensors(value) for name, value in item.items()}
     if tokens is not None and isinstance(target, Tensor) and target.shape == tokens.shape and target.ndim:
         target = _following(target, inputs.get("attention_mask"))
     return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), target
@@ -101,22 +102,22 @@ def _following(labels: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], _IGNORED)], dim=-1)
 
 
-def plain(value: Any) -> Any:
+def to_tensors(value: Any) -> Any:
     """Arrays, numbers, images and lists of numbers as tensors; float64 of NumPy and Python as torch's default type."""
     if isinstance(value, numpy.ndarray | numpy.generic | float | int | bool):
         tensor = torch.as_tensor(value)
         return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
     if isinstance(value, Mapping):
-        return {name: plain(entry) for name, entry in value.items()}
+        return {name: to_tensors(entry) for name, entry in value.items()}
     if isinstance(value, list) and value and all(isinstance(entry, int | float) for entry in value):
-        return plain(numpy.asarray(value))
+        return to_tensors(numpy.asarray(value))
     if hasattr(value, "getbands") and hasattr(value, "convert"):  # a PIL image, without loading PIL
         pixels = torch.from_numpy(numpy.array(value))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
     return value
 
 
-def inner(dataset: Any) -> Any:
+def unwrap_dataset(dataset: Any) -> Any:
     """The user's own dataset inside of what we have divided."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -130,17 +131,19 @@ class Collate:
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
-        self.own: Callable[[list[Any]], Any] | None = getattr(inner(dataset), "collate_fn", None)
-        self._classes = declared_classes(dataset)
+        self.own: Callable[[list[Any]], Any] | None = getattr(unwrap_dataset(dataset), "collate_fn", None)
+        self._classes = count_declared_classes(dataset)
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> tuple[Any, Any]:
         if self.own is not None:
-            return as_pair(self.own([item for _, item in numbered]), "what collate_fn returns")
-        pairs = [as_pair(item, f"sample {number}") for number, item in numbered]
+            return to_pair(self.own([item for _, item in numbered]), "what collate_fn returns")
+        pairs = [to_pair(item, f"sample {number}") for number, item in numbered]
         try:
             inputs, targets = default_collate(pairs)
         except (RuntimeError, TypeError, KeyError) as error:
-            named = [f"sample {number}: {shapes(pair)}" for (number, _), pair in zip(numbered, pairs, strict=True)]
+            named = [
+                f"sample {number}: {describe_shapes(pair)}" for (number, _), pair in zip(numbered, pairs, strict=True)
+            ]
             raise RequestError(
                 f"--data: these samples make no batch ({str(error).splitlines()[0]})\n    " + "\n    ".join(named[:3]),
                 remedy="samples of one shape, or a method collate_fn(samples) of the dataset: it returns the batch's "
@@ -162,20 +165,20 @@ class Collate:
             )
 
 
-def declared_classes(dataset: Dataset[Any]) -> int:
+def count_declared_classes(dataset: Dataset[Any]) -> int:
     """How many classes a user's dataset says there are; 0 where it says nothing."""
-    own = inner(dataset)
+    own = unwrap_dataset(dataset)
     count = getattr(own, "num_classes", None)
     return count if isinstance(count, int) else len(getattr(own, "classes", None) or ())
 
 
-def shapes(value: Any) -> str:
+def describe_shapes(value: Any) -> str:
     """Types and shapes in words: 'float32 (2, 8)', '{x: int64 (3,), y: float32 ()}'."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {shapes(entry)}" for name, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {describe_shapes(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, tuple | list):
         more = ", …" if len(value) > 4 else ""
-        return "(" + ", ".join(shapes(entry) for entry in value[:4]) + more + ")"
+        return "(" + ", ".join(describe_shapes(entry) for entry in value[:4]) + more + ")"
     return type(value).__name__

@@ -5,14 +5,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 
 HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """(count,) int64: the sample at each position of an epoch."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(key(seed, epoch)))
+    return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(seed, epoch)))
 
 
 class Order(Protocol):

@@ -12,13 +12,13 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.infer_shape import described
+from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.data.iterable import IndexedStream
 from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.data.sample import plain
-from multigpu_cli.data.split import by_sample
+from multigpu_cli.data.sample import to_tensors
+from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime import plugins
 
 
@@ -33,7 +33,7 @@ def open_source(config: DataConfig, seed: int) -> DataSource:
     Raises:
         RequestError: no such dataset, files missing or damaged, or a factory that returns something else.
     """
-    factory = plugins.find(config.name, DATASETS, flag="--data")
+    factory = plugins.find_factory(config.name, DATASETS, flag="--data")
     offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
@@ -55,7 +55,7 @@ def _arrays(found: Any) -> list[Tensor] | None:
         found = found["data"], found["target"]
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(_holds_numbers, found)):
         return None
-    return [plain(each) for each in found] if len(found[0]) == len(found[1]) else None
+    return [to_tensors(each) for each in found] if len(found[0]) == len(found[1]) else None
 
 
 def _holds_numbers(value: Any) -> bool:
@@ -82,8 +82,8 @@ def _from_one(
     other = None
     if "new" not in inspect.signature(factory).parameters:
         other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
-    found = plugins.call(factory, offered, args, where="data")
-    source = found if isinstance(found, DataSource) else _divided(_dataset(found, name, seed), seed)
+    found = plugins.call_factory(factory, offered, args, where="data")
+    source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed)
     if other is None:
         return source
     if found is source or not isinstance(other, dict):
@@ -91,10 +91,10 @@ def _from_one(
             f"data.args.new: {name} knows no new samples by {other!r}",
             remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
         )
-    from multigpu_cli.data.unlabeled import unanswered  # late: few have new samples
+    from multigpu_cli.data.unlabeled import wrap_unlabeled  # late: few have new samples
 
-    new = _dataset(plugins.call(factory, offered, args | other, where="data"), name, seed)
-    return replace(source, new=unanswered(new, source.train) or new)
+    new = _dataset(plugins.call_factory(factory, offered, args | other, where="data"), name, seed)
+    return replace(source, new=wrap_unlabeled(new, source.train) or new)
 
 
 def _from_splits(
@@ -102,19 +102,19 @@ def _from_splits(
 ) -> DataSource:
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
-        found = plugins.call(factory, {**offered, "split": split}, args, where="data")
-        splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", key(seed, number))
+        found = plugins.call_factory(factory, {**offered, "split": split}, args, where="data")
+        splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
     if splits["train"] is None:
         raise RequestError(
             f"--data {name}: the factory returned None for split='train'", remedy="a dataset; val and test may be None"
         )
-    return described(splits["train"], splits["val"], splits["test"])
+    return infer_source(splits["train"], splits["val"], splits["test"])
 
 
-def _divided(dataset: Dataset[Any], seed: int) -> DataSource:
-    parts = by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
+def _split_by_seed(dataset: Dataset[Any], seed: int) -> DataSource:
+    parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
     train, val, test = (_part(dataset, part) for part in parts)
-    return described(train, val, test)
+    return infer_source(train, val, test)
 
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:

@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.planning.rng_keys import make_key
 
 _SPLIT = 0x5917  # keeps the split's random stream apart from the epochs' orders
 
 
-def shuffled(count: int, seed: int) -> Tensor:
+def shuffle_indices(count: int, seed: int) -> Tensor:
     """(count,) int64: the numbers 0 … count-1 in an order that depends on the seed alone."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(key(seed, _SPLIT)))
+    return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(seed, _SPLIT)))
 
 
-def by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
+def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
     """Index tensors for consecutive parts of a shuffled dataset; the first part takes what rounding leaves.
 
     Args:
@@ -25,13 +25,13 @@ def by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tenso
     first = count - sum(sizes)
     if first < 1 or any(size < 1 for size in sizes):
         raise RequestError(
-            f"--data: {counted(count, 'sample')} can't be divided into {len(sizes) + 1} parts",
+            f"--data: {pluralize(count, 'sample')} can't be divided into {len(sizes) + 1} parts",
             remedy="more samples, or a dataset that comes as train, val and test",
         )
-    return list(torch.split(shuffled(count, seed), [first, *sizes]))
+    return list(torch.split(shuffle_indices(count, seed), [first, *sizes]))
 
 
-def by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor]:
+def split_by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor]:
     """(training, validation) sample indices such that no group (a subject, a recording) is in both.
 
     Args:
@@ -44,6 +44,6 @@ def by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor
             f"--data: {val_groups} of {len(names)} groups can't be set aside for validation",
             remedy=f"at least 1 and at most {len(names) - 1}",
         )
-    chosen = names[shuffled(len(names), seed)[:val_groups]]
+    chosen = names[shuffle_indices(len(names), seed)[:val_groups]]
     held_out = torch.isin(groups, chosen)
     return torch.nonzero(~held_out).flatten(), torch.nonzero(held_out).flatten()

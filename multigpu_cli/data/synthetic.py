@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.channels import met_shape, standardised
+from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 
 _COARSE = 4  # patterns have at most so many cells along each axis
 _DISTANCE = 6.0  # of two classes, in deviations of the noise along the line between them, at difficulty 1
@@ -43,7 +43,7 @@ def load(
         RequestError: sizes that make no dataset.
     """
     _check(shape, classes, train, val, test, difficulty)
-    met = met_shape(shape, mode)
+    met = model_input_shape(shape, mode)
     cells = [min(_COARSE, size) for size in shape]
     patterns = torch.randn(classes, *cells, generator=_generator(seed, _PATTERNS))
     noise = difficulty * sqrt(2 * prod(cells)) / _DISTANCE
@@ -59,7 +59,7 @@ def load(
         input_shape=met,
         num_classes=classes,
         class_names=tuple(f"class {number}" for number in range(classes)),
-        prepare=standardised(parts[0].tensors[0], mode),
+        prepare=fit_standardised(parts[0].tensors[0], mode),
         model="convnet" if len(met) == 3 and min(met[1:]) >= 4 else "mlp",
     )
 
@@ -77,7 +77,7 @@ def _part(
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
-    return torch.Generator().manual_seed(key(seed, stream))
+    return torch.Generator().manual_seed(make_key(seed, stream))
 
 
 def _check(shape: Sequence[int], classes: int, train: int, val: int, test: int, difficulty: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.vocabulary import Bytes, Numbers, Vocabulary, characters_of
+from multigpu_cli.data.vocabulary import Bytes, Numbers, Vocabulary, build_characters
 from multigpu_cli.errors import RequestError, did_you_mean
 
 IGNORED = -100  # targets beyond the end: no loss (torch's own default)
@@ -165,7 +165,7 @@ def _text(path: Path, tokens: str) -> tuple[Vocabulary, np.ndarray]:
     if tokens == "bytes":
         return Bytes(), np.memmap(path, dtype=np.uint8, mode="r")
     try:
-        return characters_of(path.read_bytes().decode())
+        return build_characters(path.read_bytes().decode())
     except UnicodeDecodeError as error:
         raise RequestError(
             f"--data text: {path} is not UTF-8 (byte {error.start})", remedy="--set data.args.tokens=bytes"

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 Fetched = tuple[Any, Any, Tensor]  # inputs, targets, and which samples they are
 
 
-def moved(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
+def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
     """The same batches with inputs and targets on the device.
 
     On CUDA the next batch travels on a stream of its own while the current one is being computed with.
@@ -38,7 +38,7 @@ def moved(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False
         yield ready
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device; on CUDA from page-locked memory, or the host would wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.sample import TARGETS, Collate, inner, sample_of
+from multigpu_cli.data.sample import TARGETS, Collate, get_sample, unwrap_dataset
 
 
 class UnlabeledDataset(Dataset[Any]):
@@ -19,7 +19,7 @@ class UnlabeledDataset(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], target: Tensor) -> None:
         self.dataset, self.target = dataset, target
-        own = getattr(inner(dataset), "collate_fn", None)
+        own = getattr(unwrap_dataset(dataset), "collate_fn", None)
         if own is not None:
             self.collate_fn = self._collating(own)
 
@@ -41,17 +41,17 @@ class UnlabeledDataset(Dataset[Any]):
         return collate_fn
 
 
-def unanswered(dataset: Dataset[Any], train: Dataset[Any]) -> UnlabeledDataset | None:
+def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any]) -> UnlabeledDataset | None:
     """The dataset with something in the place of its targets; None where it has them, as the training samples do."""
-    item, known = sample_of(dataset, 0), sample_of(train, 0)
-    if (own := getattr(inner(dataset), "collate_fn", None)) is not None:
+    item, known = get_sample(dataset, 0), get_sample(train, 0)
+    if (own := getattr(unwrap_dataset(dataset), "collate_fn", None)) is not None:
         item, known = own([item]), own([known])
-    if _answered(item) or not _answered(known):
+    if _has_target(item) or not _has_target(known):
         return None
-    return UnlabeledDataset(dataset, torch.zeros_like(Collate(train)([(0, sample_of(train, 0))])[1][0]))
+    return UnlabeledDataset(dataset, torch.zeros_like(Collate(train)([(0, get_sample(train, 0))])[1][0]))
 
 
-def _answered(item: Any) -> bool:
+def _has_target(item: Any) -> bool:
     if isinstance(item, Mapping):
         return any(name in item for name in TARGETS)
     return isinstance(item, tuple | list) and len(item) == 2

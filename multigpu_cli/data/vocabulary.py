@@ -20,7 +20,7 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def mark(self) -> str:
-        """All of it as text, for `recalled`."""
+        """All of it as text, for `restore_vocabulary`."""
         ...
 
 
@@ -97,7 +97,7 @@ class Numbers:
         return f"numbers:{self.size}"
 
 
-def recalled(mark: str) -> Vocabulary:
+def restore_vocabulary(mark: str) -> Vocabulary:
     """The vocabulary that has given this mark."""
     kind, _, text = mark.partition(":")
     if kind == "characters":
@@ -105,7 +105,7 @@ def recalled(mark: str) -> Vocabulary:
     return Bytes() if kind == "bytes" else Numbers(int(text))
 
 
-def characters_of(text: str) -> tuple[Characters, np.ndarray]:
+def build_characters(text: str) -> tuple[Characters, np.ndarray]:
     """The vocabulary of a text, and the text in it: (len(text),) uint16 or uint32."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     there = np.zeros(_UNICODE, dtype=bool)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 
 
 class GymGroup(EnvironmentGroup):
@@ -29,7 +29,7 @@ class GymGroup(EnvironmentGroup):
         self, id: str, numbers: Sequence[int], seed: int, device: torch.device, hide: Sequence[int], options: Any
     ) -> None:
         self._numbers, self._seed, self._device = list(numbers), seed, device
-        self._all = [_made(id, options) for _ in self._numbers]
+        self._all = [_make(id, options) for _ in self._numbers]
         observed, acted = self._all[0].observation_space, self._all[0].action_space
         if hide and (len(observed.shape) != 1 or not set(hide) < set(range(observed.shape[0]))):
             raise RequestError(f"data.args.hide: {list(hide)} of an observation of shape {observed.shape}")
@@ -44,24 +44,24 @@ class GymGroup(EnvironmentGroup):
         self._now = numpy.empty_like(self._now)
         for at in range(len(self._all)):
             self._begin(at, 0)
-        return self._shown(self._now)
+        return self._to_tensor(self._now)
 
     def step(self, actions: Tensor) -> StepReturn:
         size = len(self._all)
         rewards, terminated, truncated = numpy.zeros(size, numpy.float32), [False] * size, [False] * size
         self._now = numpy.empty_like(self._now)  # what was shown before shares its memory
         ended = []
-        for at, action in enumerate(self._understood(actions)):
+        for at, action in enumerate(self._to_gym_actions(actions)):
             self._taken[at].append(action)
             self._now[at], rewards[at], terminated[at], truncated[at], _ = self._all[at].step(action)
             if terminated[at] or truncated[at]:
                 ended.append(at)
-        shown = last_shown = self._shown(self._now)
+        shown = last_shown = self._to_tensor(self._now)
         if ended:
             self._now = self._now.copy()
             for at in ended:
                 self._begin(at, self._episodes[at] + 1)
-            shown = self._shown(self._now)
+            shown = self._to_tensor(self._now)
         flags = torch.tensor([terminated, truncated], device=self._device)
         return StepReturn(shown, torch.from_numpy(rewards).to(self._device), flags[0], flags[1], last_shown)
 
@@ -83,28 +83,28 @@ class GymGroup(EnvironmentGroup):
         self._now, restarted = numpy.empty_like(self._now), 0
         for at, episode in enumerate(state["episode"].tolist()):
             self._begin(at, episode)
-            for action in self._understood(state["actions"][at, : int(state["length"][at])], from_zero=False):
+            for action in self._to_gym_actions(state["actions"][at, : int(state["length"][at])], from_zero=False):
                 self._taken[at].append(action)
                 self._now[at] = self._all[at].step(action)[0]
             if not numpy.array_equal(self._now[at], state["observation"][at].numpy(), equal_nan=True):
                 restarted += 1
                 self._begin(at, episode)
-        return self._shown(self._now), restarted
+        return self._to_tensor(self._now), restarted
 
     def _begin(self, at: int, episode: int) -> None:
-        number = key(self._seed, self._numbers[at], episode) & 0x7FFFFFFF
+        number = make_key(self._seed, self._numbers[at], episode) & 0x7FFFFFFF
         self._now[at], _ = self._all[at].reset(seed=number)
         self._episodes[at] = episode
         self._taken[at] = []
 
-    def _understood(self, actions: Tensor, *, from_zero: bool = True) -> list[Any]:
+    def _to_gym_actions(self, actions: Tensor, *, from_zero: bool = True) -> list[Any]:
         """One action for each environment, or each step, as gymnasium takes it."""
         if isinstance(self.action, Box):
             return list(actions.cpu().numpy())
         first = self._first_action if from_zero else 0
         return [action + first for action in actions.tolist()]
 
-    def _shown(self, observations: numpy.ndarray) -> Tensor:
+    def _to_tensor(self, observations: numpy.ndarray) -> Tensor:
         whole = torch.from_numpy(observations).to(self._device)
         return whole[:, self._seen] if self._seen else whole
 
@@ -125,7 +125,7 @@ def group(
     return GymGroup(id, numbers, seed, device, hide, options or {})
 
 
-def _made(id: str, options: dict[str, Any]) -> Any:
+def _make(id: str, options: dict[str, Any]) -> Any:
     try:
         import gymnasium
     except ImportError as error:

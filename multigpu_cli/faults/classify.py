@@ -35,7 +35,7 @@ def remedy_for(error: BaseException) -> str:
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, text, re.DOTALL)), "")
 
 
-def unused_names(error: BaseException, trained: Sequence[str]) -> list[str]:
+def find_unused_parameters(error: BaseException, trained: Sequence[str]) -> list[str]:
     """The parameters that DDP's complaint lists by index only.
 
     Args:

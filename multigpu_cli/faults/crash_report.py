@@ -7,7 +7,7 @@ from typing import Protocol
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.classify import remedy_for
 from multigpu_cli.faults.rank_exit import RankExit
-from multigpu_cli.runtime.rank_output import quoted
+from multigpu_cli.runtime.rank_output import quote_last_lines
 
 
 class HasPosition(Protocol):
@@ -20,7 +20,7 @@ class HasPosition(Protocol):
     def order(self) -> tuple[int, int]: ...
 
 
-def lost(ends: Sequence[RankExit], size: int, done: int | None, logs: Path | None = None) -> TrainingError:
+def lost_peer_error(ends: Sequence[RankExit], size: int, done: int | None, logs: Path | None = None) -> TrainingError:
     """The error of a rank that only lost others: the first end that is nobody's consequence, or who left no word.
 
     Args:
@@ -42,7 +42,8 @@ def lost(ends: Sequence[RankExit], size: int, done: int | None, logs: Path | Non
         who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
         when = f"after step {done}" if done else "before the first step"
         error = TrainingError(
-            f"{who} ended without a word {when}: killed?" + "".join(quoted(logs, rank) for rank in missing[:2]),
+            f"{who} ended without a word {when}: killed?"
+            + "".join(quote_last_lines(logs, rank) for rank in missing[:2]),
             remedy="look for the kernel's out-of-memory killer (dmesg) or the scheduler's; "
             "the same command again goes on from the last checkpoint",
         )
@@ -50,13 +51,13 @@ def lost(ends: Sequence[RankExit], size: int, done: int | None, logs: Path | Non
     return error
 
 
-def one_line(error: BaseException) -> str:
+def summary_line(error: BaseException) -> str:
     """The problem without the way out."""
     text = error.problem if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def text(error: BaseException, ends: Sequence[RankExit]) -> str:
+def full_report(error: BaseException, ends: Sequence[RankExit]) -> str:
     """The whole report; the guilty rank's stack stands last, where people look."""
     ordered = sorted(ends, key=lambda end: not end.consequence)
     parts = [f"{type(error).__name__}: {error}\n"]
@@ -67,7 +68,7 @@ def text(error: BaseException, ends: Sequence[RankExit]) -> str:
     return "\n".join(parts)
 
 
-def hang(places: Sequence[HasPosition], size: int, seconds: float, logs: Path | None) -> TrainingError:
+def hang_error(places: Sequence[HasPosition], size: int, seconds: float, logs: Path | None) -> TrainingError:
     """Who did not arrive, and where everyone stands."""
     silent = sorted(set(range(size)) - {place.rank for place in places})
     furthest = max(place.order for place in places)

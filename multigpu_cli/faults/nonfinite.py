@@ -26,7 +26,7 @@ class NonfiniteGuard:
         self._numbers: list[int] = []  # of all these steps: some may have been left out between them
         self._row, self._longest = 0, 0
 
-    def note(self, step: int, skipped: Tensor) -> None:
+    def record(self, step: int, skipped: Tensor) -> None:
         """Add one step, counted from 0: () 1.0 where it was skipped, 0.0 where not."""
         self._numbers.append(step)
         self._fresh.append(skipped)
@@ -43,7 +43,7 @@ class NonfiniteGuard:
             self._longest = max(self._longest, self._row)
         return [step for step, skipped in zip(numbers, flags, strict=True) if skipped]
 
-    def judge(self, skipped: list[int]) -> None:
+    def check_may_continue(self, skipped: list[int]) -> None:
         """Whether training may go on after these steps.
 
         Raises:

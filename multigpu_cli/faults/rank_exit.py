@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from multigpu_cli.errors import FAILED
 from multigpu_cli.faults.store_timeout import DeadlineStore
-from multigpu_cli.runtime.elastic import PreviousAttempt, note_end
+from multigpu_cli.runtime.elastic import PreviousAttempt, record_end
 from multigpu_cli.runtime.world import World
 
 _LONGEST = 20_000  # characters of a stack
@@ -47,7 +47,7 @@ class RankExits:
         self._world, self.store = world, DeadlineStore(world.store) if world.store is not None else None
         self._own: list[RankExit] = []
 
-    def tell(self, end: RankExit) -> None:
+    def publish(self, end: RankExit) -> None:
         """Leave this rank's word; the first come is the first told."""
         self._own.append(end)
         if self.store is not None:
@@ -55,7 +55,7 @@ class RankExits:
                 turn = self.store.add("ends", 1)
                 self.store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
 
-    def heard(self, *, patience: float = 0.0) -> list[RankExit]:
+    def wait_for_exits(self, *, patience: float = 0.0) -> list[RankExit]:
         """Everybody's words in the order they came; waits so long (seconds) for those that have said nothing yet."""
         if self.store is None:
             return self._own
@@ -67,11 +67,11 @@ class RankExits:
         except RuntimeError:  # nobody can be heard without the store
             return self._own
 
-    def any(self) -> bool:
+    def has_exits(self) -> bool:
         """Whether some rank has told its end."""
-        return self._called("end-1")
+        return self._is_flagged("end-1")
 
-    def moves(self, own: int) -> int | None:
+    def count_moves(self, own: int) -> int | None:
         """How often all ranks together have moved; None where nobody knows.
 
         Args:
@@ -84,9 +84,9 @@ class RankExits:
         except RuntimeError:
             return None
 
-    def hang(self) -> bool:
+    def is_hang(self) -> bool:
         """Whether some rank called a hang."""
-        return self._called("hang")
+        return self._is_flagged("hang")
 
     def call_hang(self) -> None:
         """Let every rank say where it stands, and end."""
@@ -94,24 +94,24 @@ class RankExits:
             with suppress(RuntimeError):  # each rank has a clock of its own
                 self.store.set("hang", "")
 
-    def _called(self, name: str) -> bool:
+    def _is_flagged(self, name: str) -> bool:
         try:
             return self.store is not None and self.store.check([name])
         except RuntimeError:  # the store has gone with the agent, and we are about to follow
             return False
 
-    def conclude(self, text: str, step: int | None, moved: float) -> None:
+    def record_cause(self, text: str, step: int | None, moved: float) -> None:
         """Leave the cause for the next attempt.
 
         Args:
             step: optimizer steps done, None before the first.
             moved: when this rank last made progress, in Unix seconds.
         """
-        note_end(self._world.agent, self._world.attempt, PreviousAttempt(text, step, moved))
+        record_end(self._world.agent_dir, self._world.attempt, PreviousAttempt(text, step, moved))
 
 
-def earlier_cause(world: World) -> str | None:
+def read_previous_cause(world: World) -> str | None:
     """Why the attempt before this one ended; None where there was none."""
     if not world.attempt:
         return None
-    return world.last.cause if world.last else "all workers ended without a word"
+    return world.previous_attempt.cause if world.previous_attempt else "all workers ended without a word"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.runtime.world import World
 
 _WORD = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -29,7 +29,7 @@ def check_replicas(model: nn.Module, world: World, step: int, optimizer: Optimiz
     sums = {name: _checksum([value], world) for name, value in model.state_dict().items()}
     if optimizer:
         sums |= _of_optimizer(optimizer, model, world)
-    everyone = torch.stack(gathered(world, torch.stack(list(sums.values())))).cpu()
+    everyone = torch.stack(all_gather(world, torch.stack(list(sums.values())))).cpu()
     rows = [tuple(row.tolist()) for row in everyone]
     usual, _ = Counter(rows).most_common(1)[0]
     odd = [rank for rank, row in enumerate(rows) if row != usual]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-from multigpu_cli.runtime.collectives import greatest
+from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.world import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -67,14 +67,14 @@ class StopConsensus:
         self._last_step: int | None = None  # a resumed run begins at any step
         self._last_time = time.monotonic()
 
-    def on(self, step: int, wishes: Iterable[bool]) -> list[bool]:
+    def vote(self, step: int, wishes: Iterable[bool]) -> list[bool]:
         """Which wishes somebody has; all False between meetings."""
         wanted = list(wishes)
         if self._world.size == 1:
             return wanted
         if step < self._next:
             return [False] * len(wanted)
-        *granted, closest = greatest(self._world, [*map(float, wanted), -float(self._proposal(step))])
+        *granted, closest = all_reduce_max(self._world, [*map(float, wanted), -float(self._proposal(step))])
         self._next = step + int(-closest)
         return [wish > 0 for wish in granted]
 

@@ -92,36 +92,36 @@ class Watchdog:
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self.on_end: Callable[[TrainingError], None] = lambda error: None
 
-    def at(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
+    def mark(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
         """Note where this rank stands: progress, if it says so often enough."""
         self._steps, self._phase, self._samples = steps, phase, samples
-        self.moved()
+        self.mark_progress()
 
     @property
     def phase(self) -> str:
         """Where this rank stands: one of PHASES."""
         return self._phase
 
-    def moved(self) -> None:
+    def mark_progress(self) -> None:
         """Progress within a phase; any thread may tell it."""
         self._moves += 1
         self._moved = time.time()
 
-    def begin(self, steps: int, logs: Path) -> None:
+    def start(self, steps: int, logs: Path) -> None:
         """Training begins, after so many steps; reports go into this folder."""
         self._begins_at, self._steps, self._logs = steps, steps, logs
         with suppress(OSError):  # the run folder may lie on another machine: then reports are made there
             logs.mkdir(exist_ok=True)
 
-    def explained(self, error: BaseException) -> BaseException:
+    def root_cause(self, error: BaseException) -> BaseException:
         """What to raise for an error that ends this rank: itself, or another rank's that it only follows from."""
         if self._explained is None:
-            self._explained = self._explain(error)
+            self._explained = self._find_root_cause(error)
         return self._explained
 
-    def stopped(self) -> None:
+    def record_stop(self) -> None:
         """All ranks leave together: word of it for the next attempt, if the launcher makes one."""
-        self._ends.conclude(f"stopped in good order at step {self._steps}", self._done(), self._moved)
+        self._ends.record_cause(f"stopped in good order at step {self._steps}", self._steps_done(), self._moved)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -132,25 +132,25 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join(timeout=_ANSWER)  # it may be asking a store that has gone
-        if error is not None and (told := self.explained(error)) is not error:
+        if error is not None and (told := self.root_cause(error)) is not error:
             raise told from error
 
-    def _explain(self, error: BaseException) -> BaseException:
+    def _find_root_cause(self, error: BaseException) -> BaseException:
         wrong = isinstance(error, RequestError) and self._world.size == 1
         if wrong or getattr(error, "shared", False) or not isinstance(error, Exception):
             return error
-        error.failed_at = self._done()  # type: ignore[attr-defined]
+        error.failed_at = self._steps_done()  # type: ignore[attr-defined]
         own = self._end(error)
-        self._ends.tell(own)
+        self._ends.publish(own)
         if own.consequence:
-            return self._lost(self._ends.heard(patience=_PATIENCE))
-        self._report(error, self._ends.heard())
+            return self._lost_peer_error(self._ends.wait_for_exits(patience=_PATIENCE))
+        self._report(error, self._ends.wait_for_exits())
         return error
 
-    def _lost(self, ends: list[RankExit]) -> TrainingError:
+    def _lost_peer_error(self, ends: list[RankExit]) -> TrainingError:
         """The error of a rank that only lost others; the lowest rank that still speaks does so for all."""
-        error = crash_report.lost(ends, self._world.size, self._done(), self._logs)
-        error.failed_at = self._done()
+        error = crash_report.lost_peer_error(ends, self._world.size, self._steps_done(), self._logs)
+        error.failed_at = self._steps_done()
         innocent = [end.rank for end in ends if end.consequence]
         error.shared = min([*innocent, self._world.rank]) != self._world.rank
         if not error.shared:
@@ -159,9 +159,9 @@ class Watchdog:
 
     def _report(self, error: BaseException, ends: list[RankExit]) -> None:
         """For the next attempt, and for people."""
-        self._ends.conclude(crash_report.one_line(error), self._done(), self._moved)
+        self._ends.record_cause(crash_report.summary_line(error), self._steps_done(), self._moved)
         with suppress(OSError), self._file(f"crash_{self._world.attempt}.txt") as file:  # the disk may be what failed
-            file.write(crash_report.text(error, ends))
+            file.write(crash_report.full_report(error, ends))
 
     def _end(self, error: Exception) -> RankExit:
         named = isinstance(error, TrainingError)
@@ -177,7 +177,7 @@ class Watchdog:
             samples=[] if self._samples is None else self._samples.tolist(),
         )
 
-    def _done(self) -> int | None:
+    def _steps_done(self) -> int | None:
         """Steps done, or None where this attempt has not done one."""
         return None if self._begins_at is None or self._steps == self._begins_at else self._steps
 
@@ -189,16 +189,18 @@ class Watchdog:
         while not self._over.wait(pause):
             now = time.monotonic()
             asleep = now - last > pause + 0.5 * self._timeout  # the whole process was
-            elsewhere = group.moved(self._moves, now)  # asked in any case: the others hear of this rank by it
+            elsewhere = group.poll_progress(self._moves, now)  # asked in any case: the others hear of this rank by it
             if self._moves != seen or self.resting or asleep or elsewhere:
                 seen, since = self._moves, now
             last = now
-            if self._done() is not None and limit != self._timeout:
+            if self._steps_done() is not None and limit != self._timeout:
                 limit, since = self._timeout, now
-            if now - since > limit or self._ends.hang():
+            if now - since > limit or self._ends.is_hang():
                 self._leave(partial(self._hang, max(now - since, self._timeout)))
-            elif self._ends.any() and not self._over.wait(_PATIENCE) and self._explained is None:
-                self._leave(lambda: self._lost(self._ends.heard()))  # NCCL never tells who waits that a peer has gone
+            elif self._ends.has_exits() and not self._over.wait(_PATIENCE) and self._explained is None:
+                self._leave(
+                    lambda: self._lost_peer_error(self._ends.wait_for_exits())
+                )  # NCCL never tells who waits that a peer has gone
 
     def _leave(self, found: Callable[[], TrainingError]) -> None:
         """End this process from beside: its main thread can't be woken from a collective."""
@@ -228,11 +230,11 @@ class Watchdog:
         with suppress(OSError), self._file(f"stacks_{self._world.attempt}_rank_{self._world.rank}.txt") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         places = self._places()
-        error = crash_report.hang(places, self._world.size, still, self._logs)
-        error.failed_at = self._done()
+        error = crash_report.hang_error(places, self._world.size, still, self._logs)
+        error.failed_at = self._steps_done()
         error.shared = min(place.rank for place in places) != self._world.rank
         if not error.shared:
-            self._ends.conclude(crash_report.one_line(error), self._done(), self._moved)
+            self._ends.record_cause(crash_report.summary_line(error), self._steps_done(), self._moved)
         return error
 
     def _places(self) -> list[RankPosition]:
@@ -264,17 +266,17 @@ class _Group:
 
     def __init__(self, ends: RankExits, pause: float) -> None:
         self._ends, self._pause = ends, pause
-        self._asked, self._told, self._total = time.monotonic(), 0, 0
+        self._asked, self._reported, self._total = time.monotonic(), 0, 0
 
-    def moved(self, own: int, now: float) -> bool:
+    def poll_progress(self, own: int, now: float) -> bool:
         """Tell the others how often this rank has moved in all; whether they moved since they were last asked."""
         if now - self._asked < self._pause:
             return False
-        mine, self._asked = own - self._told, now
-        total = self._ends.moves(mine)
+        mine, self._asked = own - self._reported, now
+        total = self._ends.count_moves(mine)
         if total is None:
             return False
-        before, self._total, self._told = self._total, total, own
+        before, self._total, self._reported = self._total, total, own
         return total - mine > before
 
 

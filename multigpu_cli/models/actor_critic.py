@@ -64,11 +64,11 @@ class RecurrentActorCritic(nn.Module):
 
     def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         seen = self.normalizer(observations).flatten(observations.ndim - self.dimensions)
-        said, memory = unrolled(self.lstm, self.features(seen), begun, memory)
+        said, memory = unroll_lstm(self.lstm, self.features(seen), begun, memory)
         return self.heads(said), self.value(said).squeeze(-1), memory
 
 
-def unrolled(lstm: nn.LSTM, inputs: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """An LSTM over (T, n, features), forgetting everything where an episode begins.
 
     Between two such steps, of whichever sequence, the whole batch goes through the library's kernel at once.

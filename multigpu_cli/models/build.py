@@ -26,13 +26,15 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
     Raises:
         RequestError: no such model, arguments it does not take, or something that is no nn.Module.
     """
-    model: nn.Module = plugins.call(plugins.find(name, MODELS, flag="--model"), offered, config.args, where="model")
+    model: nn.Module = plugins.call_factory(
+        plugins.find_factory(name, MODELS, flag="--model"), offered, config.args, where="model"
+    )
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
-    return prepared(adapted(model), config, name)
+    return prepare_model(adapt_model(model), config, name)
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapt_model(model: nn.Module) -> nn.Module:
     """The model itself, or with an adapter where it is one of transformers."""
     if not (isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")):
         return model
@@ -41,7 +43,7 @@ def adapted(model: nn.Module) -> nn.Module:
     return Logits(model)
 
 
-def prepared(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:
+def prepare_model(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:
     """What the settings ask for beside the network itself: SyncBatchNorm, frozen parameters, checkpointed activations.
 
     Raises:
@@ -58,7 +60,7 @@ def prepared(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:
     return model
 
 
-def in_channels_last(model: nn.Module) -> bool:
+def use_channels_last(model: nn.Module) -> bool:
     """Lay the kernels of 2-d convolutions out with channels last, which makes a step about 1.5 times as fast.
 
     Returns False where the model has none, and nothing was changed.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, cat, nn
 
-from multigpu_cli.models.actor_critic import Heads, orthogonal, orthogonal_lstm, unrolled
+from multigpu_cli.models.actor_critic import Heads, orthogonal, orthogonal_lstm, unroll_lstm
 from multigpu_cli.models.normalizer import Normalizer
 
 
@@ -54,8 +54,8 @@ class CascadedActorCritic(nn.Module):
         read, _ = self.extractor["lstm"](window)
         features = self.extractor["linear"](read[-1]).tanh().view(steps, size, -1)
         own, critics = memory.chunk(2, -1)
-        acted, own = unrolled(self.actor, features, begun, own)
-        valued, critics = unrolled(self.critic, features, begun, critics)
+        acted, own = unroll_lstm(self.actor, features, begun, own)
+        valued, critics = unroll_lstm(self.critic, features, begun, critics)
         return self.heads(acted), self.value(valued).squeeze(-1), cat([own, critics], -1)
 
 

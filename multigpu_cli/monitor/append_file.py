@@ -25,7 +25,7 @@ class AppendFile:
 
     def __init__(self, path: Path | str, warn: Warn = warnings.warn) -> None:
         self._path, self._warn = Path(path), warn
-        self._file = self._opened(0)
+        self._file = self._open(0)
         os.ftruncate(self._file, _whole_lines(self._file))
         self._waiting = bytearray()
         self._trouble: OSError | None = None
@@ -42,7 +42,7 @@ class AppendFile:
                 self._waiting += line.encode() + b"\n"
             else:
                 self._lost += 1
-            before, self._trouble = self._trouble, self._drained()
+            before, self._trouble = self._trouble, self._drain()
             if self._trouble and not before:
                 self._warn(f"{self._path} can't be written ({self._trouble}); its lines wait in memory")
 
@@ -51,12 +51,12 @@ class AppendFile:
             if self._closed:
                 return
             self._closed = True
-            error = self._drained()
+            error = self._drain()
             if lost := self._lost + self._waiting.count(b"\n"):
                 self._warn(f"{self._path}: {lost} lines are lost ({error or self._trouble})")
             os.close(self._file)
 
-    def _drained(self) -> OSError | None:
+    def _drain(self) -> OSError | None:
         try:
             if os.fstat(self._file).st_nlink == 0:
                 self._begin_again()
@@ -79,12 +79,12 @@ class AppendFile:
 
     def _begin_again(self) -> None:
         """Not into a file of that name that is another's by now."""
-        anew, old = self._opened(os.O_EXCL), self._file
+        anew, old = self._open(os.O_EXCL), self._file
         self._waiting[:0] = os.pread(old, os.fstat(old).st_size, 0)
         self._file = anew
         os.close(old)
 
-    def _opened(self, flags: int) -> int:
+    def _open(self, flags: int) -> int:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
 
 

@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any, Literal, TextIO
 
 from multigpu_cli.monitor import format
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.monitor.progress import ProgressDisplay, TqdmDisplay
 from multigpu_cli.runtime.rank_output import RankOutput
 
@@ -32,13 +32,13 @@ class Console:
         stream: TextIO | None = None,
         *,
         json: bool = False,
-        aside: RankOutput | None = None,
+        rank_output: RankOutput | None = None,
     ) -> None:
         self._level = _LEVELS.index(level)
         self._results = sys.stdout if stream is None else stream
         self._stream = sys.stderr if json else self._results
         self._json = json
-        self.aside = aside
+        self.rank_output = rank_output
         self._progress = ProgressDisplay(0)
 
     def plan(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
@@ -56,15 +56,15 @@ class Console:
         """The numbers of a `train` event: into the bar where there is one, else as a line."""
         if not self._shows("normal"):
             return
-        self._progress.update(fields["step"], format.facts(fields))
+        self._progress.update(fields["step"], format.format_bar_facts(fields))
         if self._shows("verbose") or not isinstance(self._progress, TqdmDisplay):
-            self._line(format.train_line(fields, self._progress.total))
-        self.detail(f"  {format.every_number(fields)}")
+            self._line(format.format_train_line(fields, self._progress.total))
+        self.detail(f"  {format.format_other_numbers(fields)}")
 
     def eval(self, fields: Mapping[str, Any]) -> None:
         """The numbers of an `eval` event, as a line."""
         if self._shows("normal"):
-            self._line(format.eval_line(fields))
+            self._line(format.format_eval_line(fields))
 
     def note(self, text: str) -> None:
         """Something that happened and is worth a line: a checkpoint found, a step skipped."""
@@ -93,10 +93,10 @@ class Console:
         """Why the process ends: shown at every level."""
         self._line(text)
 
-    def data(self, found: Mapping[str, Any]) -> None:
+    def print_json(self, found: Mapping[str, Any]) -> None:
         """One JSON object, where that is what was asked for."""
         if self._json and self._level:
-            self._write(self._results, valid_json(found) + "\n")
+            self._write(self._results, dump_json(found) + "\n")
 
     def report(
         self,
@@ -117,13 +117,13 @@ class Console:
         """
         per_class, confusion = per_class or summary.get("per_class"), confusion or summary.get("confusion")
         if self._json:
-            self.data(summary)
+            self.print_json(summary)
         elif self._shows("normal"):
-            self._table(format.rows(summary), "Result")
-            self._lines(format.class_table(per_class, class_names) if per_class else ())
-            self._lines(format.confusion_table(confusion, class_names, self._width()) if confusion else ())
+            self._table(format.format_result_rows(summary), "Result")
+            self._lines(format.format_class_table(per_class, class_names) if per_class else ())
+            self._lines(format.format_confusion_table(confusion, class_names, self._width()) if confusion else ())
         elif self._shows("quiet"):
-            self._line(format.one_line(summary))
+            self._line(format.format_result_line(summary))
 
     def _shows(self, level: Level) -> bool:
         return self._level >= _LEVELS.index(level)
@@ -141,7 +141,7 @@ class Console:
 
     def _table(self, rows: Sequence[tuple[str, str]], title: str) -> None:
         if self._is_terminal():
-            self._write(self._stream, _drawn(rows, title, self._stream))
+            self._write(self._stream, _render_table(rows, title, self._stream))
         else:
             widest = max((len(label) for label, _ in rows), default=0)
             self._lines([*([title] if title else []), *(f" {label:<{widest}}  {value}" for label, value in rows)])
@@ -156,7 +156,7 @@ class Console:
         """The only write. A reader that has left (`| head`, a closed window) must not end the training."""
         encoding = stream.encoding or "utf-8"
         try:
-            with self._progress.out_of_the_way():
+            with self._progress.hidden():
                 stream.write(text.encode(encoding, "replace").decode(encoding))
                 stream.flush()
         except OSError:  # the journal has everything
@@ -164,7 +164,7 @@ class Console:
             _silence(stream)
 
 
-def reserved_stdout() -> TextIO:
+def reserve_stdout() -> TextIO:
     """Standard output for the summary alone: what anybody else prints there goes to standard error from now on."""
     sys.stdout.flush()
     own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -172,7 +172,7 @@ def reserved_stdout() -> TextIO:
     return own
 
 
-def _drawn(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
+def _render_table(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
     """The table as rich draws it: labels fainter than the values, which are wrapped beside them."""
     from rich.console import Console as Terminal
     from rich.table import Table

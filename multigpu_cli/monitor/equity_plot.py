@@ -10,12 +10,12 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from multigpu_cli.monitor.plot_style import INK, STYLE, colour
+from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run
 
 _DASHES = ("-", "--", "-.")
 
 
-def drawn(dates: Sequence[str], values: Mapping[str, Sequence[float]], prices: str) -> bytes:
+def draw_equity(dates: Sequence[str], values: Mapping[str, Sequence[float]], prices: str) -> bytes:
     """A PNG file.
 
     Args:
@@ -31,8 +31,8 @@ def drawn(dates: Sequence[str], values: Mapping[str, Sequence[float]], prices: s
             gained = [value / worth[0] - 1 for value in worth]
             fallen = [value / height - 1 for value, height in zip(worth, accumulate(worth, max), strict=True)]
             label = f"{name.replace('_', ' ')}: {gained[-1]:+.1%}, largest fall {abs(min(fallen)):.1%}"
-            gains.plot(days, gained, _DASHES[at % len(_DASHES)], color=colour(at), label=label)
-            falls.plot(days, fallen, _DASHES[at % len(_DASHES)], color=colour(at))
+            gains.plot(days, gained, _DASHES[at % len(_DASHES)], color=color_of_run(at), label=label)
+            falls.plot(days, fallen, _DASHES[at % len(_DASHES)], color=color_of_run(at))
         gains.set_title(f"Gain on the test dates, {dates[0]} to {dates[-1]}")
         gains.set_ylabel("gain since the first day")
         gains.legend(*(found[::-1] for found in gains.get_legend_handles_labels()), loc="best", frameon=True)

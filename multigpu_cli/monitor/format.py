@@ -10,33 +10,33 @@ _SHORT = {"event", "time", "samples", "step", *_SHOWN, *(f"{unit}_per_second" fo
 _WIDEST_NAME = 32  # letters
 
 
-def train_line(fields: Mapping[str, Any], total_steps: int) -> str:
+def format_train_line(fields: Mapping[str, Any], total_steps: int) -> str:
     """A `train` event as a line, with the time left at the pace of the steps since the last one."""
     total = f"/{total_steps}" if total_steps else ""
     parts = [f"step {fields['step']}{total}"]
-    parts += [f"{label(name)} {number(fields[name])}" for name in _SHOWN if fields.get(name) is not None]
+    parts += [f"{format_label(name)} {format_number(fields[name])}" for name in _SHOWN if fields.get(name) is not None]
     parts += _rate(fields)
     if total_steps > fields["step"] and fields.get("step_ms"):
-        parts.append(f"{duration((total_steps - fields['step']) * fields['step_ms'] / 1e3)} left")
+        parts.append(f"{format_duration((total_steps - fields['step']) * fields['step_ms'] / 1e3)} left")
     return "  ".join(parts)
 
 
-def every_number(fields: Mapping[str, Any]) -> str:
+def format_other_numbers(fields: Mapping[str, Any]) -> str:
     """The numbers of a `train` event that its line leaves out."""
     rest = {name: value for name, value in fields.items() if name not in _SHORT and value is not None}
-    return "  ".join(f"{label(name)} {_readable(name, value)}" for name, value in rest.items())
+    return "  ".join(f"{format_label(name)} {_readable(name, value)}" for name, value in rest.items())
 
 
-def facts(fields: Mapping[str, Any]) -> list[str]:
+def format_bar_facts(fields: Mapping[str, Any]) -> list[str]:
     """What stands beside the bar, the most important first; the memory of the fullest GPU where there is one."""
-    found = [f"mean loss {number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
+    found = [f"mean loss {format_number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
     found += _rate(fields)
     if fields.get("memory_reserved"):
         found.append(f"GPU {_readable('memory', max(fields['memory']))}")
     return found
 
 
-def eval_line(fields: Mapping[str, Any]) -> str:
+def format_eval_line(fields: Mapping[str, Any]) -> str:
     """An `eval` event as a line; measures beside loss and accuracy are named too."""
     measures = {
         name: value for name, value in fields.items() if name not in {"event", "time", "step", "split", "epoch"}
@@ -44,52 +44,54 @@ def eval_line(fields: Mapping[str, Any]) -> str:
     samples = measures.pop("samples", None)
     parts = [f"epoch {fields['epoch']:<3}"] if fields.get("epoch") is not None else []
     parts += [str(fields.get("split", "val")).ljust(4)]
-    parts += [f"{label(name)} {measure(name, value):<8}" for name, value in measures.items() if value is not None]
+    parts += [
+        f"{format_label(name)} {format_metric(name, value):<8}" for name, value in measures.items() if value is not None
+    ]
     return "  ".join([*parts, f"({samples:,} samples)" if samples is not None else ""]).rstrip()
 
 
-def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def format_result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The result of a run as label → value, leaving out what the run does not have."""
     found = [("status", _status(summary))]
     final = summary.get("final") or {}
     wanted = sorted(final, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
-    found += [(label(name), measure(name, final[name])) for name in wanted if final[name] is not None]
+    found += [(format_label(name), format_metric(name, final[name])) for name in wanted if final[name] is not None]
     best = summary.get("best") or {}
     if best.get("epoch") is not None:
         found.append(("best epoch", str(best["epoch"])))
     found.append(("speed", _speed(summary)))
-    found += [(label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
+    found += [(format_label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
     return [(name, text) for name, text in found if text]
 
 
-def one_line(summary: Mapping[str, Any]) -> str:
+def format_result_line(summary: Mapping[str, Any]) -> str:
     """The result of a run for --quiet."""
     shown = ("status", "test accuracy", "test reward", "test loss", "val accuracy", "val reward", "save dir")
-    return "  ".join(f"{name} {text}" for name, text in rows(summary) if name in shown)
+    return "  ".join(f"{name} {text}" for name, text in format_result_rows(summary) if name in shown)
 
 
-def class_table(per_class: Sequence[Mapping[str, Any]], class_names: Sequence[str]) -> Iterator[str]:
+def format_class_table(per_class: Sequence[Mapping[str, Any]], class_names: Sequence[str]) -> Iterator[str]:
     """One line a class; of many classes only those with the lowest F1."""
     named = [
-        {"class": row.get("class", _named(class_names, at))} | {name: row[name] for name in row if name != "class"}
+        {"class": row.get("class", _name_class(class_names, at))} | {name: row[name] for name in row if name != "class"}
         for at, row in enumerate(per_class)
     ]
     chosen = named
     if len(named) > _MANY_CLASSES:
         chosen = sorted(named, key=lambda row: row.get("f1") or 0.0)[:_MANY_CLASSES]
     yield ""
-    yield from _aligned([list(named[0]), *([_cell(value) for value in row.values()] for row in chosen)])
+    yield from _align([list(named[0]), *([_cell(value) for value in row.values()] for row in chosen)])
     if len(chosen) < len(named):
         yield f" the {len(chosen)} weakest of {len(named)} classes; all of them are in summary.json"
 
 
-def confusion_table(
+def format_confusion_table(
     confusion: Sequence[Sequence[int]], class_names: Sequence[str], width: int | None = None
 ) -> Iterator[str]:
     """The counts, true classes down and predicted ones across (by index); where they fit, that is."""
     count = len(confusion)
     head = ["true \\ predicted", *(str(at) for at in range(count))]
-    table = _aligned([head, *([_indexed(class_names, at), *map(str, row)] for at, row in enumerate(confusion))])
+    table = _align([head, *([_index_class(class_names, at), *map(str, row)] for at, row in enumerate(confusion))])
     yield ""
     if count > _MANY_CLASSES or (width is not None and any(len(line) > width for line in table)):
         yield f" the confusion matrix of {count} classes is in summary.json"
@@ -97,7 +99,7 @@ def confusion_table(
         yield from table
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """'42 s', '3 min 20 s', '5 h 12 min', '3 d 4 h'."""
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
@@ -105,17 +107,17 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def label(name: str) -> str:
+def format_label(name: str) -> str:
     """A field's name as a label: `test_accuracy` → 'test accuracy'."""
     return name.replace("_", " ")
 
 
-def measure(name: str, value: Any) -> str:
+def format_metric(name: str, value: Any) -> str:
     """A metric as text: accuracies in per cent, everything else as a number."""
-    return f"{100 * float(value):.2f} %" if "accuracy" in name else number(value)
+    return f"{100 * float(value):.2f} %" if "accuracy" in name else format_number(value)
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Four significant digits of a float, anything else as it is."""
     return f"{value:#.4g}".rstrip(".") if isinstance(value, float) else str(value)
 
@@ -123,7 +125,7 @@ def number(value: Any) -> str:
 def _rate(fields: Mapping[str, Any]) -> list[str]:
     unit = next((unit for unit in _UNITS if f"{unit}_per_second" in fields), "samples")
     rate = fields.get(f"{unit}_per_second")
-    return [] if rate is None else [f"{rate:,.0f} {label(unit)}/s"]
+    return [] if rate is None else [f"{rate:,.0f} {format_label(unit)}/s"]
 
 
 def _readable(name: str, value: Any) -> str:
@@ -132,7 +134,7 @@ def _readable(name: str, value: Any) -> str:
         return " / ".join("-" if each is None else _readable(name, each) for each in value)
     if "memory" in name:
         return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-    return f"{100 * value:.1f} %" if name.endswith("share") or name == "mfu" else number(value)
+    return f"{100 * value:.1f} %" if name.endswith("share") or name == "mfu" else format_number(value)
 
 
 def _status(summary: Mapping[str, Any]) -> str:
@@ -154,16 +156,16 @@ def _cell(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _named(class_names: Sequence[str], at: int) -> str:
+def _name_class(class_names: Sequence[str], at: int) -> str:
     name = class_names[at] if at < len(class_names) else str(at)
     return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
 
 
-def _indexed(class_names: Sequence[str], at: int) -> str:
-    return str(at) if (name := _named(class_names, at)) == str(at) else f"{at} {name}"
+def _index_class(class_names: Sequence[str], at: int) -> str:
+    return str(at) if (name := _name_class(class_names, at)) == str(at) else f"{at} {name}"
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def _align(table: Sequence[Sequence[str]]) -> list[str]:
     """Cells as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [

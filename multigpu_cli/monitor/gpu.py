@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from multigpu_cli.errors import counted
+from multigpu_cli.errors import pluralize
 
 _LINKS = 18  # most NVLinks of one GPU so far
 _TOPOLOGY = {
@@ -58,11 +58,11 @@ class Gpu:
     mig: bool = False
     pcie: tuple[int, int] | None = None
     pcie_most: tuple[int, int] | None = None
-    tenants: tuple[GpuProcess, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
     unreachable: str = ""
 
 
-def opened() -> Any:
+def open_nvml() -> Any:
     """The library, ready to be asked.
 
     Raises:
@@ -79,10 +79,10 @@ def opened() -> Any:
     return pynvml
 
 
-def gpus(nvml: Any) -> list[Gpu]:
+def list_gpus(nvml: Any) -> list[Gpu]:
     """Every GPU of the machine."""
     found = []
-    for number in range(_asked(nvml, nvml.nvmlDeviceGetCount) or 0):
+    for number in range(_ask(nvml, nvml.nvmlDeviceGetCount) or 0):
         try:
             found.append(_gpu(nvml, number, nvml.nvmlDeviceGetHandleByIndex(number)))
         except nvml.NVMLError as error:
@@ -90,10 +90,10 @@ def gpus(nvml: Any) -> list[Gpu]:
     return found
 
 
-def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
+def read_driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version, and the newest CUDA that it runs."""
     version, newest = (
-        _asked(nvml, ask) for ask in (nvml.nvmlSystemGetDriverVersion, nvml.nvmlSystemGetCudaDriverVersion_v2)
+        _ask(nvml, ask) for ask in (nvml.nvmlSystemGetDriverVersion, nvml.nvmlSystemGetCudaDriverVersion_v2)
     )
     return version and _text(version), newest and (newest // 1000, newest % 1000 // 10)
 
@@ -101,14 +101,14 @@ def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
 def explain_unseen_gpus(built_for: str) -> str:
     """Which GPUs NVML sees, and why a torch that was built for this CUDA may see none; "" where there are none."""
     try:
-        nvml = opened()
-        found, (version, newest) = gpus(nvml), driver(nvml)
+        nvml = open_nvml()
+        found, (version, newest) = list_gpus(nvml), read_driver(nvml)
     except NoNvml:
         return ""
     if not found:
         return ""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in found))
-    told = f"NVML sees {counted(len(found), 'GPU')} here ({names}), torch none"
+    told = f"NVML sees {pluralize(len(found), 'GPU')} here ({names}), torch none"
     if newest and int(built_for.partition(".")[0]) > newest[0]:
         fix = f"a newer driver, or a torch built for CUDA {newest[0]}.{newest[1]} or older"
         return (
@@ -117,10 +117,10 @@ def explain_unseen_gpus(built_for: str) -> str:
     return f"{told}: python -c 'import torch; torch.zeros(1).cuda()' says why"
 
 
-def links(nvml: Any) -> dict[tuple[int, int], str]:
+def read_links(nvml: Any) -> dict[tuple[int, int], str]:
     """How each pair of GPUs is connected."""
-    count = range(_asked(nvml, nvml.nvmlDeviceGetCount) or 0)
-    handles = {number: _asked(nvml, nvml.nvmlDeviceGetHandleByIndex, number) for number in count}
+    count = range(_ask(nvml, nvml.nvmlDeviceGetCount) or 0)
+    handles = {number: _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, number) for number in count}
     pairs = [(one, other) for one in count for other in count if one < other]
     return {(one, other): _link(nvml, handles[one], handles[other]) for one, other in pairs}
 
@@ -129,21 +129,21 @@ def _link(nvml: Any, one: Any, other: Any) -> str:
     """How two GPUs are connected; a handle is None where NVML can't reach the GPU."""
     if one is None or other is None:
         return "unknown"
-    by_nvlink = _asked(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    by_nvlink = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     active = _active_links(nvml, one)
     if by_nvlink == nvml.NVML_P2P_STATUS_OK and active:
         return f"NVLink ({active} links)"
-    level = _asked(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    level = _ask(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
     return _TOPOLOGY.get(level, "unknown")
 
 
 def _gpu(nvml: Any, number: int, handle: Any) -> Gpu:
-    memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    power = _asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-    rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
-    mig = _asked(nvml, nvml.nvmlDeviceGetMigMode, handle)
-    capability = _asked(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    tenants = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    power = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    tenants = _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
     return Gpu(
         number=number,
         name=_text(nvml.nvmlDeviceGetName(handle)),
@@ -152,25 +152,25 @@ def _gpu(nvml: Any, number: int, handle: Any) -> Gpu:
         memory_total=None if memory is None else memory.total,
         memory_used=None if memory is None else memory.used,
         utilisation=None if rates is None else rates.gpu,
-        temperature=_asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        temperature=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power=None if power is None else power / 1000,
         mig=bool(mig and mig[0]),
         pcie=_pcie(nvml, handle, nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth),
         pcie_most=_pcie(nvml, handle, nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth),
-        tenants=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in tenants),
+        processes=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in tenants),
     )
 
 
 def _pcie(nvml: Any, handle: Any, generation: Callable[..., Any], width: Callable[..., Any]) -> tuple[int, int] | None:
-    found = (_asked(nvml, generation, handle), _asked(nvml, width, handle))
+    found = (_ask(nvml, generation, handle), _ask(nvml, width, handle))
     return None if None in found else found
 
 
 def _active_links(nvml: Any, handle: Any) -> int:
-    return sum(_asked(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) == 1 for link in range(_LINKS))
+    return sum(_ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) == 1 for link in range(_LINKS))
 
 
-def _asked(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
+def _ask(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
     """The answer, or None where this GPU or driver has none."""
     try:
         return question(*about)
@@ -178,9 +178,9 @@ def _asked(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
         return None
 
 
-def _text(said: str | bytes) -> str:
+def _text(answer: str | bytes) -> str:
     """Older bindings answer in bytes."""
-    return said.decode() if isinstance(said, bytes) else said
+    return answer.decode() if isinstance(answer, bytes) else answer
 
 
 _Look = tuple[float | None, ...]  # utilisation, temperature, watts, bytes
@@ -205,7 +205,7 @@ class Sampler:
         self._seen: list[_Look] = []
         self._last: _Look = (None,) * 4
         try:
-            self._nvml = opened() if nvml is None else nvml
+            self._nvml = open_nvml() if nvml is None else nvml
             self._handle = _handle(self._nvml, uuid)
         except NoNvml as reason:
             self.missing = str(reason)
@@ -239,16 +239,16 @@ class Sampler:
 
     def _look(self) -> _Look:
         nvml = self._nvml
-        rates, power = self._asked(nvml.nvmlDeviceGetUtilizationRates), self._asked(nvml.nvmlDeviceGetPowerUsage)
-        memory = self._asked(nvml.nvmlDeviceGetMemoryInfo)
+        rates, power = self._ask(nvml.nvmlDeviceGetUtilizationRates), self._ask(nvml.nvmlDeviceGetPowerUsage)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
         return (
             None if rates is None else rates.gpu,
-            self._asked(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
             None if power is None else power / 1000,
             None if memory is None else memory.used,
         )
 
-    def _asked(self, question: Callable[..., Any], *more: Any) -> Any:
+    def _ask(self, question: Callable[..., Any], *more: Any) -> Any:
         try:
             return question(self._handle, *more)
         except self._nvml.NVMLError as error:
@@ -265,6 +265,6 @@ def _handle(nvml: Any, uuid: str) -> Any:
     try:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:
-        if (instance := _asked(nvml, nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}")) is not None:
+        if (instance := _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}")) is not None:
             return instance
         raise NoNvml(f"NVML: {error}") from error

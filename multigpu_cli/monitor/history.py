@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.monitor.journal import Event, read
+from multigpu_cli.monitor.journal import Event, read_events
 
 JOURNAL = "journal.jsonl"
 PLAN = "plan.json"  # what `plan --save-dir` leaves for the report
@@ -108,7 +108,7 @@ class History:
         self.evals = {place: event for place, event in self.evals.items() if place[0] <= step}
 
 
-def folded(events: Iterable[Event]) -> History:
+def fold_events(events: Iterable[Event]) -> History:
     """The history that a journal's events make."""
     history = History()
     for event in events:
@@ -116,16 +116,16 @@ def folded(events: Iterable[Event]) -> History:
     return history
 
 
-def history_of(folder: Path) -> History:
+def load_history(folder: Path) -> History:
     """The history of the run in a folder.
 
     Raises:
         FileNotFoundError: there is no journal.
     """
-    return folded(read(folder / JOURNAL))
+    return fold_events(read_events(folder / JOURNAL))
 
 
-def runs_under(folder: Path) -> list[Path]:
+def find_run_folders(folder: Path) -> list[Path]:
     """Run folders at this place or up to two levels below it, oldest first."""
     journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL)]
     return [file.parent for file in sorted(journals, key=lambda file: file.stat().st_mtime)]

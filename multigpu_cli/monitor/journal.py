@@ -14,7 +14,7 @@ from multigpu_cli.monitor.append_file import AppendFile, Warn
 Event = dict[str, Any]
 
 
-def valid_json(value: Any, *, indent: int | None = None) -> str:
+def dump_json(value: Any, *, indent: int | None = None) -> str:
     """Text that every JSON parser reads; a non-finite number becomes "NaN", "Infinity" or "-Infinity".
 
     Those are strings, because JSON has no such numbers; `float()` turns them back. Finite floats keep full precision.
@@ -43,7 +43,7 @@ class Journal:
     def write(self, event: str, **fields: Any) -> Event:
         """Append one event with the time of now, and return it."""
         entry = {"event": event, "time": time.time()} | fields
-        line = valid_json(entry)
+        line = dump_json(entry)
         if self._lines:
             self._lines.add(line)
         for listener in self._listeners:
@@ -63,7 +63,7 @@ class Journal:
         self.close()
 
 
-def read(path: Path | str) -> Iterator[Event]:
+def read_events(path: Path | str) -> Iterator[Event]:
     """The events of a journal in the order written, passing over torn lines.
 
     Raises:

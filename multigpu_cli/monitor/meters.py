@@ -57,9 +57,9 @@ class StepTimer:
         self._clock, self._cpu, self._runs_ahead = clock, cpu, device_runs_ahead
         self._times = Quantiles()
         self.steps, self.samples = 0, 0
-        self.begin()
+        self.start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Training begins now, unless a step is done already: what was before is no part of the first one."""
         if not self.steps:
             self._last, self.seconds = self._clock(), 0.0
@@ -78,27 +78,27 @@ class StepTimer:
         self.steps += 1
         self.samples += samples
 
-    def waiting(self, reason: str) -> Stopwatch:
+    def measure_wait(self, reason: str) -> Stopwatch:
         """Time inside counts as training, and by its reason."""
         if reason not in self._waits:
             self._waits[reason] = Stopwatch(of_gpu=self._runs_ahead, clock=self._clock)
         return self._waits[reason]
 
-    def waited(self, reason: str) -> float:
+    def read_wait(self, reason: str) -> float:
         """Seconds waited for this reason since this was last asked."""
-        return self.waiting(reason).read()[0]
+        return self.measure_wait(reason).read()[0]
 
     @property
     def steps_so_far(self) -> int:
         """Steps since the last `read`."""
         return self._window.steps
 
-    def at_work(self) -> float:
+    def cpu_seconds(self) -> float:
         """CPU seconds of all threads of this process since the last `read`; loader processes have their own."""
         return self._cpu() - self._window.cpu
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Time inside (evaluation, checkpoints) is no training time."""
         self._step_so_far += self._elapsed()
         began = self._cpu()

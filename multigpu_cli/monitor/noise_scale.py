@@ -49,16 +49,16 @@ class NoiseMeter:
         self._norm: Tensor | None = None
         self._estimates: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
 
-    def wants(self, step: int, passes: int, done: int) -> bool:
+    def is_due(self, step: int, passes: int, done: int) -> bool:
         """Whether micro-batch `done` of this worker's `passes` in step `step` (counted from 1) is one to look at."""
         return bool(self._interval) and done == 1 and passes > 1 and step % self._interval == 0
 
     @torch.no_grad()
-    def look(self, parameters: list[Tensor]) -> None:
+    def record_gradient(self, parameters: list[Tensor]) -> None:
         """Keep the norm of what a first micro-batch left in `.grad`."""
         self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def small_norm(self) -> float | None:
+    def take_small_norm(self) -> float | None:
         """The norm that was kept since the last call, of losses without the factor."""
         norm, self._norm = self._norm, None
         return None if norm is None else float(norm) / self._factor

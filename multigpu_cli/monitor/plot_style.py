@@ -29,12 +29,12 @@ STYLE: Any = {  # matplotlib's own type lists every name
 }
 
 
-def lettered(name: str) -> str:
+def escape_text(name: str) -> str:
     """A name for matplotlib to show letter by letter: its $ begin no formula, its leading _ hides it from no legend."""
     shown = name.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def colour(number: int) -> str:
+def color_of_run(number: int) -> str:
     """The colour of a run, the same in all pictures."""
     return _COLOURS[number % len(_COLOURS)]

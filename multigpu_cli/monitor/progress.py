@@ -26,7 +26,7 @@ class ProgressDisplay:
         """Take the bar off the screen."""
 
     @contextmanager
-    def out_of_the_way(self) -> Iterator[None]:
+    def hidden(self) -> Iterator[None]:
         """Text may be written inside."""
         yield
 
@@ -73,7 +73,7 @@ class TqdmDisplay(ProgressDisplay):
         self._bar.close()
 
     @contextmanager
-    def out_of_the_way(self) -> Iterator[None]:
+    def hidden(self) -> Iterator[None]:
         self._bar.clear()
         try:
             yield

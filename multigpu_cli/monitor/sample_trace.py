@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.monitor.append_file import AppendFile, Warn
-from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.runtime.world import World
 
 _NONE = -1
@@ -27,7 +27,7 @@ class SampleTrace:
 
     def __init__(self, path: Path, world: World, most: int, warn: Warn = warnings.warn) -> None:
         self._world, self._most = world, most
-        self._lines = AppendFile(path, warn) if world.main else None
+        self._lines = AppendFile(path, warn) if world.is_main else None
 
     def write(self, step: int, fetched: list[Tensor]) -> None:
         """Add one step; every rank calls it, with the (n,) int64 indices of its batches."""
@@ -35,7 +35,7 @@ class SampleTrace:
         if fetched:
             indices = torch.cat(fetched)
             mine[: len(indices)] = indices.to(mine.device)
-        everyone = torch.cat(gathered(self._world, mine))
+        everyone = torch.cat(all_gather(self._world, mine))
         if self._lines:
             samples = [index for index in everyone.tolist() if index != _NONE]
             self._lines.add(json.dumps({"step": step, "samples": samples}))

@@ -65,7 +65,7 @@ class BatchPlan:
         return self.samples // self.global_batch if self.drop_last else -(-self.samples // self.global_batch)
 
     @property
-    def left_over(self) -> int:
+    def last_batch_samples(self) -> int:
         """Samples in the last, short global batch of an epoch: trained as they are, or dropped."""
         return self.samples % self.global_batch
 
@@ -75,9 +75,9 @@ class BatchPlan:
         return -(-self.global_batch // self.micro_batch)
 
     @property
-    def shortest(self) -> int:
+    def smallest_micro_batch(self) -> int:
         """Samples in the smallest micro-batch of an epoch."""
-        steps = {self.samples_in(0), self.samples_in(self.steps_per_epoch - 1)}
+        steps = {self.num_samples(0), self.num_samples(self.steps_per_epoch - 1)}
         return min(samples % self.micro_batch or min(samples, self.micro_batch) for samples in steps)
 
     @property
@@ -86,55 +86,57 @@ class BatchPlan:
         return -(-self.micro_batches // self.workers)
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """Whether in every step every worker has as many micro-batches as the others."""
-        last = -(-self.left_over // self.micro_batch) if self.left_over and not self.drop_last else 0
+        last = -(-self.last_batch_samples // self.micro_batch) if self.last_batch_samples and not self.drop_last else 0
         return self.micro_batches % self.workers == 0 and last % self.workers == 0
 
-    def samples_in(self, step: int) -> int:
+    def num_samples(self, step: int) -> int:
         """Samples in a step of an epoch, counted from 0."""
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     def samples_after(self, steps: int) -> int:
         """Samples trained in the first `steps` optimizer steps of a run."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        per_epoch = self.samples - (self.left_over if self.drop_last else 0)
+        per_epoch = self.samples - (self.last_batch_samples if self.drop_last else 0)
         return epochs * per_epoch + min(rest * self.global_batch, per_epoch)
 
-    def count_in(self, step: int) -> int:
+    def num_micro_batches(self, step: int) -> int:
         """Micro-batches in a step of an epoch, over all workers."""
-        return -(-self.samples_in(step) // self.micro_batch)
+        return -(-self.num_samples(step) // self.micro_batch)
 
-    def micro_batches_of(self, step: int) -> list[MicroBatch]:
+    def all_micro_batches(self, step: int) -> list[MicroBatch]:
         """All micro-batches of a step of an epoch, in order; the last may be short."""
-        return self._pieces(step, range(self.count_in(step)))
+        return self._pieces(step, range(self.num_micro_batches(step)))
 
-    def share(self, step: int, rank: int) -> list[MicroBatch]:
+    def local_micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """One worker's micro-batches of a step: a contiguous block, as even as whole ones allow; may be empty."""
-        count = self.count_in(step)
+        count = self.num_micro_batches(step)
         return self._pieces(step, range(count * rank // self.workers, count * (rank + 1) // self.workers))
 
     def _pieces(self, step: int, numbers: range) -> list[MicroBatch]:
         first, size = step * self.global_batch, self.micro_batch
-        end = first + self.samples_in(step)
+        end = first + self.num_samples(step)
         return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
-    def passes(self, step: int, rank: int, lanes: int) -> list[MicroBatch]:
+    def local_forward_passes(self, step: int, rank: int, replicas_per_process: int) -> list[MicroBatch]:
         """One process's forward passes in a step: its share, with `lanes` neighbouring micro-batches in one pass.
 
         With more than one lane (DataParallel) the process drives all workers, so its share is everything.
         """
-        if lanes == 1:
-            return self.share(step, rank)
-        every = self.micro_batches_of(step)
-        groups = [every[at : at + lanes] for at in range(0, len(every), lanes)]
+        if replicas_per_process == 1:
+            return self.local_micro_batches(step, rank)
+        every = self.all_micro_batches(step)
+        groups = [every[at : at + replicas_per_process] for at in range(0, len(every), replicas_per_process)]
         return [MicroBatch(number, group[0].start, group[-1].stop) for number, group in enumerate(groups)]
 
-    def layout(self, number: int, rank: int, lanes: int) -> StepLayout:
+    def layout(self, number: int, rank: int, replicas_per_process: int) -> StepLayout:
         """The layout of optimizer step `number`, counted from 0 over the run, as `rank` sees it."""
         step = number % self.steps_per_epoch
-        micro_batches = -(-self.count_in(step) // lanes)
-        return StepLayout(number, self.samples_in(step), micro_batches, self.passes(step, rank, lanes))
+        micro_batches = -(-self.num_micro_batches(step) // replicas_per_process)
+        return StepLayout(
+            number, self.num_samples(step), micro_batches, self.local_forward_passes(step, rank, replicas_per_process)
+        )
 
 
 def plan_batches(

@@ -21,10 +21,10 @@ class Rate(NamedTuple):
 
     value: float
     rule: str
-    because: str
+    reason: str
 
 
-def settle_rate(
+def resolve_learning_rate(
     *, given: float | None, base: float | None, base_batch: int, global_batch: int, rule: str, optimizer: str
 ) -> Rate:
     """Take the given rate as it is, or scale the base rate to the global batch.
@@ -63,7 +63,7 @@ class Schedule:
     shape: str
     floor: float = 0.0
 
-    def at(self, step: int) -> float:
+    def rate_at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from multigpu_cli.errors import counted
+from multigpu_cli.errors import pluralize
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.learning_rate import Rate, Schedule
 
@@ -28,7 +28,7 @@ class Plan:
         compiled: how the network is compiled, with the reason; empty where it is not.
     """
 
-    where: str
+    placement_reason: str
     strategy: str
     device: str
     batches: BatchPlan
@@ -37,35 +37,37 @@ class Plan:
     base_lr: float | None
     base_batch_size: int
     precision: str
-    precision_because: str
-    contents: str
-    start: str
+    precision_reason: str
+    description: str
+    resume_reason: str
     save_dir: str
     epochs: int
     threads: int
-    idle: list[str]
-    size_because: str = ""
+    unused_flags: list[str]
+    batch_size_reason: str = ""
     compiled: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line that people see."""
         rows = [
-            ("what", self.contents),
-            ("where", self.where),
+            ("what", self.description),
+            ("where", self.placement_reason),
             ("batch", self._batch()),
-            ("learning rate", f"{self.rate.because}; {self.schedule.shape} schedule"),
+            ("learning rate", f"{self.rate.reason}; {self.schedule.shape} schedule"),
             ("length", self._length()),
             ("warm-up", self._warmup()),
             (
                 "precision",
-                f"{self.precision} ({self.precision_because}), {counted(self.threads, 'CPU thread')} per worker",
+                f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
             *([("torch.compile", self.compiled)] if self.compiled else []),
-            ("starts", self.start),
+            ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
         return rows + (
-            [("no effect", f"{', '.join(self.idle)}: not with this device, strategy or dataset")] if self.idle else []
+            [("no effect", f"{', '.join(self.unused_flags)}: not with this device, strategy or dataset")]
+            if self.unused_flags
+            else []
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,14 +75,14 @@ class Plan:
         batches, schedule = self.batches, self.schedule
         return {
             "strategy": self.strategy,
-            "because": self.where,
+            "because": self.placement_reason,
             "device": self.device,
             "workers": batches.workers,
             "batch_size": batches.micro_batch,
             "grad_accum_steps": batches.accumulation,
             "global_batch_size": batches.global_batch,
             "samples": batches.samples,
-            "left_over": batches.left_over,
+            "left_over": batches.last_batch_samples,
             "drop_last": batches.drop_last,
             "learning_rate": schedule.peak,
             "base_lr": self.base_lr,
@@ -92,35 +94,37 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
-            "contents": self.contents,
-            "resume": self.start,
+            "contents": self.description,
+            "resume": self.resume_reason,
             "save_dir": self.save_dir,
         }
 
     def _batch(self) -> str:
         b = self.batches
-        text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {counted(b.workers, 'worker')}"
+        text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {pluralize(b.workers, 'worker')}"
         product = b.micro_batch * b.accumulation * b.workers
-        because = f" ({self.size_because})" if self.size_because else ""
+        because = f" ({self.batch_size_reason})" if self.batch_size_reason else ""
         if product == b.global_batch:
             return f"{text} = {b.global_batch} global batch{because}"
         up_to = f"of up to {b.micro_batch}{because}"
-        text = f"global batch {b.global_batch} as {counted(b.micro_batches, 'micro-batch')} {up_to}"
+        text = f"global batch {b.global_batch} as {pluralize(b.micro_batches, 'micro-batch')} {up_to}"
         idle = max(0, b.workers - b.micro_batches)
-        shared = f", at most {b.accumulation} on each of {counted(b.workers, 'worker')}"
-        advice = f"; {counted(idle, 'worker')} idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""
+        shared = f", at most {b.accumulation} on each of {pluralize(b.workers, 'worker')}"
+        advice = (
+            f"; {pluralize(idle, 'worker')} idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""
+        )
         return text + shared + advice
 
     def _length(self) -> str:
         b, total = self.batches, self.schedule.total_steps
-        steps, epochs = counted(total, "optimizer step"), counted(total / b.steps_per_epoch, "epoch")
+        steps, epochs = pluralize(total, "optimizer step"), pluralize(total / b.steps_per_epoch, "epoch")
         text = f"{steps}: {b.steps_per_epoch} per epoch, {epochs}"
         if total < b.steps_per_epoch * self.epochs:
             text += f" of {self.epochs}, cut by --max-steps"
-        if b.left_over:
+        if b.last_batch_samples:
             fate = "left out (--drop-last)" if b.drop_last else "trained as a short batch"
-            verb = "is" if b.left_over == 1 else "are"
-            text += f"; the epoch's last {counted(b.left_over, 'sample')} {verb} {fate}"
+            verb = "is" if b.last_batch_samples == 1 else "are"
+            text += f"; the epoch's last {pluralize(b.last_batch_samples, 'sample')} {verb} {fate}"
         return text
 
     def _warmup(self) -> str:

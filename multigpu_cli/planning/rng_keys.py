@@ -3,7 +3,7 @@
 _MASK = (1 << 64) - 1
 
 
-def mixed(number: int) -> int:
+def mix_bits(number: int) -> int:
     """Scramble 64 bits (SplitMix64's finaliser; Steele, Lea and Flood 2014): near numbers give unrelated ones."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -11,9 +11,9 @@ def mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def key(*parts: int) -> int:
+def make_key(*parts: int) -> int:
     """One 63-bit seed from several numbers; their order matters, so (1, 2) and (2, 1) give different seeds."""
     state = 0
     for part in parts:
-        state = mixed(state ^ mixed(part & _MASK))
+        state = mix_bits(state ^ mix_bits(part & _MASK))
     return state >> 1

@@ -34,9 +34,11 @@ class Link:
     overlaps: bool = True
 
     @classmethod
-    def measured(cls, how: str, workers: int, points: Sequence[tuple[float, float]], *, overlaps: bool) -> "Link":
+    def from_measurements(
+        cls, how: str, workers: int, points: Sequence[tuple[float, float]], *, overlaps: bool
+    ) -> "Link":
         """The wire between so many workers on which messages took so many (bytes, seconds)."""
-        latency, bandwidth = fitted(points, workers)
+        latency, bandwidth = fit_ring_model(points, workers)
         said = f"measured here: {how}, {workers} workers, {1e6 * latency:.0f} µs"
         said += f", {bandwidth / 1e9:.3g} GB/s" if isfinite(bandwidth) else ""
         return cls("measured", latency, bandwidth, said, overlaps)
@@ -112,7 +114,7 @@ def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
     return (first, *[full] * int(count), *([left] if left else []))
 
 
-def exposed(work: StepTimes, network: Interconnect, workers: int) -> float:
+def exposed_seconds(work: StepTimes, network: Interconnect, workers: int) -> float:
     """Seconds of the reduction that backward does not hide."""
     if workers == 1:
         return 0.0
@@ -131,7 +133,7 @@ def exposed(work: StepTimes, network: Interconnect, workers: int) -> float:
 def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulation: int) -> float:
     """One optimizer step of so many micro-batches on each worker."""
     passes = accumulation * (work.data + work.forward + work.backward)
-    return passes + exposed(work, network, workers) + work.commit
+    return passes + exposed_seconds(work, network, workers) + work.commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +192,12 @@ def forecast(
     for workers, work in zip(counts, works, strict=True):
         plan = replace(base, global_batch=global_batch or least * workers, workers=workers)
         batch = plan.global_batch
-        step = step_seconds(work, network, workers, ceil(plan.count_in(0) / workers))
+        step = step_seconds(work, network, workers, ceil(plan.num_micro_batches(0) / workers))
         steps = float(ceil(round(epochs * plan.steps_per_epoch, 6)))
         if noise_scale is not None:
             smaller, larger = (1 + noise_scale / each.global_batch for each in (plan, base))
             steps = epochs * base.steps_per_epoch * smaller / larger
-        rate = plan.samples_in(0) / step
+        rate = plan.num_samples(0) / step
         first = rows[0].samples_per_second if rows else rate / workers
         seconds = steps * step
         rows.append(
@@ -203,7 +205,7 @@ def forecast(
                 workers=workers,
                 global_batch=batch,
                 step=step,
-                waiting=exposed(work, network, workers),
+                waiting=exposed_seconds(work, network, workers),
                 samples_per_second=rate,
                 speedup=rate / first,
                 efficiency=rate / first / workers,
@@ -215,7 +217,7 @@ def forecast(
     return rows
 
 
-def where_it_ends(rows: Sequence[ForecastRow]) -> int:
+def find_scaling_limit(rows: Sequence[ForecastRow]) -> int:
     """The number of workers beyond which the next row saves less than a tenth of the time."""
     for row, following in pairwise(rows):
         if following.seconds > 0.9 * row.seconds:
@@ -223,7 +225,7 @@ def where_it_ends(rows: Sequence[ForecastRow]) -> int:
     return rows[-1].workers
 
 
-def fitted(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, float]:
+def fit_ring_model(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, float]:
     """Latency and bandwidth of the ring model from measured (bytes, seconds): least squares of relative errors.
 
     Neither is below zero: where messages of other sizes took no longer, latency alone explains them, and the reverse.

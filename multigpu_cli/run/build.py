@@ -15,25 +15,25 @@ from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.types import shown
+from multigpu_cli.config.types import quote_value
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.sample import shapes
+from multigpu_cli.data.sample import describe_shapes
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapted, build_model, in_channels_last, prepared
-from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+from multigpu_cli.models.build import adapt_model, build_model, prepare_model, use_channels_last
+from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime import plugins
-from multigpu_cli.runtime.collectives import decided, together
+from multigpu_cli.runtime.collectives import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
+from multigpu_cli.runtime.preserve import eval_mode, preserve_buffers
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
@@ -101,7 +101,7 @@ class TrainComponents:
         if live and live.optimizer:
             live.step_scheduler(self.state, step, self.plan.batches.steps_per_epoch)
         else:
-            set_rate(self.state.optimizer, self.plan.schedule.at(step))
+            set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
 
     @property
     def eval_batch(self) -> int:
@@ -116,9 +116,9 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
-    task = together(world, lambda: choose_task(spec.config, spec.source, spec.user_objects))
-    loaders = together(world, lambda: _build_loaders(spec, world, task))
-    state = together(world, lambda: _build_state(spec, world, task, loaders.train))
+    task = run_on_all_ranks(world, lambda: choose_task(spec.config, spec.source, spec.user_objects))
+    loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
+    state = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
     if spec.user_objects:
         from multigpu_cli.run.user_objects import broadcast_weights
 
@@ -126,7 +126,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         if state.average:
             state.average.module.load_state_dict(state.model.state_dict())
     _restore_checkpoint(state, task, spec, world)
-    model = together(world, lambda: _compile_model(state.model, spec.config, world.device))
+    model = run_on_all_ranks(world, lambda: _compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
     components = TrainComponents(
         spec, world, task, state, _build_strategy(model, world, spec), loaders, LossNormalizer(task, world)
@@ -140,16 +140,16 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     """What can be built without communication, so that errors can be compared."""
     config, source = spec.config, spec.source
     live = spec.user_objects
-    model = prepared(adapted(live.model), config.model, spec.model) if live else init_model(config, source)
+    model = prepare_model(adapt_model(live.model), config.model, spec.model) if live else init_model(config, source)
     if config.model.init_from and not spec.start.checkpoint:
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
-    task.begin(model, precision)
+    task.check_model(model, precision)
     _choose_memory_format(spec, task, model, precision, first_batch(train, min(2, train.size)))
     check_extra_state(model, spec.model)
     ema = config.optimizer.ema
-    average = None if ema == "off" else averaged(model, float(ema))
+    average = None if ema == "off" else build_ema(model, float(ema))
     optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(model, config.optimizer)
     scheduler = live.scheduler if live else None
     return TrainState(model, optimizer, precision, average, Progress(), scheduler)
@@ -163,7 +163,7 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
         "task": config.task.name or source.task,
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
-    } | dict(source.offers)
+    } | dict(source.model_kwargs)
     seed_weights(config.reproducibility.seed)
     return build_model(config.model, config.model.name or source.model, offered)
 
@@ -173,7 +173,7 @@ def _choose_memory_format(spec: RunSpec, task: Task, model: nn.Module, precision
     if any(map(is_lazy, model.parameters())):  # their weights come with the first pass, and until then have no layout
         seed_weights(spec.config.reproducibility.seed, late=True)
         _smoke_test_batch(spec, task, model, precision, batch)
-    if in_channels_last(model):
+    if use_channels_last(model):
         try:
             return _smoke_test_batch(spec, task, model, precision, batch)
         except RequestError:
@@ -184,9 +184,9 @@ def _choose_memory_format(spec: RunSpec, task: Task, model: nn.Module, precision
 def _smoke_test_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
     """Whether data, model and task fit together shows in one small evaluation, before anything is written."""
     seen: list[str] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(shapes(output)))
+    hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(describe_shapes(output)))
     try:
-        with preserve_buffers(model), evaluating(model), precision.autocast():
+        with preserve_buffers(model), eval_mode(model), precision.autocast():
             task.measure(model, batch)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         if is_out_of_memory(error):
@@ -202,17 +202,17 @@ def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[str],
     line = traceback.extract_tb(error.__traceback__)[-1]
     said = (str(error).splitlines() or [""])[0]
     classes = source.num_classes or source.outputs
-    args = "".join(f", {name}={shown(value)}" for name, value in config.model.args.items())
+    args = "".join(f", {name}={quote_value(value)}" for name, value in config.model.args.items())
     built = f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}"
     lines = [
         f"--model {spec.model} does not take the first batch of --data {config.data.name}, or --task {spec.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
         *([] if spec.user_objects else [built]),
-        f"  it was called with  {shapes(batch.inputs)}",
+        f"  it was called with  {describe_shapes(batch.inputs)}",
         f"  it returned         {outputs[0] if outputs else 'nothing: it failed itself'}",
-        f"  the targets are     {shapes(batch.targets)}",
-        f"  the task expects    {task.expects}",
+        f"  the targets are     {describe_shapes(batch.targets)}",
+        f"  the task expects    {task.expected_shapes}",
     ]
     remedy = "another --model, or --task" if outputs else "a model for these inputs"
     whole = "" if spec.user_objects else "; --debug shows the whole way to where it failed"
@@ -223,12 +223,12 @@ def _build_loaders(spec: RunSpec, world: World, task: Task) -> Loaders:
     source, data, seed = spec.source, spec.config.data, spec.config.reproducibility.seed
     held_out = {"val": source.val, "test": source.test}
     val, test = (None if part is None else task.loader(name, data, world, seed) for name, part in held_out.items())
-    return Loaders(task.feed(data, world, seed), val, test)
+    return Loaders(task.train_stream(data, world, seed), val, test)
 
 
 def first_batch(loader: BatchStream, size: int) -> Batch:
     """The first samples, unshuffled: alike on every rank, and at every start."""
-    return next(loader.held_out(size, 0, 1))
+    return next(loader.eval_batches(size, 0, 1))
 
 
 def choose_task(config: Config, source: DataSource, live: "UserObjects | None") -> Task:
@@ -243,8 +243,8 @@ def choose_task(config: Config, source: DataSource, live: "UserObjects | None") 
 def build_task(config: Config, source: DataSource) -> Task:
     """The task that the user named, else the dataset's own."""
     name = config.task.name or source.task
-    factory = plugins.find(name, TASKS, flag="--task")
-    task = plugins.call(factory, {"source": source, "config": config.task}, config.task.args, where="task")
+    factory = plugins.find_factory(name, TASKS, flag="--task")
+    task = plugins.call_factory(factory, {"source": source, "config": config.task}, config.task.args, where="task")
     if not isinstance(task, Task):
         raise RequestError(f"--task {name}: not a subclass of multigpu_cli.tasks.base.Task")
     return task
@@ -255,7 +255,9 @@ def _restore_checkpoint(state: TrainState, task: Task, spec: RunSpec, world: Wor
     if not spec.start.checkpoint:
         return
     path = Path(spec.start.checkpoint)
-    saved: dict[str, Any] = decided(world, lambda: Checkpoint(path, read_manifest(path)).state(), by=spec.start.holder)
+    saved: dict[str, Any] = run_on_main_rank(
+        world, lambda: Checkpoint(path, read_manifest(path)).state(), by=spec.start.checkpoint_rank
+    )
     state.restore(saved, spec.start.checkpoint)
     if not spec.same_length:  # more epochs are a new chance for a run that had stopped early
         state.progress.stopped_early, state.progress.stale_epochs = False, 0
@@ -268,9 +270,9 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
     config = spec.config
     if config.communication.bucket_cap_mb != "auto" or world.size == 1 or config.reproducibility.exact:
         return spec
-    from multigpu_cli.strategies.buckets import measured_cap
+    from multigpu_cli.strategies.buckets import measure_cap
 
-    return replace(spec, config=with_settings(config, {"bucket_cap_mb": measured_cap(model, world)}))
+    return replace(spec, config=replace_settings(config, {"bucket_cap_mb": measure_cap(model, world)}))
 
 
 def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.best import BestWeights
-from multigpu_cli.checkpoint.lock import check_ours
+from multigpu_cli.checkpoint.lock import check_owner
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
@@ -71,14 +71,14 @@ def save_checkpoint(run: "Run") -> None:
 
     best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
     """
-    run.observer.watchdog.at(run.progress.step, "saving")
+    run.observer.watchdog.mark(run.progress.step, "saving")
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
-    with run.observer.meters.paused():
+    with run.observer.meters.pause():
         run.observer.loss.read()
         check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
         more = run.task.state(run.world)
-        if run.world.main:
+        if run.world.is_main:
             _save_on_main_rank(run, more)
     checkpointer.schedule.saved()
 
@@ -92,10 +92,12 @@ def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
     stalled = time.perf_counter() - began
 
     def write() -> None:
-        check_ours(run.folder)
+        check_owner(run.folder)
         weights = run.folder / "best.pt"
         if best is not None:
-            checkpointer.best_sha256 = save_weights(weights, best, run.spec.label(), best_metrics, watchdog.moved)
+            checkpointer.best_sha256 = save_weights(
+                weights, best, run.spec.label(), best_metrics, watchdog.mark_progress
+            )
         facts = run.spec.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
         so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
         size = checkpointer.store.save(step, snapshot.state, facts, so_far)
@@ -113,7 +115,7 @@ def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
 def finish_pending_checkpoint(run: "Run") -> None:
     """Wait for the checkpoint before; what could not be written is written with the next one."""
     checkpointer = run.checkpointer
-    if error := checkpointer.writer.settle():
+    if error := checkpointer.writer.wait():
         run.log_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
     elif checkpointer.best is checkpointer.best_in_flight:
         checkpointer.best = None
@@ -135,7 +137,7 @@ def wait_for_last_checkpoint(run: "Run") -> None:
     Raises:
         TrainingError: it could not be written; earlier ones are as they were.
     """
-    if error := run.checkpointer.writer.settle():
+    if error := run.checkpointer.writer.wait():
         raise TrainingError(
             f"the last checkpoint could not be written to {run.folder}: {error}",
             remedy="make room, or mend the folder, and run the same command again: it goes on from the one before",

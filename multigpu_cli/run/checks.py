@@ -8,13 +8,13 @@ import torch
 from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.fingerprint import Mark, differences
-from multigpu_cli.errors import RequestError, all_wrong
+from multigpu_cli.data.fingerprint import Mark, describe_differences
+from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.devices import Placement
-from multigpu_cli.runtime.precision import choose_format
+from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.open_data import acts
+from multigpu_cli.tasks.open_data import uses_environments
 
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or start afresh, with --resume never and another --save-dir "
@@ -29,7 +29,7 @@ def raise_all(wrong: Iterable[RequestError]) -> None:
         RequestError: something is.
     """
     if errors := list(wrong):
-        raise all_wrong(errors)
+        raise combine_errors(errors)
 
 
 def describe_machine(plan: Plan) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
 def check_device(config: Config, choice: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
-    if choice.strategy == "dp" and acts(config):
+    if choice.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp can't act in environments", remedy="--multi-gpu ddp")
     if choice.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
         yield RequestError(
@@ -50,7 +50,7 @@ def check_device(config: Config, choice: Placement, world: World) -> Iterator[Re
             remedy="--multi-gpu ddp, or --compile off",
         )
     try:
-        choose_format(config.precision.amp, world.device)
+        choose_precision(config.precision.amp, world.device)
     except RequestError as error:
         yield error
     if config.model.sync_bn and (on_cpu or choice.strategy != "ddp"):
@@ -67,12 +67,12 @@ def check_data(
     Args:
         mark: of the data's contents.
     """
-    if config.model.sync_bn and not plan.batches.even:
+    if config.model.sync_bn and not plan.batches.is_even:
         yield RequestError(
             "--sync-bn needs the same number of micro-batches on every worker in every step, also an epoch's last",
             remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
         )
-    if config.length.patience and source.val is None:
+    if config.length.early_stopping_patience and source.val is None:
         yield RequestError(
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave --early-stopping-patience out, or set samples aside (val)",
@@ -91,7 +91,7 @@ def check_data(
             f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
             remedy=_SAME_DATA,
         )
-    elif other := differences(start.manifest.get("data", mark), mark):  # an older checkpoint has no mark
+    elif other := describe_differences(start.manifest.get("data", mark), mark):  # an older checkpoint has no mark
         where = f" in --data-dir {config.data.dir}" if config.data.dir else ""
         yield RequestError(
             f"--data {config.data.name}: other {', other '.join(other)}{where} than {start.folder} was started with",

@@ -54,7 +54,7 @@ def forward_backward(
     strategy, precision = components.strategy, components.state.precision
     if observer:
         observer.phase("forward", batch)
-    with strategy.accumulating(last=last):
+    with strategy.accumulate(last=last):
         with precision.autocast():
             loss = components.task.loss_sum(strategy.callable, batch)
         if observer:

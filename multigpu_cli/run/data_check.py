@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.fingerprint import Mark, differences
-from multigpu_cli.errors import RequestError, counted
-from multigpu_cli.runtime.collectives import collected, gathered
+from multigpu_cli.data.fingerprint import Mark, describe_differences
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.runtime.collectives import all_gather, all_gather_object
 from multigpu_cli.runtime.world import World
 
 
@@ -23,8 +23,8 @@ def check_same_data(world: World, source: DataSource, mark: Mark, name: str) -> 
     lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
     whole = torch.tensor([*exact, source.samples, *lengths], dtype=torch.int64, device=world.device)
     rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
-    marks = [list(map(int, each.tolist())) for each in gathered(world, whole)]
-    numbers = [each.tolist() for each in gathered(world, rough)]
+    marks = [list(map(int, each.tolist())) for each in all_gather(world, whole)]
+    numbers = [each.tolist() for each in all_gather(world, rough)]
     groups = group_ranks(marks, numbers)
     if len(set(groups)) > 1:
         raise _describe_difference(world, groups, marks, name)
@@ -36,7 +36,7 @@ def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
     Raises:
         RequestError: some differ; names them. The same on every rank.
     """
-    first, *others = every = collected(world, {name: str(value) for name, value in pinned.items()})
+    first, *others = every = all_gather_object(world, {name: str(value) for name, value in pinned.items()})
     name = next((name for name in first if any(each[name] != first[name] for each in others)), None)
     if name is None:
         return
@@ -57,7 +57,7 @@ def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]])
             first
             for first in range(rank + 1)
             if list(marks[first]) == list(marks[rank])
-            and not differences((marks[first], sums[first]), (marks[rank], sums[rank]))
+            and not describe_differences((marks[first], sums[first]), (marks[rank], sums[rank]))
         )
         for rank in range(len(marks))
     ]
@@ -74,7 +74,9 @@ def _describe_difference(
     whole = [rank for rank in range(world.size) if world.hosts and world.hosts[rank] in hosts] == odd
     who = f"{', '.join(hosts)} ({_list_ranks(odd)})" if hosts and whole else _list_ranks(odd)
     here, there = marks[usual][4:], marks[odd[0]][4:]
-    what = f"{counted(there[0], 'training sample')} instead of {here[0]:,}" if here[0] != there[0] else "other contents"
+    what = (
+        f"{pluralize(there[0], 'training sample')} instead of {here[0]:,}" if here[0] != there[0] else "other contents"
+    )
     if here[0] == there[0] and here != there:
         what = f"{there[1]:,}, {there[2]:,} and {there[3]:,} samples to train, validate and test on "
         what += f"instead of {here[1]:,}, {here[2]:,} and {here[3]:,}"

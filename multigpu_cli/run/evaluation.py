@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from multigpu_cli.checkpoint.weights import host_copy
+from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.run.memory_probe import halve_eval_batch
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
     """One exact pass over a split with the weights for use, journalled."""
-    model, progress = run.state.for_use(), run.progress
-    moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.at(progress.step, "evaluating"))
-    with run.observer.meters.paused():
+    model, progress = run.state.eval_model(), run.progress
+    moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.mark(progress.step, "evaluating"))
+    with run.observer.meters.pause():
         result = _evaluate_in_batches(run, model, loader)
         moving.remove()
         entry = run.log.journal.write(
@@ -48,11 +48,11 @@ def evaluate_epoch(run: "Run") -> None:
     progress = run.progress
     check_nonfinite(run)
     run.observer.loss.read()
-    if reached := run.task.enough():
+    if reached := run.task.stop_reason():
         progress.stopped_early = True
         run.log.console.note(f"ending early: {reached}")
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
-    if run.loaders.val is None or not (last or run.task.evaluates(run.epoch)):
+    if run.loaders.val is None or not (last or run.task.should_evaluate(run.epoch)):
         return
     result = evaluate(run, "val", run.loaders.val)
     score = list(run.task.score(result.metrics))
@@ -60,12 +60,15 @@ def evaluate_epoch(run: "Run") -> None:
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
-        if run.world.main:
-            with run.observer.meters.paused():
-                run.checkpointer.best = host_copy(run.state.for_use().state_dict())
+        if run.world.is_main:
+            with run.observer.meters.pause():
+                run.checkpointer.best = copy_to_host(run.state.eval_model().state_dict())
     elif progress.best:
         progress.stale_epochs += 1
-        if run.config.length.patience and progress.stale_epochs >= run.config.length.patience:
+        if (
+            run.config.length.early_stopping_patience
+            and progress.stale_epochs >= run.config.length.early_stopping_patience
+        ):
             progress.stopped_early = True
             run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
 

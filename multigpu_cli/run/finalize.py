@@ -5,21 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.best import BEST, bring_back
+from multigpu_cli.checkpoint.best import BEST, restore_file
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.lock import check_ours, needed
+from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
-from multigpu_cli.config.resume_rules import settings
+from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.classify import unused_names
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.faults.classify import find_unused_parameters
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.collectives import decided, gathered, together
-from multigpu_cli.runtime.rank_output import log_of, who_spoke
+from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def finish_run(run: Run, status: str) -> dict[str, Any]:
     end = finish_completed(run) if status == "completed" else finish_stopped(run)
     run.log.progress_bar.close()
     peak = torch.tensor([peak_memory(run.world.device)], device=run.world.device)
-    end["peak_memory_bytes"] = [int(each) for each in gathered(run.world, peak)]
+    end["peak_memory_bytes"] = [int(each) for each in all_gather(run.world, peak)]
     summary = build_summary(run, status, end)
     close_run(run, summary)
     return summary
@@ -41,14 +41,14 @@ def finish_completed(run: Run) -> dict[str, Any]:
     """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
     if run.checkpointer.saved_step != run.progress.step:  # a loop of somebody's own ends where it likes
         save_checkpoint(run)
-    together(run.world, lambda: wait_for_last_checkpoint(run))
-    state = run.state.for_use().state_dict()
+    run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
+    state = run.state.eval_model().state_dict()
     mark = fingerprint(state)
-    best = decided(run.world, lambda: _publish_weights(run, state))
+    best = run_on_main_rank(run.world, lambda: _publish_weights(run, state))
     if best:
-        run.state.for_use().load_state_dict(best)
+        run.state.eval_model().load_state_dict(best)
     if run.spec.user_objects and run.state.average:
-        run.state.model.load_state_dict(run.state.for_use().state_dict())
+        run.state.model.load_state_dict(run.state.eval_model().state_dict())
     details = evaluate(run, "test", run.loaders.test).details if run.loaders.test is not None else {}
     return {"fingerprint": mark, **details}
 
@@ -56,28 +56,28 @@ def finish_completed(run: Run) -> dict[str, Any]:
 def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Write last.pt; returns the best weights, nothing where the last ones are the best."""
     best, words, metrics = run.folder / "best.pt", run.spec.label(), dict(run.progress.last)
-    with needed(run.folder):
-        check_ours(run.folder)
-        save_weights(run.folder / "last.pt", state, words, metrics, run.observer.watchdog.moved)
+    with fail_on_write_error(run.folder):
+        check_owner(run.folder)
+        save_weights(run.folder / "last.pt", state, words, metrics, run.observer.watchdog.mark_progress)
         if run.progress.best:
-            if bring_back([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.checkpointer.best_sha256):
+            if restore_file([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.checkpointer.best_sha256):
                 return read_weights(best)
             run.log_fault("checkpoint", "best.pt has gone: the last weights take its place")
-        save_weights(best, state, words, metrics, run.observer.watchdog.moved)
+        save_weights(best, state, words, metrics, run.observer.watchdog.mark_progress)
     return {}
 
 
 def finish_stopped(run: Run) -> dict[str, Any]:
     """The end of a run that was asked to stop: nothing but the checkpoint."""
-    together(run.world, lambda: wait_for_last_checkpoint(run))
-    run.observer.watchdog.stopped()
+    run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
+    run.observer.watchdog.record_stop()
     return {}
 
 
 def name_unused_parameters(run: Run, error: BaseException) -> None:
     """DDP lists the parameters that took no part in the loss by index; people know them by name."""
     trained = [name for name, parameter in run.state.model.named_parameters() if parameter.requires_grad]
-    if names := unused_names(error, trained):
+    if names := find_unused_parameters(error, trained):
         error.add_note(f"no gradient for: {', '.join(names[:8])}")
 
 
@@ -124,30 +124,30 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
 
 def close_run(run: Run, summary: dict[str, Any]) -> None:
     """Write summary.json, whichever way the run ended, and the journal's last line."""
-    if run.world.main:
+    if run.world.is_main:
         logs = run.folder / "logs"
-        if spoke := who_spoke(logs, run.world.size):
-            run.log.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_of(logs, spoke[0])}")
+        if spoke := find_ranks_with_output(logs, run.world.size):
+            run.log.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_path(logs, spoke[0])}")
         _write_summary(run, summary)
         if summary["status"] == "completed":
             _write_plots(run, summary)
         if run.log.tensorboard and summary["status"] == "completed":
-            run.log.tensorboard.hyperparameters(settings(run.spec.user_config), summary["final"])
+            run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
     run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
     run.control.ended = True
 
 
 def _write_plots(run: Run, summary: dict[str, Any]) -> None:
-    for name, content in run.task.pictures(summary).items():
-        with needed(run.folder):
+    for name, content in run.task.plots(summary).items():
+        with fail_on_write_error(run.folder):
             publish(run.folder / name, content)
 
 
 def _write_summary(run: Run, summary: dict[str, Any]) -> None:
     try:
-        with needed(run.folder):
-            check_ours(run.folder)
-            write_summary(run.folder, valid_json(summary, indent=1))
+        with fail_on_write_error(run.folder):
+            check_owner(run.folder)
+            write_summary(run.folder, dump_json(summary, indent=1))
     except TrainingError as error:
         if summary["status"] != "failed":
             raise

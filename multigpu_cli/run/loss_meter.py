@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.snapshot import Progress
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
 
 _MOST_LOOSE = 1000  # losses are noted at no cost, and packed now and then where nobody reads for long
@@ -66,7 +66,7 @@ class LossMeter:
         slots = torch.zeros(self._count, dtype=torch.float64, device=self._world.device)
         if self._packed:
             slots[torch.tensor(self._places, device=slots.device)] = torch.cat(self._packed)
-        values = iter(total(self._world, slots).tolist())
+        values = iter(all_reduce_sum(self._world, slots).tolist())
         units = torch.stack([torch.as_tensor(count) for count in self._units]).tolist()
         for (step, micro_batches), count in zip(self._steps, units, strict=True):
             self._count_step(step, _sum([next(values) for _ in range(micro_batches)]), count)

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from multigpu_cli.checkpoint.lock import needed
-from multigpu_cli.checkpoint.run_folder import leave_note
+from multigpu_cli.checkpoint.lock import fail_on_write_error
+from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run.build import TrainComponents, first_batch
 from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.spec import with_measured_batch, with_micro_batch
-from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.memory import free_memory
-from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
+from multigpu_cli.runtime.preserve import eval_mode, preserve_buffers
 from multigpu_cli.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def warm_up(components: TrainComponents) -> None:
             return components.task.loss_sum(components.strategy.callable, first_batch(components.loaders.train, size))
 
     with preserve_buffers(components.state.model):
-        components.strategy.warm_up(lambda: together(components.world, loss))
+        components.strategy.warm_up(lambda: run_on_all_ranks(components.world, loss))
 
 
 def measure_peak_memory(components: TrainComponents) -> int:
@@ -81,7 +81,7 @@ def _choose_micro_batch(components: TrainComponents) -> list[str]:
     if components.spec.user_config.batch.size == "auto" and not components.spec.start.manifest:
         _find_largest_micro_batch(components)
         return []
-    if smaller := components.spec.start.smaller:
+    if smaller := components.spec.start.micro_batch_after_oom:
         components.spec = with_micro_batch(components.spec, smaller)
     _try_shortest_micro_batch(components)
     notes = []
@@ -98,8 +98,8 @@ def _probe_evaluation(components: TrainComponents) -> list[str]:
         return notes
 
     def evaluate_a_batch() -> None:
-        model, batch = components.state.for_use(), first_batch(loader, min(components.eval_batch, loader.size))
-        with preserve_buffers(model), evaluating(model), components.state.precision.autocast():
+        model, batch = components.state.eval_model(), first_batch(loader, min(components.eval_batch, loader.size))
+        with preserve_buffers(model), eval_mode(model), components.state.precision.autocast():
             components.task.measure(model, batch)
 
     while not _fits_on_all_ranks(components, evaluate_a_batch):
@@ -110,7 +110,7 @@ def _probe_evaluation(components: TrainComponents) -> list[str]:
 def _try_shortest_micro_batch(components: TrainComponents) -> None:
     """An epoch may end with a micro-batch of one sample, and BatchNorm over single features can't train on one."""
     batches = components.plan.batches
-    if components.strategy.lanes == 1 and batches.shortest == 1 < batches.micro_batch:
+    if components.strategy.replicas_per_process == 1 and batches.smallest_micro_batch == 1 < batches.micro_batch:
         try:
             _fits_in_memory(components, 1)
         except ValueError as error:
@@ -127,7 +127,7 @@ def halve_micro_batch(components: TrainComponents) -> str:
         TrainingError: it can't be halved, or must not be.
     """
     size = components.plan.batches.micro_batch
-    acting = {"whole groups of environments": components.spec.source.pieces is not None}
+    acting = {"whole groups of environments": components.spec.source.fixed_batch_sizes is not None}
     _check_may_halve(components, size, f"with micro-batches of {size}", acting)
     components.spec = with_micro_batch(components.spec, size // 2)
     kinds = {type(m).__name__ for m in components.state.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
@@ -164,7 +164,7 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
     batches = components.plan.batches
     share = components.config.batch.global_size or components.loaders.train.size
     limit = max(1, -(-share // batches.workers))
-    limit = min(limit, components.spec.start.smaller or limit)
+    limit = min(limit, components.spec.start.micro_batch_after_oom or limit)
     if components.world.device.type != "cuda":
         limit = min(limit, _MOST_WITHOUT_GPU)
     size, best = _find_smallest_micro_batch(components), 0
@@ -210,7 +210,7 @@ def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None]) ->
         work()
 
     try:
-        together(components.world, work_beside_the_state)
+        run_on_all_ranks(components.world, work_beside_the_state)
     except OutOfMemory:
         return False
     finally:
@@ -220,7 +220,9 @@ def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None]) ->
 
 def _run_micro_batch(components: TrainComponents, size: int) -> None:
     """Twice on a GPU: in the second pass the first one's gradients take their room, as in accumulation."""
-    batch = first_batch(components.loaders.train, min(size * components.strategy.lanes, components.loaders.train.size))
+    batch = first_batch(
+        components.loaders.train, min(size * components.strategy.replicas_per_process, components.loaders.train.size)
+    )
     for _ in range(2 if components.world.device.type == "cuda" else 1):
         forward_backward(components, batch, 1.0, last=False)
 
@@ -246,7 +248,7 @@ def recover_from_out_of_memory(run: "Run", error: RuntimeError) -> None:
         TrainingError: one of these, or nothing left to halve.
     """
     moved = run.observer.watchdog.phase == "optimizer"
-    run.strategy.abandon()
+    run.strategy.abort_step()
     run.state.optimizer.zero_grad(set_to_none=True)
     traceback.clear_frames(error.__traceback__)
     free_memory(run.world.device)
@@ -254,10 +256,10 @@ def recover_from_out_of_memory(run: "Run", error: RuntimeError) -> None:
     if run.world.size == 1 and not moved:
         run.log_fault("out of memory", text)
         return
-    with needed(run.folder):
+    with fail_on_write_error(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
         batches = run.plan.batches
-        leave_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
+        write_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
     who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
     raise TrainingError(
         f"{who}{' in the optimizer' if moved else ''} at step {run.progress.step}",

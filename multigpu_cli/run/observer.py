@@ -37,24 +37,24 @@ class StepObserver:
         self._layout, self._indices = layout, []
         for left in range(len(layout.passes) - 1, -1, -1):
             self.phase("fetching data")
-            with self.meters.waiting("data_wait"):
+            with self.meters.measure_wait("data_wait"):
                 batch = next(work)
             self._indices.append(batch.indices)
             yield batch, left == 0
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Tell the watchdog where this rank stands."""
-        self.watchdog.at(self._layout.step, name, None if batch is None else batch.indices)
+        self.watchdog.mark(self._layout.step, name, None if batch is None else batch.indices)
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` holds the sum of this worker's micro-batches so far."""
-        if self.noise.wants(self._layout.step + 1, len(self._layout.passes), len(self._indices)):
-            self.noise.look(parameters)
+        if self.noise.is_due(self._layout.step + 1, len(self._layout.passes), len(self._indices)):
+            self.noise.record_gradient(parameters)
 
     def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
         """The optimizer has stepped, or skipped the step, which had so many units of loss over all workers."""
         step = self._layout.step
-        self.nonfinite.note(step, outcome.skipped)
+        self.nonfinite.record(step, outcome.skipped)
         self.loss.add(step, outcome.micro_batches, outcome.losses, units)
         if self.trace:
             self.trace.write(step + 1, self._indices)

@@ -39,7 +39,9 @@ class MicroBatchProfile:
 def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchProfile:
     """Run the first micro-batch of so many samples; weights, buffers and gradients are left as they were."""
     model = components.state.model
-    batch = first_batch(components.loaders.train, min(size * components.strategy.lanes, components.loaders.train.size))
+    batch = first_batch(
+        components.loaders.train, min(size * components.strategy.replicas_per_process, components.loaders.train.size)
+    )
     known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     known |= {_storage(tensor) for tensor in (batch.inputs, batch.targets) if isinstance(tensor, Tensor)}
     activations: dict[int, int] = {}

@@ -105,17 +105,17 @@ class Run(TrainComponents):
         """Count the step that was just made, and say what ends with it; all ranks ask together."""
         progress, batches, total = self.progress, self.plan.batches, self.plan.schedule.total_steps
         before = progress.step
-        progress.step = step = min(total, self.loaders.train.follows(before, batches))
-        self.observer.meters.step(batches.samples_in(before % batches.steps_per_epoch))
+        progress.step = step = min(total, self.loaders.train.next_step(before, batches))
+        self.observer.meters.step(batches.num_samples(before % batches.steps_per_epoch))
         self.log.progress_bar.update(step)
         interval = self.config.log.interval
         epoch = step % batches.steps_per_epoch == 0 or step == total
         log = step // interval > before // interval or step == total
-        return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.whole_epochs)
+        return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
 
     def agree(self, end: StepEnd) -> tuple[bool, bool]:
         """Whether some rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
-        self.observer.watchdog.at(end.step, "agreeing")
+        self.observer.watchdog.mark(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
-        stopping, overdue = self.control.consensus.on(end.step, wishes) if end.savable else (False, False)
+        stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)
         return stopping, overdue

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from multigpu_cli.checkpoint.files import publish, sweep
-from multigpu_cli.checkpoint.lock import needed, owned
-from multigpu_cli.checkpoint.run_folder import begin_again
+from multigpu_cli.checkpoint.files import publish, remove_drafts
+from multigpu_cli.checkpoint.lock import fail_on_write_error, lock_folder
+from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import TrainingError, counted
+from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.faults.nonfinite import NonfiniteGuard
-from multigpu_cli.faults.rank_exit import earlier_cause
+from multigpu_cli.faults.rank_exit import read_previous_cause
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import LONG, Watchdog
 from multigpu_cli.monitor.console import Console
@@ -37,12 +37,12 @@ from multigpu_cli.run.resume import restore_best_weights
 from multigpu_cli.run.run import Run, RunControl, RunLog
 from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.runtime.collectives import decided, leave_to_watch, together
+from multigpu_cli.runtime.collectives import disable_collective_timeout, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.determinism import be_deterministic, be_fast
 from multigpu_cli.runtime.devices import Placement, describe_unlike_gpus, gpu_models
-from multigpu_cli.runtime.elastic import note_run
-from multigpu_cli.runtime.rank_output import log_of
-from multigpu_cli.runtime.world import LaunchEnv, World, joined
+from multigpu_cli.runtime.elastic import record_run
+from multigpu_cli.runtime.rank_output import log_path
+from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
@@ -69,7 +69,7 @@ class ResolvedRequest(NamedTuple):
 def resolve_request(
     config: Config,
     choice: Placement,
-    meeting: LaunchEnv | None,
+    launch_env: LaunchEnv | None,
     console: Console,
     last_words: Callable[[TrainingError], None],
     user_objects: "UserObjects | None",
@@ -82,7 +82,7 @@ def resolve_request(
     began = time.perf_counter()
     patience = choice.timeout or max(LONG, config.fault.hang_timeout)
     with (
-        joined(meeting, choice.devices[0], timeout=patience, backend=choice.backend) as world,
+        process_group(launch_env, choice.devices[0], timeout=patience, backend=choice.backend) as world,
         StopRequest() as stop,
         Watchdog(world, config.fault.hang_timeout, last_words) as watchdog,
     ):
@@ -109,14 +109,14 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         components = build_components(spec, world)
         notes = probe_memory(components)
         console.plan(components.plan.rows(), "Plan")
-        decided(world, lambda: stack.enter_context(owned(Path(spec.start.folder))))
+        run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.start.folder))))
         run = assemble_run(components, console, stop, watchdog, stack)
         run.progress.startup_seconds += time.perf_counter() - began
         with record_failure(run):
             start_run(run, notes)
             yield run
         if not run.control.ended:
-            run.checkpointer.writer.settle()
+            run.checkpointer.writer.wait()
             close_run(run, build_summary(run, "stopped", {}))
 
 
@@ -127,14 +127,14 @@ def record_failure(run: Run) -> Iterator[None]:
     def failed(error: BaseException) -> None:
         summary = finish_failed(run, error)
         if run.world.restarts_left <= 0:  # nobody starts it again: this summary is the one that --json prints
-            run.log.console.data(summary)
+            run.log.console.print_json(summary)
 
     run.observer.watchdog.on_end = failed
     try:
         yield
     except BaseException as error:
         name_unused_parameters(run, error)
-        reason = run.observer.watchdog.explained(error)
+        reason = run.observer.watchdog.root_cause(error)
         failed(reason)
         raise reason from (None if reason is error else error)
 
@@ -145,17 +145,19 @@ def assemble_run(
     """Open journal, TensorBoard and the rest in the run folder, which is already ours; the stack closes them."""
     world, config, plan = components.world, components.config, components.plan
     folder = Path(components.spec.start.folder)
-    board = _open_board(folder, console, stack) if world.main else None
+    board = _open_board(folder, console, stack) if world.is_main else None
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
-        with needed(folder):
-            journal = Journal(folder / "journal.jsonl" if world.main else None, [board] if board else [], console.warn)
+        with fail_on_write_error(folder):
+            journal = Journal(
+                folder / "journal.jsonl" if world.is_main else None, [board] if board else [], console.warn
+            )
             if not config.log.trace_samples:
                 return journal, None
             return journal, SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
 
-    journal, trace = together(world, open_files)
-    components.task.moved = watchdog.moved
+    journal, trace = run_on_all_ranks(world, open_files)
+    components.task.moved = watchdog.mark_progress
     if trace:
         stack.enter_context(trace)
     stack.callback(components.loaders.close)
@@ -163,7 +165,7 @@ def assemble_run(
     bar = console.progress(plan.schedule.total_steps, components.progress.step)
     stack.callback(bar.close)
     fp16 = components.state.precision.name == "fp16"
-    store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.moved)
+    store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
     return Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
@@ -177,7 +179,7 @@ def assemble_run(
         ),
         checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), components.progress.step),
         log=RunLog(journal, board, console, bar, _watch_gpu(world.device, stack), _count_flops(components)),
-        control=RunControl(stop, StopConsensus(world), world.last if world.attempt else None),
+        control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
     )
 
 
@@ -210,8 +212,8 @@ def _count_flops(components: TrainComponents) -> float | None:
 def start_run(run: Run, faults: list[str]) -> None:
     """Write the settings, and the first lines of this attempt, with what went wrong before it could start."""
     if run.world.local_rank == 0:
-        note_run(run.world.agent, run.world.attempt, str(run.folder))
-    decided(run.world, lambda: _prepare_folder(run))
+        record_run(run.world.agent_dir, run.world.attempt, str(run.folder))
+    run_on_main_rank(run.world, lambda: _prepare_folder(run))
     start, models = run.spec.start, gpu_models(run.spec.placement, run.world)
     run.log.journal.write(
         "start",
@@ -228,18 +230,18 @@ def start_run(run: Run, faults: list[str]) -> None:
     )
     if warning := describe_unlike_gpus(models, "rank" if run.world.size > 1 else "GPU"):
         run.log.console.warn(warning)
-    for note in start.notes:
+    for note in start.warnings:
         run.log_fault("out of memory" if note.startswith("out of memory") else "damaged checkpoint", note)
     for fault in faults:
         run.log_fault("out of memory", fault)
-    if cause := earlier_cause(run.world):
+    if cause := read_previous_cause(run.world):
         run.log_fault("restart", f"attempt {run.world.attempt + 1} of this launch: {cause}")
     if lost := restore_best_weights(run):
         run.log_fault("checkpoint", lost)
-    run.observer.watchdog.begin(run.progress.step, run.folder / "logs")
-    leave_to_watch(run.world)
-    if run.log.console.aside:
-        run.log.console.aside.begin(run.folder / "logs", run.world.attempt)
+    run.observer.watchdog.start(run.progress.step, run.folder / "logs")
+    disable_collective_timeout(run.world)
+    if run.log.console.rank_output:
+        run.log.console.rank_output.start(run.folder / "logs", run.world.attempt)
     run.log.console.details(lambda: _detail_rows(run))
     if start.manifest:
         before = start.manifest["world_size"]
@@ -251,10 +253,10 @@ def start_run(run: Run, faults: list[str]) -> None:
 
 
 def _prepare_folder(run: Run) -> None:
-    with needed(run.folder):
-        begin_again(run.spec.start, run.checkpointer.store)
+    with fail_on_write_error(run.folder):
+        rewind_run(run.spec.start, run.checkpointer.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # of an attempt that has ended; this one has not
-        sweep(run.folder)
+        remove_drafts(run.folder)
         run.checkpointer.store.sweep()
         publish(run.folder / "config.yaml", run.spec.as_yaml().encode())
     if run.log.tensorboard:
@@ -275,13 +277,13 @@ def _detail_rows(run: Run) -> list[tuple[str, str]]:
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
         ("model", f"{spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
         ("samples", f"{samples}; {run.loaders.train.where}; evaluated in batches of {run.eval_batch}"),
-        ("optimizer", f"{type(run.state.optimizer).__name__}, {counted(len(run.trainable_parameters), 'tensor')}"),
+        ("optimizer", f"{type(run.state.optimizer).__name__}, {pluralize(len(run.trainable_parameters), 'tensor')}"),
         ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
     ]
     if world.size > 1:
         cap = config.communication.bucket_cap_mb
         buckets = f", buckets of {cap:g} MiB" if isinstance(cap, (int, float)) else ""
         rows.append(("gradients", f"{torch.distributed.get_backend()}{buckets}"))
-        first, last = log_of(run.folder / "logs", 1), log_of(run.folder / "logs", world.size - 1)
+        first, last = log_path(run.folder / "logs", 1), log_path(run.folder / "logs", world.size - 1)
         rows.append(("other ranks", f"print to {first}" + (f" … {last.name}" if world.size > 2 else "")))
     return rows

@@ -9,24 +9,24 @@ import torch
 
 from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.own_code import NAMING, check_code
-from multigpu_cli.config.resume_rules import OF_THE_COMMAND, merged, settings, with_settings
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND, flatten_settings, merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.fingerprint import Mark, mark_of
+from multigpu_cli.data.fingerprint import Mark, compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
-from multigpu_cli.errors import RequestError, all_wrong
+from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
-from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, settle_rate
+from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.checks import check_data, check_device, describe_machine, raise_all
 from multigpu_cli.run.resume import agree_on_start
-from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import Placement, cores
-from multigpu_cli.runtime.precision import agreed_format
+from multigpu_cli.runtime.devices import Placement, count_cores
+from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.open_data import maker_of, opened
+from multigpu_cli.tasks.open_data import find_data_factory, open_data
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -89,7 +89,10 @@ class RunSpec:
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
         sizes = {"num_classes": source.num_classes, "outputs": source.outputs}
         tokens = {"vocabulary": source.vocabulary.mark()} if source.vocabulary else {}
-        return settings(self.user_config) | {"learned": source.learned(), "built_for": network | sizes | tokens}
+        return flatten_settings(self.user_config) | {
+            "learned": source.signature(),
+            "built_for": network | sizes | tokens,
+        }
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
@@ -134,16 +137,18 @@ def resolve_spec(
     if start.manifest:
         pinned = start.manifest["pins"]
         origin = str(Path(str(start.checkpoint)).parents[1])
-        user_config = merged(config, start.manifest["settings"], start.manifest["written"], pinned, origin)
+        user_config = merge_with_checkpoint(
+            config, start.manifest["settings"], start.manifest["written"], pinned, origin
+        )
     elif start.global_batch and not config.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
-    command, config = config, with_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
+    command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
     made = user_objects.parts_by_name if user_objects else NAMING
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=made)
-    source = together(
+    source = run_on_all_ranks(
         world, lambda: _open_source(config, choice, world, user_objects.source if user_objects else source)
     )
-    mark = together(world, lambda: mark_of(source, config.reproducibility.seed))
+    mark = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
         from multigpu_cli.run.data_check import check_same_data, check_same_machine  # late: alone, nothing is compared
 
@@ -160,10 +165,10 @@ def _open_source(config: Config, choice: Placement, world: World, source: DataSo
     """The dataset; what is wrong with it is told together with what is wrong with the device."""
     wrong = list(check_device(config, choice, world))
     try:
-        source = source or opened(config)
+        source = source or open_data(config)
     except RequestError as error:
         wrong.append(error)
-        raise all_wrong(wrong) from error
+        raise combine_errors(wrong) from error
     raise_all(wrong)
     return source
 
@@ -176,9 +181,9 @@ def with_micro_batch(spec: RunSpec, size: int) -> RunSpec:
 
 def with_measured_batch(spec: RunSpec, size: int, world: World, because: str) -> RunSpec:
     """What --batch-size auto has found before the first step: it decides the global batch too, if nobody fixed one."""
-    config = with_settings(spec.config, {"batch_size": size})
+    config = replace_settings(spec.config, {"batch_size": size})
     plan = _make_plan(spec.user_config, config, spec.placement, world, spec.start, spec.source, spec.user_objects)
-    return replace(spec, config=config, plan=replace(plan, size_because=because))
+    return replace(spec, config=config, plan=replace(plan, batch_size_reason=because))
 
 
 def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def _make_plan(
     user_objects: "UserObjects | None",
 ) -> Plan:
     workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
-    size, whole = source.pieces or (config.batch.size, config.batch.global_size)
+    size, whole = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
     epochs = source.epochs or config.length.epochs
     batches = plan_batches(
         samples=source.samples,
@@ -208,12 +213,12 @@ def _make_plan(
         drop_last=config.batch.drop_last,
     )
     rate = _resolve_rate(config, batches, user_objects, pinned=start.manifest is not None)
-    number = agreed_format(config.precision.amp, world, choice.devices)
+    number = agree_on_precision(config.precision.amp, world, choice.devices)
     here = len(choice.devices) if choice.launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
     given = user_config.rate.lr is not None
     return Plan(
-        where=f"{choice.strategy}{' with --exact' if config.reproducibility.exact else ''}: {choice.because}",
+        placement_reason=f"{choice.strategy}{' with --exact' if config.reproducibility.exact else ''}: {choice.reason}",
         strategy=choice.strategy,
         device=_device_name(world),
         batches=batches,
@@ -230,14 +235,14 @@ def _make_plan(
         base_lr=None if given else user_config.rate.base_lr or BASE_LR[config.optimizer.name],
         base_batch_size=config.rate.base_batch_size,
         precision=number.name,
-        precision_because="as the run was started with" if start.manifest else number.because,
-        contents=f"{name} on {config.data.name} ({source.remark}{source.samples:,} training samples), {task}",
-        start=start.because,
-        idle=_list_unused_flags(config, choice, user_objects),
+        precision_reason="as the run was started with" if start.manifest else number.reason,
+        description=f"{name} on {config.data.name} ({source.note}{source.samples:,} training samples), {task}",
+        resume_reason=start.reason,
+        unused_flags=_list_unused_flags(config, choice, user_objects),
         save_dir=start.folder,
         epochs=epochs,
-        size_because="to be measured before the first step" if config.batch.size == "auto" else "",
-        threads=share_threads(here, cores(), exact=config.reproducibility.exact),
+        batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
+        threads=share_threads(here, count_cores(), exact=config.reproducibility.exact),
         compiled=_describe_compile(config, choice),
     )
 
@@ -252,7 +257,7 @@ def _list_unused_flags(config: Config, choice: Placement, user_objects: "UserObj
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
     if not user_objects:
-        about_data -= inspect.signature(maker_of(config)).parameters.keys()
+        about_data -= inspect.signature(find_data_factory(config)).parameters.keys()
     about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
     about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
     said = [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & config.explicit)]
@@ -260,17 +265,17 @@ def _list_unused_flags(config: Config, choice: Placement, user_objects: "UserObj
 
 
 def _resolve_rate(config: Config, batches: BatchPlan, user_objects: "UserObjects | None", *, pinned: bool) -> Rate:
-    rate = settle_rate(
+    rate = resolve_learning_rate(
         given=config.rate.lr,
         base=config.rate.base_lr,
         base_batch=config.rate.base_batch_size,
         global_batch=batches.global_batch,
-        rule=config.rate.scaling,
+        rule=config.rate.lr_scaling,
         optimizer=config.optimizer.name,
     )
     if user_objects and user_objects.optimizer:
-        return rate._replace(because=f"{rate.value:.4g}, {user_objects.explain_rate()}")
-    return rate._replace(because=f"{rate.value:.4g}, as the run was started with") if pinned else rate
+        return rate._replace(reason=f"{rate.value:.4g}, {user_objects.explain_rate()}")
+    return rate._replace(reason=f"{rate.value:.4g}, as the run was started with") if pinned else rate
 
 
 def _device_name(world: World) -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import TrainingError, counted
+from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.compute import StepResult
-from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.collectives import all_gather
 
 if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
@@ -24,9 +24,9 @@ _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used
 
 def log_step(run: "Run", outcome: StepResult) -> None:
     """One `train` line: here the host waits for the numbers of the steps since the last one."""
-    run.observer.watchdog.at(run.progress.step, "logging")
+    run.observer.watchdog.mark(run.progress.step, "logging")
     run.observer.loss.read()
-    rows = torch.stack(gathered(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
+    rows = torch.stack(all_gather(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
     steps, rates = run.observer.meters.steps_so_far, run.observer.meters.read()
     progress, batches = run.progress, run.plan.batches
     fields: dict[str, Any] = {
@@ -42,12 +42,12 @@ def log_step(run: "Run", outcome: StepResult) -> None:
         "step_ms": rates["step_ms"],
         **combine_ranks(rows, rates, steps),
         **device_fields(run, rates["samples_per_second"]),
-        **run.task.told(steps * rates["step_ms"] / 1e3),
+        **run.task.log_fields(steps * rates["step_ms"] / 1e3),
     }
     run.log.console.train(run.log.journal.write("train", **fields))
     if blank := describe_new_unknowns(run, fields):
         run.log.console.note(blank)
-    if run.checkpointer.writer.done:
+    if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
     check_nonfinite(run)
 
@@ -63,10 +63,10 @@ def check_nonfinite(run: "Run") -> None:
         return
     samples = _list_samples(run, skipped[-1])
     last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
-    text = f"{counted(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
+    text = f"{pluralize(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
     run.log_fault("nonfinite", text, samples=samples)
     try:
-        run.observer.nonfinite.judge(skipped)
+        run.observer.nonfinite.check_may_continue(skipped)
     except TrainingError as error:
         error.problem += f", of samples {_first_samples(samples)}"
         raise
@@ -76,9 +76,9 @@ def _list_samples(run: "Run", step: int) -> list[int]:
     """The global batch of a step, by sample number: the same on every rank, without asking the others."""
     batches = run.plan.batches
     epoch, in_epoch = divmod(step, batches.steps_per_epoch)
-    order = run.loaders.train.order(epoch)
+    order = run.loaders.train.sample_order(epoch)
     first = in_epoch * batches.global_batch
-    return [int(number) for number in order[first : first + batches.samples_in(in_epoch)]]
+    return [int(number) for number in order[first : first + batches.num_samples(in_epoch)]]
 
 
 def _first_samples(samples: list[int]) -> str:
@@ -91,10 +91,10 @@ def measure_rank(run: "Run", peak: int) -> Tensor:
     Args:
         peak: bytes.
     """
-    wait = run.strategy.waited()
-    values = [float(peak), run.observer.meters.waited("data_wait"), math.nan if wait is None else wait]
-    values.append(math.nan if (small := run.observer.noise.small_norm()) is None else small)
-    values.append(run.observer.meters.at_work() / run.plan.threads)
+    wait = run.strategy.read_comm_wait()
+    values = [float(peak), run.observer.meters.read_wait("data_wait"), math.nan if wait is None else wait]
+    values.append(math.nan if (small := run.observer.noise.take_small_norm()) is None else small)
+    values.append(run.observer.meters.cpu_seconds() / run.plan.threads)
     if run.world.device.type == "cuda":
         values.append(float(torch.cuda.memory_reserved(run.world.device)))
         values += run.log.sampler.read() if run.log.sampler else [math.nan] * len(_OF_A_GPU)
@@ -125,9 +125,9 @@ def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
         small, large: norms of the gradients that ranks looked at, and of the global batch's.
     """
     batches = run.plan.batches
-    samples = batches.samples_in((run.progress.step - 1) % batches.steps_per_epoch)
-    first = batches.micro_batch * run.strategy.lanes
-    scale = run.units.expected(samples) / (max(1, int(run.units.last)) * first / samples)
+    samples = batches.num_samples((run.progress.step - 1) % batches.steps_per_epoch)
+    first = batches.micro_batch * run.strategy.replicas_per_process
+    scale = run.units.divisor(samples) / (max(1, int(run.units.last)) * first / samples)
     return Norms(sum((scale * norm) ** 2 for norm in small) / len(small), large**2, first, samples)
 
 

@@ -15,8 +15,8 @@ from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapted
-from multigpu_cli.runtime.collectives import decided, from_main
+from multigpu_cli.models.build import adapt_model
+from multigpu_cli.runtime.collectives import broadcast_object, run_on_main_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Loss
 
@@ -96,9 +96,11 @@ class UserObjects:
 
     def load_weights(self, folder: str, world: World) -> None:
         """Put the weights of a completed run into the model."""
-        model = adapted(self.model).to(world.device)
+        model = adapt_model(self.model).to(world.device)
         files = [Path(folder, name) for name in ("best.pt", "last.pt")]
-        state = decided(world, lambda: read_weights(next((file for file in files if file.is_file()), files[0])))
+        state = run_on_main_rank(
+            world, lambda: read_weights(next((file for file in files if file.is_file()), files[0]))
+        )
         check_fit(model, state, folder)
         model.load_state_dict(state)
 
@@ -111,5 +113,5 @@ def broadcast_weights(model: nn.Module, world: World) -> None:
             if isinstance(value, Tensor):
                 dist.broadcast(value, src=0)
         if extra := extra_state(state):
-            state.update(from_main(world, extra))
+            state.update(broadcast_object(world, extra))
             model.load_state_dict(state)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from multigpu_cli.errors import STOPPED
-from multigpu_cli.runtime.elastic import exit_codes
+from multigpu_cli.runtime.elastic import read_exit_codes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # those that the workers understand
 _TORCHS_OWN = "SIGHUP,SIGQUIT"
@@ -37,7 +37,7 @@ def run_agent(words: Sequence[str]) -> int:
                 signal.signal(number, _stop_once)
             run(parse_args([f"--signals-to-handle={_TORCHS_OWN}", f"--log-dir={logs}", *words]))
         except (ChildFailedError, SignalException) as ended:
-            if exit_codes(Path(logs)) == {STOPPED}:
+            if read_exit_codes(Path(logs)) == {STOPPED}:
                 return STOPPED
             if isinstance(ended, SignalException):
                 return 128 + ended.sigval

@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 _KINDS = (TrainingError, RequestError, OutOfMemory)  # of errors that are raised on all ranks
 
 
-def total(world: World, value: Tensor) -> Tensor:
+def all_reduce_sum(world: World, value: Tensor) -> Tensor:
     """The sum of everybody's tensor, in place, on every rank."""
     if world.size > 1:
         dist.all_reduce(value)
     return value
 
 
-def greatest(world: World, values: Sequence[float]) -> list[float]:
+def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
     """The elementwise maximum of everybody's numbers, on every rank; reading them waits for the device."""
     if world.size == 1:
         return list(values)
@@ -35,13 +35,13 @@ def greatest(world: World, values: Sequence[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def leave_to_watch(world: World) -> None:
+def disable_collective_timeout(world: World) -> None:
     """Give collectives no clock of their own any more: they can't know whether the rank they wait for moves."""
     if world.size > 1:
         _set_pg_timeout(timedelta(days=7))
 
 
-def gathered(world: World, values: Tensor) -> list[Tensor]:
+def all_gather(world: World, values: Tensor) -> list[Tensor]:
     """Everybody's tensor, in rank order; all must have one shape."""
     if world.size == 1:
         return [values]
@@ -51,7 +51,7 @@ def gathered(world: World, values: Tensor) -> list[Tensor]:
     return list(parts)
 
 
-def from_main(world: World, value: Any, *, source: int = 0) -> Any:
+def broadcast_object(world: World, value: Any, *, source: int = 0) -> Any:
     """Rank 0's value (or another source's) on every rank: anything that `torch.load(weights_only=True)` reads back.
 
     It travels as a byte tensor rather than as a pickled object, so no code can come with it.
@@ -73,22 +73,22 @@ def from_main(world: World, value: Any, *, source: int = 0) -> Any:
     return torch.load(io.BytesIO(wire.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
 
 
-def collected(world: World, value: Any) -> list[Any]:
+def all_gather_object(world: World, value: Any) -> list[Any]:
     """Everybody's value, in rank order, on every rank: anything that `torch.load(weights_only=True)` reads back."""
     if world.size == 1:
         return [value]
     buffer = io.BytesIO()
     torch.save(value, buffer)
     mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(world.device)
-    sizes = [int(size) for size in gathered(world, torch.tensor(mine.numel(), device=world.device))]
+    sizes = [int(size) for size in all_gather(world, torch.tensor(mine.numel(), device=world.device))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
     padded[: mine.numel()] = mine
-    parts = zip(gathered(world, padded), sizes, strict=True)
+    parts = zip(all_gather(world, padded), sizes, strict=True)
     found = (part[:size].cpu().numpy().tobytes() for part, size in parts)
     return [torch.load(io.BytesIO(content), weights_only=True, map_location="cpu") for content in found]
 
 
-def together(world: World, work: Callable[[], Result]) -> Result:
+def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
     """Do something that may fail on any rank; if it does anywhere, the first such rank's error is raised everywhere.
 
     Without this, the ranks that succeeded would wait in the next collective for the one that left. `work` itself must
@@ -108,20 +108,20 @@ def together(world: World, work: Callable[[], Result]) -> Result:
             raise
         said = (str(caught).splitlines() or [""])[0]
         error = OutOfMemory(f"rank {world.rank} ran out of memory: {said}", remedy="a smaller --batch-size")
-    guilty = world.size - int(greatest(world, [float(world.size - world.rank) if error else 0.0])[0])
+    guilty = world.size - int(all_reduce_max(world, [float(world.size - world.rank) if error else 0.0])[0])
     if guilty == world.size:
         return result  # type: ignore[return-value]
     if world.size == 1 and error:
         raise error
     kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
     own = [error.problem, error.remedy, kind, error.consequence] if error else None
-    told = from_main(world, own, source=guilty)
+    told = broadcast_object(world, own, source=guilty)
     everywhere = _KINDS[told[2]](told[0], remedy=told[1])
     everywhere.shared, everywhere.consequence = True, told[3]
     raise everywhere from error
 
 
-def decided(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
+def run_on_main_rank(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
     """Let rank 0 (or another) alone do something and tell the others its result: plain values, or its error."""
-    answer = together(world, lambda: work() if world.rank == by else None)
-    return from_main(world, answer, source=by)  # type: ignore[no-any-return]
+    answer = run_on_all_ranks(world, lambda: work() if world.rank == by else None)
+    return broadcast_object(world, answer, source=by)  # type: ignore[no-any-return]

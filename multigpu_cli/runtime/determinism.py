@@ -6,7 +6,7 @@ import random
 import numpy
 import torch
 
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 
 _INIT = 0x1417  # keeps the random stream of the initial weights apart from the others
 
@@ -30,7 +30,7 @@ def seed_weights(seed: int, *, late: bool = False) -> None:
     Args:
         late: for weights that are made at the first forward pass, by which time fetching data has drawn numbers.
     """
-    seed_everything(key(seed, _INIT, 1) if late else key(seed, _INIT))
+    seed_everything(make_key(seed, _INIT, 1) if late else make_key(seed, _INIT))
 
 
 def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -> None:
@@ -39,11 +39,11 @@ def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -
     Of torch's only those of the CPU and of these devices: `torch.manual_seed` costs ten times as much. Of several that
     share the pass (DataParallel), each draws numbers of its own.
     """
-    number = key(seed, step, index)
+    number = make_key(seed, step, index)
     seed_host(number)
     for lane, device in enumerate(devices):
         if device.type == "cuda":
-            own = key(seed, step, index, lane) if lane else number
+            own = make_key(seed, step, index, lane) if lane else number
             torch.cuda.default_generators[device.index or 0].manual_seed(own)
 
 

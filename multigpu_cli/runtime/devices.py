@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from multigpu_cli.config.schema import DeviceConfig
-from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.world import LaunchEnv, World
 
 
@@ -26,12 +26,12 @@ class Placement(NamedTuple):
     strategy: str
     devices: tuple[torch.device, ...]
     launch: int
-    because: str
+    reason: str
     backend: str | None = None
     timeout: float | None = None
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     """Number of CUDA devices that this process may use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -42,46 +42,46 @@ def usable_gpus(wanted: DeviceConfig) -> tuple[int, ...]:
     Raises:
         RequestError: GPUs that are not there.
     """
-    return _usable(wanted, visible_gpus())
+    return _check_usable(wanted, count_visible_gpus())
 
 
-def cores() -> int:
+def count_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose(wanted: DeviceConfig, *, gpus: int, cpus: int, meeting: LaunchEnv | None) -> Placement:
+def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: LaunchEnv | None) -> Placement:
     """Settle strategy and devices from what was asked for and what is there.
 
     Raises:
         RequestError: GPUs that are not there, or a mode that does not go with the launcher.
     """
-    if meeting is not None:  # a self-launch has followed --gpu-ids already: its workers see only those, from 0
-        return _under_launcher(wanted, gpus, meeting)
-    ids = _usable(wanted, gpus)
+    if launch_env is not None:  # a self-launch has followed --gpu-ids already: its workers see only those, from 0
+        return _place_under_launcher(wanted, gpus, launch_env)
+    ids = _check_usable(wanted, gpus)
     if wanted.multi_gpu == "dp":
         if len(ids) >= 2:
-            return Placement("dp", cuda(ids), 0, f"--multi-gpu dp on GPUs {_listed(ids)}")
-        return _single(ids, f"--multi-gpu dp needs two GPUs and there {_are(len(ids))}")
+            return Placement("dp", cuda_devices(ids), 0, f"--multi-gpu dp on GPUs {_join_ids(ids)}")
+        return _place_single(ids, f"--multi-gpu dp needs two GPUs and there {_are(len(ids))}")
     if wanted.multi_gpu == "none":
-        return _single(ids, "--multi-gpu none")
+        return _place_single(ids, "--multi-gpu none")
     if wanted.multi_gpu == "ddp" or wanted.nproc_per_node or len(ids) > 1:
-        return _self_launched(wanted, ids, cpus)
-    return _single(ids, "one GPU" if ids else "no GPU found")
+        return _place_self_launched(wanted, ids, cpus)
+    return _place_single(ids, "one GPU" if ids else "no GPU found")
 
 
-def _under_launcher(wanted: DeviceConfig, gpus: int, meeting: LaunchEnv) -> Placement:
-    processes = f"{meeting.starter} {meeting.size} process{'es' if meeting.size > 1 else ''}"
-    if wanted.multi_gpu == "none" and meeting.size > 1:
+def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv) -> Placement:
+    processes = f"{launch_env.launcher} {launch_env.size} process{'es' if launch_env.size > 1 else ''}"
+    if wanted.multi_gpu == "none" and launch_env.size > 1:
         raise RequestError(
             f"--multi-gpu none, but {processes}", remedy="python main_multi_gpu.py --multi-gpu none, without torchrun"
         )
     if not gpus:
         return Placement("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
-    return Placement("ddp", cuda((own_gpu(meeting, gpus),)), 0, processes)
+    return Placement("ddp", cuda_devices((find_own_gpu(launch_env, gpus),)), 0, processes)
 
 
-def own_gpu(meeting: LaunchEnv, gpus: int) -> int:
+def find_own_gpu(launch_env: LaunchEnv, gpus: int) -> int:
     """The GPU of a process that a launcher started: that of its local rank, or the only one that it is shown.
 
     That one may be another for each process, or the same: which it is shows when they have met (check_own_gpus).
@@ -91,17 +91,17 @@ def own_gpu(meeting: LaunchEnv, gpus: int) -> int:
     """
     if gpus == 1:
         return 0
-    if max(meeting.local_size, meeting.local_rank + 1) > gpus:
-        started = f"torchrun started {meeting.local_size} processes"
-        beyond = f"LOCAL_RANK={meeting.local_rank} in the environment"
+    if max(launch_env.local_size, launch_env.local_rank + 1) > gpus:
+        started = f"torchrun started {launch_env.local_size} processes"
+        beyond = f"LOCAL_RANK={launch_env.local_rank} in the environment"
         raise RequestError(
-            f"{started if meeting.local_size > gpus else beyond} on a machine with {counted(gpus, 'visible GPU')}",
+            f"{started if launch_env.local_size > gpus else beyond} on a machine with {pluralize(gpus, 'visible GPU')}",
             remedy=f"--nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return meeting.local_rank
+    return launch_env.local_rank
 
 
-def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Placement:
+def _place_self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Placement:
     if not ids:
         count = wanted.nproc_per_node or min(2, cpus)
         reason = f"self-launched on {count} CPU process{'es' if count > 1 else ''}, no GPU found"
@@ -109,30 +109,30 @@ def _self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Pla
     count = wanted.nproc_per_node or len(ids)
     if count > len(ids):
         raise RequestError(
-            f"--nproc-per-node {count}, but only {counted(len(ids), 'GPU')} to use: {_listed(ids)}",
+            f"--nproc-per-node {count}, but only {pluralize(len(ids), 'GPU')} to use: {_join_ids(ids)}",
             remedy=f"--nproc-per-node {len(ids)}, or CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return Placement("ddp", cuda(ids[:count]), count, f"self-launched on GPUs {_listed(ids[:count])}")
+    return Placement("ddp", cuda_devices(ids[:count]), count, f"self-launched on GPUs {_join_ids(ids[:count])}")
 
 
-def _single(ids: tuple[int, ...], because: str) -> Placement:
-    device = cuda(ids[:1])[0] if ids else torch.device("cpu")
+def _place_single(ids: tuple[int, ...], reason: str) -> Placement:
+    device = cuda_devices(ids[:1])[0] if ids else torch.device("cpu")
     where = f"GPU {ids[0]}" if ids else "CPU"
-    return Placement("single", (device,), 0, f"{because}: one process on {where}")
+    return Placement("single", (device,), 0, f"{reason}: one process on {where}")
 
 
-def _usable(wanted: DeviceConfig, gpus: int) -> tuple[int, ...]:
+def _check_usable(wanted: DeviceConfig, gpus: int) -> tuple[int, ...]:
     ids = wanted.gpu_ids
     if ids and (absent := [number for number in ids if number >= gpus]):
-        visible = f"visible: {_listed(tuple(range(gpus)))}" if gpus else "no GPU is visible"
+        visible = f"visible: {_join_ids(tuple(range(gpus)))}" if gpus else "no GPU is visible"
         raise RequestError(
-            f"--gpu-ids {_listed(ids)}: there is no GPU {_listed(tuple(absent))} ({visible})",
+            f"--gpu-ids {_join_ids(ids)}: there is no GPU {_join_ids(tuple(absent))} ({visible})",
             remedy="leave --gpu-ids out to use what is there" + ("" if gpus else ", here the CPU"),
         )
     return ids or tuple(range(gpus))
 
 
-def cuda(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
+def cuda_devices(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
     """The devices of these numbers."""
     return tuple(torch.device("cuda", number) for number in ids)
 
@@ -159,7 +159,7 @@ def describe_unlike_gpus(models: Mapping[int, str], whose: str) -> str:
     return f"GPUs of several models: {' and '.join(said)}: shares are equal, so the slowest sets the pace"
 
 
-def _listed(ids: tuple[int, ...]) -> str:
+def _join_ids(ids: tuple[int, ...]) -> str:
     return ",".join(map(str, ids))
 
 

@@ -79,7 +79,7 @@ class Roster:
         gpus: of each rank.
     """
 
-    generation: str
+    store_prefix: str
     attempt: int
     hosts: tuple[str, ...]
     nodes: tuple[str, ...]
@@ -89,14 +89,14 @@ class Roster:
     gpus: tuple[RankGpu | None, ...]
 
 
-def merged(hellos: Sequence[RankInfo], generation: str) -> Roster:
+def merge_rank_infos(hellos: Sequence[RankInfo], generation: str) -> Roster:
     """What follows from what all ranks said, in rank order."""
     nodes = tuple(hello.node for hello in hellos)
     number = max(hello.attempt for hello in hellos)
     verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.holds(nodes)]
     ends = [hello.last for hello in hellos if hello.last and hello.attempt == number]
     return Roster(
-        generation=generation,
+        store_prefix=generation,
         attempt=number,
         hosts=tuple(hello.host for hello in hellos),
         nodes=nodes,
@@ -107,7 +107,7 @@ def merged(hellos: Sequence[RankInfo], generation: str) -> Roster:
     )
 
 
-def agree(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
+def agree_on_roster(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
     """Meet all other ranks.
 
     Args:
@@ -123,21 +123,21 @@ def agree(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
 
 def _lead(store: dist.Store, own: RankInfo, until: float) -> Roster:
     seen: list[bytes] = []
-    now = merged([own], uuid4().hex)
+    now = merge_rank_infos([own], uuid4().hex)
     while own.size > 1:
-        said = [_said(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
+        said = [_read_key(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
         hellos = [RankInfo.from_text(text) for text in said if text]
         if len(hellos) < own.size - 1 or any(hello.size != own.size for hello in hellos):
             seen = []  # an earlier attempt had another size
         elif said != seen:
-            seen, now = [text for text in said if text], merged([own, *hellos], uuid4().hex)
-            store.set(_GO, json.dumps({hello.rank: hello.nonce for hello in hellos} | {"generation": now.generation}))
-        elif store.check([f"{now.generation}/here-{rank}" for rank in range(1, own.size)]):
+            seen, now = [text for text in said if text], merge_rank_infos([own, *hellos], uuid4().hex)
+            store.set(_GO, json.dumps({hello.rank: hello.nonce for hello in hellos} | {"generation": now.store_prefix}))
+        elif store.check([f"{now.store_prefix}/here-{rank}" for rank in range(1, own.size)]):
             break
         if time.monotonic() > until:
-            _give_up(store, own, now.generation)
+            _give_up(store, own, now.store_prefix)
         time.sleep(_PAUSE)
-    store.set(f"{now.generation}/sealed", json.dumps([own.as_text(), *(text.decode() for text in seen)]))
+    store.set(f"{now.store_prefix}/sealed", json.dumps([own.as_text(), *(text.decode() for text in seen)]))
     return now
 
 
@@ -145,7 +145,7 @@ def _follow(store: dist.Store, own: RankInfo, until: float) -> Roster:
     store.set(f"multigpu/hello-{own.rank}", own.as_text())
     generation = ""
     while not (generation and store.check([f"{generation}/sealed"])):
-        go = json.loads(_said(store, _GO) or b"{}")
+        go = json.loads(_read_key(store, _GO) or b"{}")
         if go.get(str(own.rank)) == own.nonce and go["generation"] != generation:
             generation = go["generation"]
             store.set(f"{generation}/here-{own.rank}", "")
@@ -153,10 +153,10 @@ def _follow(store: dist.Store, own: RankInfo, until: float) -> Roster:
             _give_up(store, own, generation)
         time.sleep(_PAUSE)
     hellos = [RankInfo.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
-    return merged(hellos, generation)
+    return merge_rank_infos(hellos, generation)
 
 
-def _said(store: dist.Store, key: str) -> bytes | None:
+def _read_key(store: dist.Store, key: str) -> bytes | None:
     return bytes(store.get(key)) if store.check([key]) else None
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.types import shown
+from multigpu_cli.config.types import quote_value
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
 
-def find(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
+def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
     """The factory that a registry name or the user's own 'module:factory' stands for.
 
     Raises:
@@ -53,7 +53,9 @@ def find(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., 
     return found
 
 
-def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[str, Any], *, where: str) -> Any:
+def call_factory(
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[str, Any], *, where: str
+) -> Any:
     """Call a factory with those of the offered values that it names, and all of the user's own arguments.
 
     Args:
@@ -73,7 +75,7 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
             remedy=did_you_mean(unknown[0], parameters),
         )
     chosen = {name: value for name, value in offered.items() if name in parameters} | dict(args)
-    missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in chosen]
+    missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in chosen]
     if missing:
         raise RequestError(
             f"--{where}: {_name(factory)} needs {', '.join(missing)}",
@@ -85,8 +87,8 @@ def call(factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
-        told = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_place(error)}: {error}"]
-        told += ["  it was called with"] + [f"    {name} = {shown(value)}" for name, value in chosen.items()]
+        told = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_describe_place(error)}: {error}"]
+        told += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         raise RequestError("\n".join(told), remedy=f"other {where}.args, or --debug to see the whole way") from error
 
 
@@ -95,12 +97,12 @@ def _not_imported(name: str, module: str, flag: str, error: Exception) -> Except
     if isinstance(error, TrainingError):
         return error
     return RequestError(
-        f"{flag} {name}: importing {module} raised {type(error).__name__} in {_place(error)}: {error}",
+        f"{flag} {name}: importing {module} raised {type(error).__name__} in {_describe_place(error)}: {error}",
         remedy=f"python -c 'import {module}' must work where you run this",
     )
 
 
-def _place(error: Exception) -> str:
+def _describe_place(error: Exception) -> str:
     """Where it happened: file and line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
@@ -108,7 +110,7 @@ def _place(error: Exception) -> str:
     return f"{Path(lines[-1].filename).name}:{lines[-1].lineno}"
 
 
-def _needed(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and not variadic
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import gathered
+from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.runtime.world import World
 
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,10 +19,10 @@ class PrecisionChoice(NamedTuple):
     """A number format with its reason."""
 
     name: str
-    because: str
+    reason: str
 
 
-def choose_format(wanted: str, device: torch.device) -> PrecisionChoice:
+def choose_precision(wanted: str, device: torch.device) -> PrecisionChoice:
     """bf16 on CUDA devices that have it, fp16 on older ones, full precision on CPU, unless said otherwise.
 
     Raises:
@@ -42,7 +42,7 @@ def choose_format(wanted: str, device: torch.device) -> PrecisionChoice:
     return PrecisionChoice("bf16", "the GPU has it") if native else PrecisionChoice("fp16", "the GPU has no bf16")
 
 
-def agreed_format(wanted: str, world: World, devices: Sequence[torch.device]) -> PrecisionChoice:
+def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device]) -> PrecisionChoice:
     """The same on every rank: where one of several GPUs has no bf16, all take fp16.
 
     Args:
@@ -51,11 +51,11 @@ def agreed_format(wanted: str, world: World, devices: Sequence[torch.device]) ->
     Raises:
         RequestError: fp16 on CPU.
     """
-    own = choose_format(wanted, world.device)
+    own = choose_precision(wanted, world.device)
     if wanted != "auto":
         return own
-    old = [str(device) for device in devices if choose_format(wanted, device).name == "fp16"]
-    counts = gathered(world, torch.tensor([len(old)], device=world.device))
+    old = [str(device) for device in devices if choose_precision(wanted, device).name == "fp16"]
+    counts = all_gather(world, torch.tensor([len(old)], device=world.device))
     old += [f"rank {rank}'s GPU" for rank, count in enumerate(counts) if int(count)]
     return PrecisionChoice("fp16", f"{old[0]} has no bf16") if old and own.name == "bf16" else own
 
@@ -83,7 +83,7 @@ class Precision:
         # What `loss.backward` comes down to; to compare two shapes on the way there it would import sympy.
         _engine_run_backward((loss,), (self._factor,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def commit(
+    def step_optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
     ) -> tuple[Tensor, Tensor]:
         """Unscale, measure and clip the reduced gradient, and step; (), (): gradient norm, and 1 where it was skipped.

@@ -31,7 +31,7 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, without gradients; each module is in its own mode again afterwards.
 
     Not `torch.inference_mode`: what a network keeps from such a pass (a table, a mask, a lazy layer's weights) could

@@ -25,13 +25,13 @@ class RankOutput:
         self._rank = rank
         self._before: tuple[tuple[int, int], TextIO, TextIO] | None = None
 
-    def begin(self, logs: Path, attempt: int) -> None:
+    def start(self, logs: Path, attempt: int) -> None:
         """From now on, at the end of this rank's file; where it can't be opened, output stays where it was."""
         if self._before is not None:
             return
         _flush()
         with suppress(OSError):  # the folder of a run may lie on another machine
-            file = os.open(log_of(logs, self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            file = os.open(log_path(logs, self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             kept = os.dup(1), os.dup(2)
             here = f"{platform.node()}, process {os.getpid()}"
             head = f"{_HEAD}{self._rank}, attempt {attempt + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {here}\n"
@@ -42,7 +42,7 @@ class RankOutput:
             os.close(file)
             sys.stdout, sys.stderr = _stream(1, kept[0]), _stream(2, kept[1])
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Back to the terminal, or wherever output went before."""
         if self._before is None:
             return
@@ -60,18 +60,18 @@ class RankOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self.stop()
 
 
-def log_of(logs: Path, rank: int) -> Path:
+def log_path(logs: Path, rank: int) -> Path:
     """The file of a rank."""
     return logs / f"rank_{rank}.log"
 
 
-def last_words(logs: Path, rank: int, lines: int = 4) -> list[str]:
+def read_last_lines(logs: Path, rank: int, lines: int = 4) -> list[str]:
     """The last lines that a rank printed in its last attempt; none where they are not known here."""
     try:
-        with open(log_of(logs, rank), "rb") as file:
+        with open(log_path(logs, rank), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             text = file.read().decode(errors="replace").splitlines()
     except OSError:
@@ -80,15 +80,17 @@ def last_words(logs: Path, rank: int, lines: int = 4) -> list[str]:
     return text[max(heads[-1] + 1 if heads else 0, len(text) - lines) :]
 
 
-def quoted(logs: Path | None, rank: int) -> str:
+def quote_last_lines(logs: Path | None, rank: int) -> str:
     """The same for a message: "", or a first line that names the file, and theirs."""
-    said = last_words(logs, rank) if logs else []
-    return "".join(f"\n  {line}" for line in [f"it said last ({log_of(logs, rank)}):", *said]) if logs and said else ""
+    said = read_last_lines(logs, rank) if logs else []
+    return (
+        "".join(f"\n  {line}" for line in [f"it said last ({log_path(logs, rank)}):", *said]) if logs and said else ""
+    )
 
 
-def who_spoke(logs: Path, size: int) -> list[int]:
+def find_ranks_with_output(logs: Path, size: int) -> list[int]:
     """The ranks whose last attempt has printed something into its file on this machine."""
-    return [rank for rank in range(size) if last_words(logs, rank)]
+    return [rank for rank in range(size) if read_last_lines(logs, rank)]
 
 
 class _Raw(io.RawIOBase):

@@ -23,7 +23,7 @@ class Stopwatch:
     """
 
     def __init__(self, *, of_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._now: Callable[[], Any] = _recorded_event if of_gpu else clock
+        self._now: Callable[[], Any] = _record_event if of_gpu else clock
         self._of_gpu = of_gpu
         self._began: Any = None
         self._forget()
@@ -55,7 +55,7 @@ class Stopwatch:
         return seconds, count
 
 
-def _recorded_event() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group  # for the end of a run that has failed
 
-from multigpu_cli.config.launcher_rules import self_launched
+from multigpu_cli.config.launcher_rules import is_self_launched
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.parent_death import die_with_parent
@@ -47,16 +47,16 @@ class LaunchEnv:
     attempt: int
     agent_store: bool
     restarts_left: int = 0
-    starter: str = "torchrun started"
+    launcher: str = "torchrun started"
     environ: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def here(cls) -> "LaunchEnv | None":
+    def current(cls) -> "LaunchEnv | None":
         """What this process was told; None where no launcher started it."""
         return cls.from_environment(os.environ)
 
     @classmethod
-    def joining(cls, rank: int, size: int, local_rank: int | None) -> "LaunchEnv":
+    def for_existing_group(cls, rank: int, size: int, local_rank: int | None) -> "LaunchEnv":
         """Rank `rank` of processes that somebody else started, at MASTER_ADDR and MASTER_PORT.
 
         Raises:
@@ -99,7 +99,7 @@ class LaunchEnv:
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
                 - int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-                starter="self-launched" if self_launched(env) else "torchrun started",
+                launcher="self-launched" if is_self_launched(env) else "torchrun started",
                 environ=dict(env),
             )
         except ValueError as error:
@@ -132,20 +132,20 @@ class World:
     hosts: tuple[str, ...] = field(default=(), compare=False)
     nodes: tuple[str, ...] = field(default=(), compare=False)
     restarts_left: int = field(default=0, compare=False)
-    last: elastic.PreviousAttempt | None = field(default=None, compare=False)
-    agent: Path | None = field(default=None, compare=False)
-    generation: str = field(default="", compare=False)
+    previous_attempt: elastic.PreviousAttempt | None = field(default=None, compare=False)
+    agent_dir: Path | None = field(default=None, compare=False)
+    store_prefix: str = field(default="", compare=False)
     gpus: "tuple[RankGpu | None, ...]" = field(default=(), compare=False)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes files and speaks to the user."""
         return self.rank == 0
 
 
 @contextmanager
-def joined(
-    meeting: LaunchEnv | None, device: torch.device, *, timeout: float, backend: str | None = None
+def process_group(
+    launch_env: LaunchEnv | None, device: torch.device, *, timeout: float, backend: str | None = None
 ) -> Iterator[World]:
     """Form the process group for as long as the context lasts; without a launcher, a world of one.
 
@@ -155,22 +155,22 @@ def joined(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if meeting is None:
+    if launch_env is None:
         yield World(device)
         return
     if dist.is_initialized():  # somebody else's group, who ends it, too
         shared: Any = dist.distributed_c10d._get_default_store()
-        with _kept_clocks():
-            yield _world(device, meeting, shared, _client(shared))
+        with _restore_timeouts():
+            yield _build_world(device, launch_env, shared, _clone_store(shared))
         return
     die_with_parent()
-    world, store = met(meeting, device, timeout=timeout)
-    with grouped(world, store, timeout=timeout, backend=backend):
+    world, store = rendezvous(launch_env, device, timeout=timeout)
+    with init_process_group(world, store, timeout=timeout, backend=backend):
         yield world
 
 
 @contextmanager
-def _kept_clocks() -> Iterator[None]:
+def _restore_timeouts() -> Iterator[None]:
     """Somebody else's group has the time limits of its own again afterwards; `leave_to_watch` takes them away."""
     group: Any = dist.group.WORLD
     backends = [group._get_backend(kind) for kind in group._device_types]
@@ -182,15 +182,17 @@ def _kept_clocks() -> Iterator[None]:
             backend._set_default_timeout(clock)
 
 
-def met(meeting: LaunchEnv, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
+def rendezvous(launch_env: LaunchEnv, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
     """Agree with the others who is there, without a process group yet; the world, and a store to form one over."""
-    store = _store(meeting, timeout, hosts=not meeting.agent_store and meeting.rank == 0)
-    client = _store(meeting, timeout, hosts=False)  # of its own, for other threads
-    return _world(device, meeting, store, client), store
+    store = _open_store(launch_env, timeout, hosts=not launch_env.agent_store and launch_env.rank == 0)
+    client = _open_store(launch_env, timeout, hosts=False)  # of its own, for other threads
+    return _build_world(device, launch_env, store, client), store
 
 
 @contextmanager
-def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | None = None) -> Iterator[None]:
+def init_process_group(
+    world: World, store: dist.Store, *, timeout: float, backend: str | None = None
+) -> Iterator[None]:
     """Form the process group of ranks that have met, for as long as the context lasts.
 
     Raises:
@@ -201,7 +203,7 @@ def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | N
         check_own_gpus(world)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(world.generation, store),
+        store=dist.PrefixStore(world.store_prefix, store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout),
@@ -210,7 +212,7 @@ def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | N
     try:
         yield
     except BaseException as error:
-        if backend == "nccl" and not _agreed(error):  # to destroy it would wait for peers that may be dead
+        if backend == "nccl" and not _is_shared_error(error):  # to destroy it would wait for peers that may be dead
             _abort_process_group()
         else:
             dist.destroy_process_group()
@@ -218,7 +220,7 @@ def grouped(world: World, store: dist.Store, *, timeout: float, backend: str | N
     dist.destroy_process_group()
 
 
-def _agreed(error: BaseException) -> bool:
+def _is_shared_error(error: BaseException) -> bool:
     """Whether all ranks raise it, over this group: an abort would cut off the message that tells the others of it."""
     return isinstance(error, TrainingError) and error.shared and not error.consequence
 
@@ -242,7 +244,7 @@ def check_own_gpus(world: World) -> None:
     raise error
 
 
-def _world(device: torch.device, meeting: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
+def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
     """Meet the others, and agree with them on what this attempt is.
 
     Args:
@@ -251,50 +253,50 @@ def _world(device: torch.device, meeting: LaunchEnv, store: dist.Store, client: 
     Raises:
         Over: an earlier attempt has ended for good.
     """
-    from multigpu_cli.runtime.handshake import RankGpu, RankInfo, agree  # late: a world of one meets nobody
+    from multigpu_cli.runtime.handshake import RankGpu, RankInfo, agree_on_roster  # late: a world of one meets nobody
 
-    environ = meeting.environ
+    environ = launch_env.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     hello = RankInfo(
-        rank=meeting.rank,
-        size=meeting.size,
+        rank=launch_env.rank,
+        size=launch_env.size,
         nonce=uuid4().hex,
         host=os.uname().nodename,
         node=elastic.node_name(environ),
-        attempt=elastic.attempt(environ) if environ else meeting.attempt,
-        restarts_left=meeting.restarts_left,
-        verdict=elastic.last_verdict(environ),
-        last=elastic.last_end(environ),
+        attempt=elastic.attempt_number(environ) if environ else launch_env.attempt,
+        restarts_left=launch_env.restarts_left,
+        verdict=elastic.read_last_verdict(environ),
+        last=elastic.read_previous_attempt(environ),
         gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
     )
-    agreed = agree(store, hello, patience=_PATIENCE)
+    agreed = agree_on_roster(store, hello, patience=_PATIENCE)
     if agreed.verdict:
         raise elastic.AttemptRefused(agreed.verdict)
-    elastic.agreed_on(environ, agreed.attempt, agreed.nodes)
+    elastic.record_attempt(environ, agreed.attempt, agreed.nodes)
     return World(
         device,
-        meeting.rank,
-        meeting.size,
-        meeting.local_rank,
-        meeting.local_size,
+        launch_env.rank,
+        launch_env.size,
+        launch_env.local_rank,
+        launch_env.local_size,
         agreed.attempt,
-        dist.PrefixStore(agreed.generation, client),
+        dist.PrefixStore(agreed.store_prefix, client),
         hosts=agreed.hosts,
         nodes=agreed.nodes,
         restarts_left=agreed.restarts_left,
-        last=agreed.last,
-        agent=elastic.agent_folder(environ),
-        generation=agreed.generation,
+        previous_attempt=agreed.last,
+        agent_dir=elastic.find_agent_dir(environ),
+        store_prefix=agreed.store_prefix,
         gpus=agreed.gpus,
     )
 
 
-def _store(meeting: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
+def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
     try:
         store = dist.TCPStore(
-            meeting.address,
-            meeting.port,
-            meeting.size,
+            launch_env.address,
+            launch_env.port,
+            launch_env.size,
             is_master=hosts,
             timeout=timedelta(seconds=_PATIENCE),
             wait_for_workers=False,
@@ -302,23 +304,23 @@ def _store(meeting: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise RequestError(
-                f"MASTER_PORT={meeting.port} in the environment: another program uses that port",
+                f"MASTER_PORT={launch_env.port} in the environment: another program uses that port",
                 remedy="torchrun --standalone, which takes a free one, or another --master-port",
             ) from error
-        raise _nobody(meeting) from error
+        raise _missing_store_error(launch_env) from error
     store.set_timeout(timedelta(seconds=max(timeout, 300)))
     return store
 
 
-def _nobody(meeting: LaunchEnv) -> TrainingError:
-    problem = f"no answer from {meeting.address}:{meeting.port}, where rank 0's store should be"
-    if meeting.agent_store and meeting.size > meeting.local_size:
+def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
+    problem = f"no answer from {launch_env.address}:{launch_env.port}, where rank 0's store should be"
+    if launch_env.agent_store and launch_env.size > launch_env.local_size:
         problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"
     error = TrainingError(problem, remedy="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every node")
     error.consequence = True
     return error
 
 
-def _client(store: Any) -> dist.Store:
+def _clone_store(store: Any) -> dist.Store:
     """A connection of its own, for other threads, where this torch can make one."""
     return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]

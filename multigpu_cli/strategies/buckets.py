@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from multigpu_cli.runtime.collectives import from_main
+from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.world import World
 
 DEFAULT_CAP = 25  # MB, DDP's own
@@ -15,7 +15,7 @@ _ROUNDS = 3
 _AS_GOOD = 1.05
 
 
-def measured_cap(model: nn.Module, world: World) -> int:
+def measure_cap(model: nn.Module, world: World) -> int:
     """The smallest bucket, in MB, whose all-reduce is within 5 % of the best rate: small ones are under way sooner.
 
     The same on every rank. A model whose gradients fit into the smallest bucket is not worth measuring for.
@@ -26,7 +26,7 @@ def measured_cap(model: nn.Module, world: World) -> int:
         return DEFAULT_CAP
     paces = {size: _seconds(size, world) / size for size in sizes}
     best = min(paces.values())
-    return int(from_main(world, min(size for size, pace in paces.items() if pace <= _AS_GOOD * best)))
+    return int(broadcast_object(world, min(size for size, pace in paces.items() if pace <= _AS_GOOD * best)))
 
 
 def _seconds(size: int, world: World) -> float:

@@ -29,7 +29,7 @@ class StepBuffers:
     def __init__(
         self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor], *, always: bool = False
     ) -> None:
-        self._places = _places(model)
+        self._places = _find_slots(model)
         buffers = [place.buffer for place in self._places]
         real = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
         self._kinds = [_DtypeGroup([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
@@ -40,7 +40,7 @@ class StepBuffers:
     def _by_changes(self) -> bool:
         return self._micro_batches > 1 or self._shared
 
-    def begin(self, micro_batches: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         """Note where the step starts."""
         self._micro_batches = micro_batches
         self._bring_home()
@@ -48,10 +48,10 @@ class StepBuffers:
             kind.begin()
 
     def no_change(self) -> list[Tensor]:
-        """Zeros, as a micro-batch that changes nothing would give in `taken`."""
+        """Zeros, as a micro-batch that changes nothing would give in `take_change`."""
         return [kind.zeros() for kind in self._floating()]
 
-    def taken(self) -> list[Tensor]:
+    def take_change(self) -> list[Tensor]:
         """What the micro-batch that has just run changed in floating buffers; all are back at the start afterwards.
 
         What it changed in whole numbers is added up here: they have one sum in any order.
@@ -69,21 +69,21 @@ class StepBuffers:
     def collect(self) -> None:
         """After one micro-batch: add its change to those of the others on this worker."""
         if self._by_changes:
-            for kind, change in zip(self._floating(), self.taken(), strict=True):
+            for kind, change in zip(self._floating(), self.take_change(), strict=True):
                 kind.add(change)
 
-    def abandon(self) -> None:
+    def abort_step(self) -> None:
         """Go back to the start of a step that can't be finished."""
         self._bring_home()
         for kind in self._kinds:
-            kind.put(kind.start)
+            kind.write(kind.start)
 
-    def undo(self, skipped: Tensor) -> None:
+    def rollback(self, skipped: Tensor) -> None:
         """Go back to the start if the step was skipped, or a NaN would stay in the statistics; no host sync."""
         for kind in self._kinds:
-            kind.put(torch.where(skipped.bool(), kind.start, kind.now()))
+            kind.write(torch.where(skipped.bool(), kind.start, kind.read()))
 
-    def finish(self, summed: list[Tensor] | None = None) -> None:
+    def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
         """After the last: move by the mean change of all micro-batches on all workers.
 
         Args:
@@ -96,10 +96,10 @@ class StepBuffers:
             for kind, change in zip(self._floating(), summed, strict=True):
                 kind.move(change, self._micro_batches)
         if travelling := [kind for kind in self._kinds if summed is None or not kind.floating]:
-            sent = [kind.packed() for kind in travelling]
+            sent = [kind.pack() for kind in travelling]
             parts = self._total(torch.cat(sent)).split([len(part) for part in sent])
             for kind, part in zip(travelling, parts, strict=True):
-                kind.move(kind.unpacked(part), self._micro_batches)
+                kind.move(kind.unpack(part), self._micro_batches)
 
     def _floating(self) -> list["_DtypeGroup"]:
         return [kind for kind in self._kinds if kind.floating]
@@ -114,10 +114,18 @@ class StepBuffers:
 class _BufferSlot:
     """Where a module keeps a buffer, and the tensor that is registered there."""
 
-    def __init__(self, owner: MutableMapping[str, Tensor | None], name: str, full_name: str, *, kept: bool) -> None:
+    def __init__(
+        self, owner: MutableMapping[str, Tensor | None], name: str, full_name: str, *, persistent: bool
+    ) -> None:
         found = owner[name]
         assert found is not None
-        self.owner, self.name, self.buffer, self._full_name, self._kept = owner, name, found, full_name, kept
+        self.owner, self.name, self.buffer, self._full_name, self._persistent = (
+            owner,
+            name,
+            found,
+            full_name,
+            persistent,
+        )
 
     @torch.no_grad()
     def bring_home(self, *, alone: bool) -> None:
@@ -132,7 +140,7 @@ class _BufferSlot:
         if bound is not None and bound.shape == shape:
             self.buffer.copy_(bound.detach())
             self.owner[self.name] = self.buffer
-        elif self._kept and not alone:
+        elif self._persistent and not alone:
             now = "nothing" if bound is None else tuple(bound.shape)
             raise TrainingError(
                 f"forward changed the buffer {self._full_name} from {shape} to {now}: its changes have no mean",
@@ -156,12 +164,12 @@ class _DtypeGroup:
         self.begin()
 
     @torch.no_grad()
-    def now(self) -> Tensor:
+    def read(self) -> Tensor:
         """(n,) a copy of all elements."""
         return torch.cat([buffer.flatten() for buffer in self._buffers])
 
     @torch.no_grad()
-    def put(self, flat: Tensor) -> None:
+    def write(self, flat: Tensor) -> None:
         """Write all elements."""
         parts = flat.split([buffer.numel() for buffer in self._buffers])
         views = [
@@ -172,7 +180,7 @@ class _DtypeGroup:
 
     def begin(self) -> None:
         """Start from here, with no change."""
-        self.start = self.now()
+        self.start = self.read()
         self._change: Tensor | None = None
 
     def zeros(self) -> Tensor:
@@ -181,8 +189,8 @@ class _DtypeGroup:
 
     def take(self) -> Tensor:
         """(n,) now minus start, which they are at again afterwards; an infinite mask that stays has moved by zero."""
-        now = self.now()
-        self.put(self.start)
+        now = self.read()
+        self.write(self.start)
         if self.floating:
             return torch.where(now == self.start, 0.0, now - self.start)
         return now.to(self._wide) - self.start.to(self._wide)
@@ -191,14 +199,14 @@ class _DtypeGroup:
         """Add a change to those of this worker; its memory may be used."""
         self._change = change if self._change is None else self._change.add_(change)
 
-    def packed(self) -> Tensor:
+    def pack(self) -> Tensor:
         """(m,) float64, of which the sum over workers is the sum of the changes."""
         change = self.zeros() if self._change is None else self._change
         if self._wide != torch.int64:
             return change.double()
         return torch.cat([change >> _HALF, change & (2**_HALF - 1)]).double()
 
-    def unpacked(self, summed: Tensor) -> Tensor:
+    def unpack(self, summed: Tensor) -> Tensor:
         """(n,) the sum of the changes."""
         if self._wide != torch.int64:
             return summed
@@ -214,16 +222,16 @@ class _DtypeGroup:
         else:
             mean = torch.div(change.long(), micro_batches, rounding_mode="trunc")
             moved = (self.start.long() + mean).to(self.format)
-        self.put(moved)
+        self.write(moved)
 
 
-def _places(model: nn.Module) -> list[_BufferSlot]:
+def _find_slots(model: nn.Module) -> list[_BufferSlot]:
     """One for each registered tensor."""
     found: dict[int, _BufferSlot] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                kept = name not in module._non_persistent_buffers_set
+                persistent = name not in module._non_persistent_buffers_set
                 full_name = f"{path}.{name}" if path else name
-                found.setdefault(id(buffer), _BufferSlot(module._buffers, name, full_name, kept=kept))
+                found.setdefault(id(buffer), _BufferSlot(module._buffers, name, full_name, persistent=persistent))
     return list(found.values())

@@ -22,7 +22,7 @@ class CommWait:
         self._watch = Stopwatch(of_gpu=device.type == "cuda")
         self._last: Tensor | None = None
         self._watches_all = True
-        self._hooks = {p: p.register_post_accumulate_grad_hook(self._arrived) for p in parameters}
+        self._hooks = {p: p.register_post_accumulate_grad_hook(self._record_arrival) for p in parameters}
 
     def __enter__(self) -> None:
         """Begin the backward pass in which gradients travel, or an explicit reduction."""
@@ -42,6 +42,6 @@ class CommWait:
         seconds, waits = self._watch.read()
         return seconds / waits if waits else None
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _record_arrival(self, parameter: Tensor) -> None:
         self._watch.__enter__()
         self._last = parameter

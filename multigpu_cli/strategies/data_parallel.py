@@ -18,5 +18,5 @@ class DataParallel(Strategy):
 
     def __init__(self, model: nn.Module, devices: tuple[torch.device, ...]) -> None:
         super().__init__(model)
-        self.lanes = len(devices)
+        self.replicas_per_process = len(devices)
         self.callable = nn.DataParallel(model, device_ids=[device.index for device in devices])

@@ -94,25 +94,25 @@ class Distributed(Strategy):
         (loss() * 0).backward()
         self._ddp.zero_grad(set_to_none=True)
 
-    def undo(self, skipped: Tensor) -> None:
-        super().undo(skipped)
+    def rollback_buffers(self, skipped: Tensor) -> None:
+        super().rollback_buffers(skipped)
         if self._low_rank:
-            self._low_rank.undo(skipped)
+            self._low_rank.rollback(skipped)
 
-    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+    def accumulate(self, *, last: bool) -> AbstractContextManager[object]:
         return self._wait if last else self._ddp.no_sync()
 
-    def finish(self, *, idle: bool) -> None:
+    def reduce_gradients(self, *, idle: bool) -> None:
         if idle:
             self._replica.idle = True
             with self._wait:  # on CUDA, DDP moves inputs to the device and fails where there is none to move
                 self._ddp(None).backward()
             self._replica.idle = False
-        super().finish(idle=idle)
+        super().reduce_gradients(idle=idle)
 
-    def waited(self) -> float | None:
+    def read_comm_wait(self) -> float | None:
         return self._wait.read()
 
-    def _total(self, values: Tensor) -> Tensor:
+    def _all_reduce_sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         return values

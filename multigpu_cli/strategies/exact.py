@@ -1,6 +1,6 @@
 """--exact: the same bits on any number of workers.
 
-Every micro-batch is a leaf of one canonical tree (strategies/reduction_tree.py): its gradient, and what it changed in
+Every micro-batch is a leaf of one canonical tree (reduction_tree.py): its gradient, and what it changed in
 the buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over
 more than two ranks; here only `a + b` on this device does arithmetic, and the network moves bytes.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.buffers import StepBuffers
@@ -35,30 +35,30 @@ class ExactReduction(Strategy):
 
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(model)
-        self._buffers = StepBuffers(model, world.size, self._total, always=True)
+        self._buffers = StepBuffers(model, world.size, self._all_reduce_sum, always=True)
         self._world = world
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._leaves: int  # of the step that has begun
         self._tree: ReductionTree[Sum] = ReductionTree(_add)
         self._wait = CommWait([], world.device)
 
-    def begin(self, micro_batches: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         self._leaves = micro_batches
-        self._buffers.begin(micro_batches)
+        self._buffers.begin_step(micro_batches)
 
     @torch.no_grad()
-    def micro_batch_done(self, number: int) -> None:
+    def after_backward(self, number: int) -> None:
         leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
         for parameter in self._trained:
             parameter.grad = None
-        self._tree.push(0, number, leaf + self._buffers.taken())
+        self._tree.push(0, number, leaf + self._buffers.take_change())
 
-    def abandon(self) -> None:
-        super().abandon()
+    def abort_step(self) -> None:
+        super().abort_step()
         self._tree.nodes.clear()
 
     @torch.no_grad()
-    def finish(self, *, idle: bool) -> None:
+    def reduce_gradients(self, *, idle: bool) -> None:
         if self._world.size == 1:
             whole = self._tree.total()
         else:
@@ -66,9 +66,9 @@ class ExactReduction(Strategy):
                 whole = self._across_workers()
         for parameter, gradient in zip(self._trained, whole, strict=False):
             parameter.grad = gradient
-        self._buffers.finish(whole[len(self._trained) :])
+        self._buffers.apply_mean_change(whole[len(self._trained) :])
 
-    def waited(self) -> float | None:
+    def read_comm_wait(self) -> float | None:
         return self._wait.read()
 
     def _across_workers(self) -> Sum:
@@ -80,19 +80,19 @@ class ExactReduction(Strategy):
         like = mine[0] if mine else self._zeros()
         for places in _by_format(like):  # each in its own, or those of one worker would have other roundings
             flat = [torch.cat([value[place].flatten() for place in places]) for value in mine]
-            found = self._summed(flat, covers, [like[place] for place in places])
+            found = self._sum_over_workers(flat, covers, [like[place] for place in places])
             for place, part in zip(places, found.split([like[place].numel() for place in places]), strict=True):
                 like[place].copy_(part.view_as(like[place]))  # laid out as on one worker, and no second copy
         return like
 
-    def _summed(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
+    def _sum_over_workers(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
         """The sum over workers of what each of them has for its nodes."""
         if not _is_tree_of(covers):
             return self._by_pieces(flat, covers, like)
         if len(covers) == 2:
             dist.all_reduce(flat[0])  # two operands: either order gives the same bits
         else:
-            _in_pairs(flat[0], self._world)
+            _sum_in_pairs(flat[0], self._world)
         return flat[0]
 
     def _by_pieces(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
@@ -114,9 +114,9 @@ class ExactReduction(Strategy):
         dist.all_gather(pieces, tree.total().contiguous())
         return torch.cat(pieces)[:size]
 
-    def _total(self, values: Tensor) -> Tensor:
+    def _all_reduce_sum(self, values: Tensor) -> Tensor:
         """Of whole numbers."""
-        return total(self._world, values)
+        return all_reduce_sum(self._world, values)
 
     def _zeros(self) -> Sum:
         return [torch.zeros_like(p) for p in self._trained] + self._buffers.no_change()
@@ -128,7 +128,7 @@ def _is_tree_of(covers: list[list[tuple[int, int]]]) -> bool:
     return len(levels) == 1 and all(len(nodes) == 1 for nodes in covers) and len(covers).bit_count() == 1
 
 
-def _in_pairs(vector: Tensor, world: World) -> None:
+def _sum_in_pairs(vector: Tensor, world: World) -> None:
     """Sum over a power of two of workers by recursive halving and doubling, in place.
 
     Ranks at distance 1, 2, 4, … are buddies of the tree; of each pair either one adds one half of what they share.
@@ -140,15 +140,15 @@ def _in_pairs(vector: Tensor, world: World) -> None:
         partner, middle = world.rank ^ distance, (low + high) // 2
         trail.append((low, high, partner))
         kept, given = ((low, middle), (middle, high)) if world.rank < partner else ((middle, high), (low, middle))
-        vector[slice(*kept)] += _swapped(vector[slice(*given)], kept[1] - kept[0], partner)
+        vector[slice(*kept)] += _swap(vector[slice(*given)], kept[1] - kept[0], partner)
         (low, high), distance = kept, distance * 2
     for whole_low, whole_high, partner in reversed(trail):
         lost = (high, whole_high) if low == whole_low else (whole_low, low)
-        vector[slice(*lost)] = _swapped(vector[low:high], lost[1] - lost[0], partner)
+        vector[slice(*lost)] = _swap(vector[low:high], lost[1] - lost[0], partner)
         low, high = whole_low, whole_high
 
 
-def _swapped(mine: Tensor, theirs: int, partner: int) -> Tensor:
+def _swap(mine: Tensor, theirs: int, partner: int) -> Tensor:
     """Send a piece to the partner and return the one that comes from there, of so many elements."""
     received = torch.empty(theirs, dtype=mine.dtype, device=mine.device)
     swap = [dist.P2POp(dist.isend, mine.contiguous(), partner), dist.P2POp(dist.irecv, received, partner)]

@@ -26,7 +26,7 @@ class PowerSGD:
         ddp.register_comm_hook(self._state, _one_by_one if in_turn else powerSGD_hook)
 
     @torch.no_grad()
-    def undo(self, skipped: Tensor) -> None:
+    def rollback(self, skipped: Tensor) -> None:
         """Let nothing of a skipped step stay in the memory, or its NaN would be added to every later one; no sync."""
         for left_out in self._state.error_dict.values():
             left_out.masked_fill_(skipped.bool(), 0.0)

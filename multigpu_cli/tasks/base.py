@@ -14,10 +14,10 @@ from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sampler import HELD_OUT
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import together, total
+from multigpu_cli.runtime.collectives import all_reduce_sum, run_on_all_ranks
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve import evaluating
+from multigpu_cli.runtime.preserve import eval_mode
 from multigpu_cli.runtime.world import World
 
 Loss = Callable[[Any, Any], Tensor]
@@ -72,13 +72,13 @@ class Task(ABC):
     unit: str = "sample"
     units_per_sample: int = 1
     sums: tuple[str, ...] = ()
-    expects: str = "what its loss_sum and measure take"
+    expected_shapes: str = "what its loss_sum and measure take"
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         self.source, self.config = source, config
         self.moved: Callable[[], None] = lambda: None
 
-    def feed(self, config: DataConfig, world: World, seed: int) -> BatchStream:
+    def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
         """What this worker is trained on: a task may bring a stream of micro-batches of its own."""
         return self.loader("train", config, world, seed)  # type: ignore[no-any-return]
 
@@ -87,7 +87,7 @@ class Task(ABC):
         data, here = getattr(self.source, split), world.local_size
         return Loader(data, self.source, config, device=world.device, seed=seed, workers_here=here)
 
-    def begin(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
+    def check_model(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
         """Take a look at the network that will be trained, before its first batch.
 
         Raises:
@@ -126,15 +126,15 @@ class Task(ABC):
         """
         raise RequestError(f"--task {type(self).__name__}: it has no predictions to write", remedy="a task that has")
 
-    def evaluates(self, epoch: int) -> bool:
+    def should_evaluate(self, epoch: int) -> bool:
         """Whether the validation split is looked at after so many epochs; after the last one it always is."""
         return True
 
-    def enough(self) -> str:
+    def stop_reason(self) -> str:
         """What has been reached and ends the run, in words; empty while it goes on."""
         return ""
 
-    def told(self, seconds: float) -> dict[str, Any]:
+    def log_fields(self, seconds: float) -> dict[str, Any]:
         """More fields of a `train` line; all ranks ask together.
 
         Args:
@@ -150,7 +150,7 @@ class Task(ABC):
         """Go on where `state` was taken, perhaps on another number of ranks; what could not be kept up, in words."""
         return ""
 
-    def pictures(self, found: dict[str, Any]) -> dict[str, bytes]:
+    def plots(self, found: dict[str, Any]) -> dict[str, bytes]:
         """Files for the run folder by name, drawn from what the summary of a completed run holds."""
         return {}
 
@@ -169,11 +169,13 @@ class Task(ABC):
         Raises:
             OutOfMemory: a batch did not fit on some rank; raised on all of them.
         """
-        with evaluating(model):
-            slots, counts, units = together(world, lambda: self._pass(model, loader, world, precision, batch_size))
-        counts = _agreed(world, counts)
-        seen = int(total(world, units))
-        loss, *others = (fsum(row) / seen if seen else nan for row in total(world, slots).tolist())
+        with eval_mode(model):
+            slots, counts, units = run_on_all_ranks(
+                world, lambda: self._pass(model, loader, world, precision, batch_size)
+            )
+        counts = _all_reduce_counts(world, counts)
+        seen = int(all_reduce_sum(world, units))
+        loss, *others = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
         figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
         return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
 
@@ -185,7 +187,7 @@ class Task(ABC):
         counts: Tensor | None = None
         units = torch.zeros((), dtype=torch.int64, device=world.device)
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
-        for batch in loader.held_out(batch_size, world.rank, world.size):
+        for batch in loader.eval_batches(batch_size, world.rank, world.size):
             seed_micro_batch(seed, HELD_OUT, batch.index, world.device)
             with precision.autocast():
                 measured = self.measure(model, batch)
@@ -197,11 +199,11 @@ class Task(ABC):
         return slots, counts, units
 
 
-def _agreed(world: World, counts: Tensor | None) -> Tensor:
+def _all_reduce_counts(world: World, counts: Tensor | None) -> Tensor:
     """Everybody's counts summed, also where a worker had no batch and so does not know how many there are."""
     size = torch.tensor([0 if counts is None else counts.numel()], device=world.device)
     if world.size > 1:
         torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX)
     if counts is None:
         counts = torch.zeros(int(size), dtype=torch.int64, device=world.device)
-    return total(world, counts).cpu()
+    return all_reduce_sum(world, counts).cpu()

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.tasks.base import BatchMetrics, Task
 
 
@@ -22,13 +22,13 @@ class Classification(Task):
         RequestError: the dataset has no classes, or labels that are not among them.
     """
 
-    expects = "targets (n,) int64 class numbers; outputs (n, classes) logits"
+    expected_shapes = "targets (n,) int64 class numbers; outputs (n, classes) logits"
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         super().__init__(source, config)
         if source.num_classes < 2:
             raise RequestError(
-                f"--task classification: the dataset has {counted(source.num_classes, 'class')}",
+                f"--task classification: the dataset has {pluralize(source.num_classes, 'class')}",
                 remedy="another --task",
             )
         for name in ("train", "val", "test"):
@@ -36,7 +36,9 @@ class Classification(Task):
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = model(batch.inputs)
-        return cross_entropy(_wide(logits), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
+        return cross_entropy(
+            _to_float32(logits), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing
+        )
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes
@@ -87,7 +89,7 @@ class Classification(Task):
         return counts.view(self.source.num_classes, -1)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _to_float32(logits: Tensor) -> Tensor:
     """At least 32 bits: sums of half-precision losses would lose the small ones."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

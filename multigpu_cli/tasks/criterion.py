@@ -25,7 +25,7 @@ class Criterion(Task):
         RequestError: the criterion sums over the batch, or has parameters of its own.
     """
 
-    expects = "what the criterion takes"
+    expected_shapes = "what the criterion takes"
 
     def __init__(self, source: DataSource, config: TaskConfig, criterion: Loss) -> None:
         super().__init__(source, config)

@@ -27,7 +27,7 @@ class LanguageModel(Task):
     """
 
     unit = "token"
-    expects = "targets (n, t) int64 tokens, -100 where none counts; outputs (n, t, vocabulary) logits"
+    expected_shapes = "targets (n, t) int64 tokens, -100 where none counts; outputs (n, t, vocabulary) logits"
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         super().__init__(source, config)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
 
@@ -25,11 +25,11 @@ class LossNormalizer:
         self.last: Tensor | int = 0
         self._seen, self._samples = torch.zeros((), dtype=torch.int64, device=world.device), 0
 
-    def expected(self, samples: int) -> int:
+    def divisor(self, samples: int) -> int:
         """What a step's loss is divided by before backward."""
         return samples * self._task.units_per_sample
 
-    def settle(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
+    def rescale_gradients(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
         """At the end of a step: divide the reduced gradient by what was really there.
 
         Args:
@@ -42,9 +42,9 @@ class LossNormalizer:
         mine = torch.zeros((), dtype=torch.int64, device=self._world.device)
         for count in counted:
             mine += count
-        self.last = total(self._world, mine)
+        self.last = all_reduce_sum(self._world, mine)
         self._seen, self._samples = self._seen + self.last, self._samples + samples
-        factor = self.expected(samples) / self.last.clamp(min=1).double()
+        factor = self.divisor(samples) / self.last.clamp(min=1).double()
         gradients = [p.grad for p in parameters if p.grad is not None]
         for number in {gradient.dtype for gradient in gradients}:  # one kernel takes one format, and the factor in it
             same = [gradient for gradient in gradients if gradient.dtype == number]

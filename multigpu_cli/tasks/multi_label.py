@@ -17,15 +17,15 @@ class MultiLabel(Task):
     The loss of a sample is the mean over its labels. `accuracy` is the share of samples with every label right.
     """
 
-    expects = "targets (n, labels) of 0 and 1; outputs (n, labels) logits"
+    expected_shapes = "targets (n, labels) of 0 and 1; outputs (n, labels) logits"
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits, targets = _alike(model(batch.inputs), batch.targets)
+        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
         targets = targets * (1 - self.config.label_smoothing) + self.config.label_smoothing / 2
         return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        logits, targets = _alike(model(batch.inputs), batch.targets)
+        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
         loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
         said, there = logits > 0, targets > 0.5
         whole = (said == there).all(1).sum().view(1)
@@ -33,7 +33,7 @@ class MultiLabel(Task):
         return BatchMetrics(loss, torch.cat(counts))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        logits, targets = _alike(model(batch.inputs), batch.targets)
+        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
         names = self.source.class_names or tuple(map(str, range(logits.shape[1])))
         truth = {f"target {name}": column.int().tolist() for name, column in zip(names, targets.T, strict=True)}
         said = logits.double().sigmoid().T
@@ -63,7 +63,7 @@ class MultiLabel(Task):
         }
 
 
-def _alike(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _match_shapes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if logits.shape != targets.shape or logits.ndim != 2:
         raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}")
     wide = torch.promote_types(logits.dtype, torch.float32)

@@ -12,46 +12,46 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import plugins
 
 
-def acts(config: Config) -> bool:
+def uses_environments(config: Config) -> bool:
     """Whether a request is about environments rather than a dataset."""
-    return config.task.name == "ppo" or environments_of_ours(config)
+    return config.task.name == "ppo" or names_builtin_environments(config)
 
 
-def opened(config: Config) -> DataSource:
+def open_data(config: Config) -> DataSource:
     """Load the dataset, or look at the environments, that --data names.
 
     Raises:
         RequestError: there is none, or it is not what it should be.
     """
-    if not acts(config):
+    if not uses_environments(config):
         return open_source(config.data, config.reproducibility.seed)
     from multigpu_cli.tasks.ppo.env_source import open_environments  # late: nothing of PPO for those who have a dataset
 
     return open_environments(config)
 
 
-def of_samples(config: Config, what: str) -> None:
+def check_has_samples(config: Config, what: str) -> None:
     """Refuse environments where something needs samples that lie ready.
 
     Raises:
         RequestError: --data names environments.
     """
-    if acts(config):
+    if uses_environments(config):
         raise RequestError(
             f"{what} needs the samples of a dataset, and --data {config.data.name} has environments to act in",
             remedy="another --data; train, evaluate, status, report and verify know environments",
         )
 
 
-def maker_of(config: Config) -> Callable[..., Any]:
+def find_data_factory(config: Config) -> Callable[..., Any]:
     """The factory that --data names."""
-    if not acts(config):
-        return plugins.find(config.data.name, DATASETS, flag="--data")
-    from multigpu_cli.tasks.ppo.env_source import maker
+    if not uses_environments(config):
+        return plugins.find_factory(config.data.name, DATASETS, flag="--data")
+    from multigpu_cli.tasks.ppo.env_source import find_group_factory
 
-    return maker(config)[0]
+    return find_group_factory(config)[0]
 
 
-def environments_of_ours(config: Config) -> bool:
+def names_builtin_environments(config: Config) -> bool:
     """Whether --data names built-in environments (gym:CartPole-v1), in spite of its colon."""
     return config.data.name.partition(":")[0] in ENVIRONMENTS

@@ -31,7 +31,7 @@ class Regression(Task):
     """
 
     sums = ("absolute", "squared")
-    expects = "targets (n,) or (n, k) numbers; outputs of the same shape, or (n, 1) for (n,)"
+    expected_shapes = "targets (n,) or (n, k) numbers; outputs of the same shape, or (n, 1) for (n,)"
 
     def __init__(self, source: DataSource, config: TaskConfig, loss: str = "squared") -> None:
         super().__init__(source, config)
@@ -41,18 +41,18 @@ class Regression(Task):
         self.mean, self.deviation = source.target_scale or (0.0, 1.0)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        outputs, targets = self._alike(model(batch.inputs), batch.targets)
+        outputs, targets = self._match_shapes(model(batch.inputs), batch.targets)
         return _by_sample(self._loss(outputs, targets, reduction="none")).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        outputs, targets = (value.double() for value in self._alike(model(batch.inputs), batch.targets))
+        outputs, targets = (value.double() for value in self._match_shapes(model(batch.inputs), batch.targets))
         error = (outputs - targets) * self.deviation
         loss = _by_sample(self._loss(outputs, targets, reduction="none"))
         sums = torch.stack([_by_sample(error.abs()).sum(), _by_sample(error.square()).sum()])
         return BatchMetrics(loss.sum(), torch.zeros(1, dtype=torch.int64, device=error.device), sums)
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        outputs, _ = self._alike(model(batch.inputs), batch.targets)
+        outputs, _ = self._match_shapes(model(batch.inputs), batch.targets)
         said = outputs.double() * self.deviation + self.mean
         rows = {"target": batch.targets.double().view(len(batch), -1), "prediction": said.view(len(batch), -1)}
         return {
@@ -64,7 +64,7 @@ class Regression(Task):
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"mae": means["absolute"], "rmse": means["squared"] ** 0.5}
 
-    def _alike(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _match_shapes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Both as (n,) or (n, k) of at least 32 bits; broadcasting would compare every output with every target."""
         if targets.ndim == 1 and outputs.shape == (len(targets), 1):
             outputs = outputs.squeeze(1)

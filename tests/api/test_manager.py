@@ -13,7 +13,7 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.runtime.world import World
 from tests.monitor.test_meters import Clock
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, network, weights
 from train_multi_gpu import (
     MultiGPUConfig,
@@ -53,7 +53,7 @@ def test_epochs_are_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path: P
         return by_epochs(tmp_path / "two", rank=world.rank, training_mode="ddp", exact=True)
 
     alone = by_epochs(tmp_path / "one", exact=True)
-    assert each_rank(2, on_two) == [alone, alone]
+    assert run_on_each_rank(2, on_two) == [alone, alone]
     by_epochs(tmp_path / "parts", 2, finish=False, exact=True)
     told, end = by_epochs(tmp_path / "parts", exact=True)
     assert end == alone[1]
@@ -67,7 +67,9 @@ def test_the_long_form_trains_as_one_process_does(tmp_path: Path) -> None:
     cut = {"global_batch_size": 12, "training_mode": "ddp", "find_unused_parameters": False, "persistent_workers": True}
 
     def on_two(more: dict[str, Any]) -> Any:
-        return each_rank(2, lambda world: by_epochs(tmp_path / f"{len(more)}", rank=world.rank, **cut, **more)[1])
+        return run_on_each_rank(
+            2, lambda world: by_epochs(tmp_path / f"{len(more)}", rank=world.rank, **cut, **more)[1]
+        )
 
     alone = by_epochs(tmp_path / "one", global_batch_size=12)[1]
     assert on_two(long) == [pytest.approx(alone, abs=1e-6)] * 2
@@ -88,7 +90,7 @@ def test_what_the_long_form_says_of_ddp_and_loading_reaches_torch(tmp_path: Path
             ddp = trainer.run.strategy._ddp  # type: ignore[union-attr]
             return ddp.static_graph, ddp.gradient_as_bucket_view, ddp.bucket_bytes_cap / 2**20
 
-    assert each_rank(2, on_two) == [(True, False, 3)] * 2
+    assert run_on_each_rank(2, on_two) == [(True, False, 3)] * 2
     with begun(tmp_path / "one", num_workers=1, prefetch_factor=3) as trainer:
         loader = trainer.run.loaders.train._fetch._loader  # type: ignore[union-attr]
         assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
@@ -109,7 +111,7 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="not the next batch"):
             manager.trainer.train_step(batch)
     assert end == by_epochs(tmp_path / "epochs")[1]
-    lines = [line for line in journal.read(tmp_path / "steps" / "journal.jsonl") if line["event"] == "train"]
+    lines = [line for line in journal.read_events(tmp_path / "steps" / "journal.jsonl") if line["event"] == "train"]
     assert losses == pytest.approx([line["loss"] for line in lines])
     assert min(losses) > 0
     summary = monitor.get_summary()
@@ -136,7 +138,7 @@ def test_what_was_best_is_kept_where_no_checkpoint_was_due(tmp_path: Path, ranks
         summary = manager.finish()
         return summary["best"]["step"], ends[1] == weights(model), summary["steps"]
 
-    assert (each_rank(ranks, work) if ranks > 1 else [work(None)]) == [(6, True, 12)] * ranks
+    assert (run_on_each_rank(ranks, work) if ranks > 1 else [work(None)]) == [(6, True, 12)] * ranks
     assert torch.load(tmp_path / "run" / "best.pt", weights_only=True)["metrics"]["step"] == 6
 
 
@@ -179,7 +181,7 @@ def test_fetching_is_a_wait_for_data_and_the_time_before_is_no_training(tmp_path
         for batch in train_loader if by == "steps" else ():
             manager.trainer.train_step(batch)
         assert run.observer.meters.seconds == 32
-    line = next(line for line in journal.read(tmp_path / "journal.jsonl") if line["event"] == "train")
+    line = next(line for line in journal.read_events(tmp_path / "journal.jsonl") if line["event"] == "train")
     assert (line["step"], line["step_ms"], line["samples_per_second"], line["data_wait_share"]) == (2, 16e3, 1, 1)
 
 

@@ -51,7 +51,7 @@ def test_the_long_form_reaches_the_settings() -> None:
     }
     assert {key: config.get(key) for key in found} == found
     assert asked.ddp == {"gradient_as_bucket_view": False, "static_graph": True}
-    assert (asked.fetching.pin_memory, asked.fetching.prefetch) == (False, 3)
+    assert (asked.loader_options.pin_memory, asked.loader_options.prefetch) == (False, 3)
     assert found.keys() - {"amp"} <= config.explicit
 
 

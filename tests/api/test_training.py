@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network, weights
 from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
 
@@ -72,7 +72,7 @@ def test_ranks_share_the_work_of_one_whatever_they_drew_before(tmp_path: Path) -
         assert optimizer.param_groups[0]["lr"] == 0.005
         return weights(model), results["summary"]["fingerprint"], {k: found[k] for k in ("test_loss", "accuracy")}
 
-    alone, *ranks = run(None), *each_rank(3, run)
+    alone, *ranks = run(None), *run_on_each_rank(3, run)
     assert ranks == [alone] * 3
     traces = [(tmp_path / f"run-{size}" / "samples.jsonl").read_text() for size in (1, 3)]
     assert traces[0] == traces[1]

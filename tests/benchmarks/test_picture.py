@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from benchmarks.picture import drawn, screen
-from multigpu_cli.monitor.format import eval_line
+from multigpu_cli.monitor.format import format_eval_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +31,6 @@ def test_the_picture_in_the_readme_has_todays_words() -> None:
     for label in ("what", "where", "batch", "learning rate", "length", "warm-up", "precision", "starts", "saves to"):
         assert re.search(rf"^ {label}", said, re.MULTILINE), label
     fields = {"epoch": 2, "split": "val", "loss": 0.3, "accuracy": 0.9, "samples": 180}
-    shape = re.escape(eval_line(fields)).replace("0\\.3000", r"[\d.]+").replace("90\\.00", r"[\d.]+")
+    shape = re.escape(format_eval_line(fields)).replace("0\\.3000", r"[\d.]+").replace("90\\.00", r"[\d.]+")
     assert re.search(shape, said)
     assert re.search(r"^\|█+[▉-▏]? *\| step \d+/\d+, [\d:]+ left, loss [\d.]+, [\d,]+ samples/s$", said, re.MULTILINE)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from multigpu_cli.checkpoint.manifest import damage_in
+from multigpu_cli.checkpoint.manifest import find_damage
 from tests.chaos.job import Attempt, progress
 
 _HARMS = (
@@ -98,7 +98,7 @@ class Harm:
         if not found:
             return False, None
         folder = found[min(self.back, len(found) - 1)]
-        if [each for each in found if damage_in(each) is None] == [folder] and self.what != "leave a draft beside":
+        if [each for each in found if find_damage(each) is None] == [folder] and self.what != "leave a draft beside":
             return True, None
         files = sorted(folder.iterdir())
         file = files[int(self.place * 1000) % len(files)]

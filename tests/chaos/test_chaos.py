@@ -15,7 +15,7 @@ from tests.chaos.job import Job
 from tests.chaos.mischief import Deed, Harm, a_kill
 from tests.chaos.rounds import JOBS, Act, Played, Round, drawn, play, state_size, undisturbed
 from tests.chaos.verdict import damaged_and_lost, left_over, repeated_too_much, repeats, wrong
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 KILLED_TWICE = Round(  # the second launch is a single process: few imports of torch, and another number of workers
     1,
@@ -52,7 +52,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Looked:
     """A worker killed, then the launcher, then a flipped bit in the newest checkpoint."""
     home = tmp_path_factory.mktemp("chaos")
     reference = home / "undisturbed"
-    assert trained(1, **KILLED_TWICE.job.settings(reference)).error == ""
+    assert run_training(1, **KILLED_TWICE.job.settings(reference)).error == ""
     return Looked(play(KILLED_TWICE, home / "round", state_size(reference)), home / "round", reference)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.store import Store, damage_in
+from multigpu_cli.checkpoint.store import Store, find_damage
 from tests.chaos.mischief import Harm, some_harm
 
 
@@ -18,7 +18,7 @@ def test_harm_does_harm(number: int, tmp_path: Path) -> None:
     possible, victim = harm.done(tmp_path)
     assert possible
     folders = sorted((tmp_path / "checkpoints").glob("step_*"))
-    assert [folder.name for folder in folders if damage_in(folder)] == ([victim] if victim else [])
+    assert [folder.name for folder in folders if find_damage(folder)] == ([victim] if victim else [])
     assert len(folders) == 2 - (harm.what == "delete")
     assert bool(list(tmp_path.rglob("*draft*"))) == (harm.what == "leave a draft beside")
 
@@ -30,7 +30,7 @@ def test_the_last_whole_checkpoint_is_spared(what: str, tmp_path: Path) -> None:
         store.save(step, {"w": torch.ones(20)}, {})
     (tmp_path / "checkpoints/step_00000010/state.pt").unlink()
     assert Harm(what).done(tmp_path) == (True, None)
-    found, _ = store.newest()
+    found, _ = store.find_newest()
     assert found
     assert found.step == 20
 

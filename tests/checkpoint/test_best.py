@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.best import BEST, BestWeights, best_of, bring_back
+from multigpu_cli.checkpoint.best import BEST, BestWeights, read_best, restore_file
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.store import Store
 
@@ -22,7 +22,7 @@ def saved(run: Path, step: int, content: bytes = b"best") -> Path:
 
 
 def found(checkpoint: Path, step: int = 1) -> bytes | None:
-    return best_of(checkpoint, read_manifest(checkpoint), step)
+    return read_best(checkpoint, read_manifest(checkpoint), step)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -50,9 +50,9 @@ def test_the_first_file_is_brought_back_from_another(tmp_path: Path) -> None:
     checkpoint, best = saved(tmp_path, 1), tmp_path / "best.pt"
     wanted = sha256(b"best").hexdigest()
     best.unlink()
-    assert bring_back([best, checkpoint / BEST], wanted)
+    assert restore_file([best, checkpoint / BEST], wanted)
     assert best.read_bytes() == b"best"
     before = best.stat()
-    assert bring_back([best, checkpoint / BEST], wanted)
+    assert restore_file([best, checkpoint / BEST], wanted)
     assert best.stat() == before, "what is right is left as it is"
-    assert not bring_back([best, checkpoint / BEST], sha256(b"lost").hexdigest())
+    assert not restore_file([best, checkpoint / BEST], sha256(b"lost").hexdigest())

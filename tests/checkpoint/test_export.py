@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint import export
-from multigpu_cli.checkpoint.export import export_network, export_weights, trained_weights
+from multigpu_cli.checkpoint.export import export_network, export_weights, load_trained_weights
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError, TrainingError
@@ -32,17 +32,17 @@ def run_in(folder: Path, *, average: dict[str, Tensor] | None = None) -> Path:
 
 def test_a_run_folder_means_its_best_weights(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    assert trained_weights(run).origin == run / "checkpoints/step_00000010/state.pt", "none are published yet"
+    assert load_trained_weights(run).origin == run / "checkpoints/step_00000010/state.pt", "none are published yet"
     save_weights(run / "best.pt", {"w": torch.ones(1)}, {"seed": 2}, {})
-    found = trained_weights(run)
+    found = load_trained_weights(run)
     assert (found.origin, list(found.state), found.settings) == (run / "best.pt", ["w"], {"seed": 2})
 
 
 def test_a_checkpoint_means_its_own_weights_or_their_average(tmp_path: Path) -> None:
-    plain = trained_weights(run_in(tmp_path / "plain") / "checkpoints/step_00000010")
+    plain = load_trained_weights(run_in(tmp_path / "plain") / "checkpoints/step_00000010")
     assert (list(plain.state), plain.settings, plain.model) == (list(STATE), {"seed": 1}, "mlp")
     average = {"n_averaged": torch.tensor(3), "module.w": torch.full((2, 3), 9.0)}
-    found = trained_weights(run_in(tmp_path / "averaged", average=average) / "checkpoints/step_00000010")
+    found = load_trained_weights(run_in(tmp_path / "averaged", average=average) / "checkpoints/step_00000010")
     assert list(found.state) == ["w"]
     assert bool((found.state["w"] == 9).all())
 
@@ -61,7 +61,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         (damaged, r"state\.pt has 4 bytes"),
     ):
         with pytest.raises(RequestError, match=message):
-            trained_weights(path)
+            load_trained_weights(path)
 
 
 def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
     best = poison(tmp_path / "best.pt", target, {"model": STATE, "config": {}})
     for path in (run, checkpoint, best):
         with pytest.raises(RequestError, match="no file of weights that can be loaded safely"):
-            trained_weights(path)
+            load_trained_weights(path)
     assert not target.exists()
 
 
@@ -94,7 +94,7 @@ def test_weights_are_all_there_and_load_elsewhere(name: str, tmp_path: Path) -> 
 
 
 def test_weights_that_come_back_changed_are_not_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "packed", lambda state: _bytes(state | {"w": state["w"] + 1}))
+    monkeypatch.setattr(export, "serialize", lambda state: _bytes(state | {"w": state["w"] + 1}))
     with pytest.raises(TrainingError, match="not what is read back"):
         export_weights(STATE, tmp_path / "w.pt")
     assert list(tmp_path.iterdir()) == []
@@ -168,6 +168,8 @@ def test_a_network_that_cannot_be_exported_says_what_can(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["mlp", "convnet", "resnet18", "har-convnet"])
 def test_the_networks_for_samples_with_classes_can_be_exported(name: str, tmp_path: Path) -> None:
     shape = {"har-convnet": (3, 32), "mlp": (12,)}.get(name, (3, 16, 16))
-    factory = plugins.find(name, MODELS, flag="--model")
-    model = plugins.call(factory, {"input_shape": shape, "num_classes": 4, "mode": "flatten"}, {}, where="model")
+    factory = plugins.find_factory(name, MODELS, flag="--model")
+    model = plugins.call_factory(
+        factory, {"input_shape": shape, "num_classes": 4, "mode": "flatten"}, {}, where="model"
+    )
     assert export_network(model.eval(), torch.randn(4, *shape), tmp_path / "net.pt2") < 1e-5

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.checkpoint import files
-from multigpu_cli.checkpoint.files import publish, sum_of, sweep
+from multigpu_cli.checkpoint.files import compute_sha256, publish, remove_drafts
 from tests.support.fork import exit_code
 from tests.test_house_rules import ROOT
 
@@ -28,7 +28,7 @@ def test_each_piece_that_has_reached_the_disk_is_told(tmp_path: Path, monkeypatc
     draft = lambda: next(tmp_path.glob(".a.*.draft"), tmp_path / "a")  # noqa: E731
     publish(tmp_path / "a", b"0123456789", lambda: told.append(draft().stat().st_size))
     assert told == [10, 10, 10], "two pieces, and the end; room for all of it was taken first"
-    assert sum_of(tmp_path / "a", lambda: told.append(0)) == sha256(b"0123456789").hexdigest()
+    assert compute_sha256(tmp_path / "a", lambda: told.append(0)) == sha256(b"0123456789").hexdigest()
     assert told[3:] == [0, 0, 0]
 
 
@@ -66,7 +66,7 @@ def test_a_kill_leaves_the_old_file(owner: object, name: str, tmp_path: Path, mo
         assert exit_code(lambda: publish(tmp_path / "a.txt", b"new" * 1000)) == -signal.SIGKILL
     assert (tmp_path / "a.txt").read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 2
-    sweep(tmp_path)
+    remove_drafts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "the next start removes what it left"
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.inspect import CheckpointEntry, listed
-from multigpu_cli.checkpoint.lock import owned
+from multigpu_cli.checkpoint.inspect import CheckpointEntry, list_checkpoints
+from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
@@ -27,15 +27,15 @@ def run(tmp_path: Path) -> Path:
 
 
 def states(run: Path) -> dict[str, str]:
-    return {entry.name.removeprefix("checkpoints/"): entry.state for entry in listed(run)}
+    return {entry.name.removeprefix("checkpoints/"): entry.state for entry in list_checkpoints(run)}
 
 
 def reason(run: Path, name: str) -> str:
-    return next(entry.reason for entry in listed(run) if entry.name.endswith(name))
+    return next(entry.reason for entry in list_checkpoints(run) if entry.name.endswith(name))
 
 
 def test_whole_ones_are_listed_and_the_newest_is_marked(run: Path) -> None:
-    entries = listed(run)
+    entries = list_checkpoints(run)
     assert [(entry.step, entry.world_size, entry.resumes) for entry in entries] == [
         (10, 2, False),
         (20, 2, False),
@@ -51,7 +51,7 @@ def test_whole_ones_are_listed_and_the_newest_is_marked(run: Path) -> None:
 def test_steps_are_listed_in_order_beyond_eight_digits(run: Path) -> None:
     for step in (99_999_999, 100_000_000):
         Store(run / "checkpoints", 10).save(step, STATE, {"world_size": 2})
-    steps = [(entry.step, entry.resumes) for entry in listed(run) if entry.step]
+    steps = [(entry.step, entry.resumes) for entry in list_checkpoints(run) if entry.step]
     assert steps == [(10, False), (20, False), (30, False), (99_999_999, False), (100_000_000, True)]
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_one_says_why_and_an_older_one_is_marked(run: Path) -> None:
         "best.pt": "whole",
     }
     assert "state.pt has" in reason(run, "30")
-    assert [entry.name for entry in listed(run) if entry.resumes] == ["checkpoints/step_00000020"]
+    assert [entry.name for entry in list_checkpoints(run) if entry.resumes] == ["checkpoints/step_00000020"]
 
 
 def test_what_is_left_of_other_attempts_is_no_checkpoint(run: Path) -> None:
@@ -75,13 +75,13 @@ def test_what_is_left_of_other_attempts_is_no_checkpoint(run: Path) -> None:
     (checkpoints / "step_00000020").rename(checkpoints / "damaged_step_00000020")
     (checkpoints / "damaged_step_00000020/state.pt").write_bytes(b"torn")
     (checkpoints / ".draft_step_00000040").mkdir()
-    assert [(entry.name.split("/")[-1], entry.state, entry.reason[:17]) for entry in listed(run)][:4] == [
+    assert [(entry.name.split("/")[-1], entry.state, entry.reason[:17]) for entry in list_checkpoints(run)][:4] == [
         ("step_00000010", "whole", ""),
         (".draft_step_00000040", "draft", "never finished"),
         ("damaged_step_00000020", "aside", "damaged: state.pt"),
         ("replaced_step_00000030", "aside", "replaced"),
     ]
-    with owned(run):
+    with lock_folder(run):
         assert reason(run, ".draft_step_00000040") == "being written"
 
 
@@ -123,25 +123,25 @@ def test_a_checkpoint_that_the_run_lets_go_meanwhile_is_left_out(run: Path, monk
             return "manifest.json can't be read"
         return None
 
-    monkeypatch.setattr("multigpu_cli.checkpoint.inspect.damage_in", vanishing)
-    with owned(run):
+    monkeypatch.setattr("multigpu_cli.checkpoint.inspect.find_damage", vanishing)
+    with lock_folder(run):
         assert list(states(run)) == ["step_00000020", "step_00000030", "best.pt"]
     (run / "checkpoints/step_00000010").mkdir()
     with pytest.raises(FileNotFoundError):
-        listed(run)
+        list_checkpoints(run)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(RequestError, match="holds no run"):
-            listed(folder)
+            list_checkpoints(folder)
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps({}))
-    assert listed(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_an_entry_is_plain_values(run: Path) -> None:
-    entry = listed(run)[0]
+    entry = list_checkpoints(run)[0]
     assert CheckpointEntry(**json.loads(json.dumps(entry.__dict__))) == entry

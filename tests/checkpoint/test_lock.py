@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.lock import check_ours, is_locked, left, needed, owned
+from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error, is_locked, lock_folder, wait_until_unlocked
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.fork import exit_code
 
@@ -20,18 +20,18 @@ def another_process(work: Callable[[], object]) -> bool:
 
 
 def take(folder: Path) -> None:
-    with owned(folder):
+    with lock_folder(folder):
         pass
 
 
 def test_one_process_owns_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     assert not is_locked(folder)
-    with owned(folder):
+    with lock_folder(folder):
         assert folder.is_dir()
         assert is_locked(folder)
         assert not another_process(lambda: take(folder))
-        with pytest.raises(RequestError, match=r"another run is at work in .*run"), owned(folder):
+        with pytest.raises(RequestError, match=r"another run is at work in .*run"), lock_folder(folder):
             pass
         assert is_locked(folder), "asking does not break the lock"
     assert not is_locked(folder)
@@ -40,7 +40,7 @@ def test_one_process_owns_a_folder(tmp_path: Path) -> None:
 
 def test_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
     def killed() -> None:
-        with owned(tmp_path):
+        with lock_folder(tmp_path):
             os.kill(os.getpid(), 9)
 
     assert exit_code(killed) == -9
@@ -83,9 +83,9 @@ def test_who_asks_is_not_taken_for_an_owner(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_owner_that_ends_is_waited_for(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as other:
-        with owned(tmp_path):
-            assert not left(tmp_path, patience=0)
-            waiting = other.submit(left, tmp_path, patience=60)
+        with lock_folder(tmp_path):
+            assert not wait_until_unlocked(tmp_path, patience=0)
+            waiting = other.submit(wait_until_unlocked, tmp_path, patience=60)
             time.sleep(0.1)
             assert not waiting.done()
         assert waiting.result()
@@ -93,28 +93,28 @@ def test_an_owner_that_ends_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RequestError, match=r"--save-dir .*file/run"), owned(tmp_path / "file" / "run"):
+    with pytest.raises(RequestError, match=r"--save-dir .*file/run"), lock_folder(tmp_path / "file" / "run"):
         pass
 
 
 def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with owned(run):
-        check_ours(run)
+    with lock_folder(run):
+        check_owner(run)
         (run / ".lock").unlink()
         run.rmdir()
         with pytest.raises(FileNotFoundError, match="the run folder has gone"):
-            check_ours(run)
+            check_owner(run)
         run.mkdir()
-        check_ours(run)
+        check_owner(run)
         (run / ".lock").write_text("1")
         with pytest.raises(OSError, match="run belongs to another run by now"):
-            check_ours(run)
+            check_owner(run)
 
 
 def test_what_must_be_written_and_cannot_is_a_failure_with_a_name(tmp_path: Path) -> None:
     with (
         pytest.raises(TrainingError, match=r"run can't be written to: \[Errno 28\] full\n  try: make room"),
-        needed(Path("run")),
+        fail_on_write_error(Path("run")),
     ):
         raise OSError(28, "full")

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.lock import owned
+from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.checkpoint.run_folder import (
     ResumePoint,
-    begin_again,
-    choose_start,
+    choose_resume_point,
     holds_run,
     read_summary,
+    rewind_run,
     write_summary,
 )
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.config.paths import broken
-from multigpu_cli.config.resume_rules import settings, with_settings
+from multigpu_cli.config.paths import find_path_errors
+from multigpu_cli.config.resume_rules import flatten_settings, replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
@@ -30,7 +30,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(save_dir: str | None = None, resume: str = "auto", recipe: str | None = None, **changed: Any) -> Config:
-    config = with_settings(Config(recipe=recipe), changed)
+    config = replace_settings(Config(recipe=recipe), changed)
     return replace(config, checkpoint=replace(config.checkpoint, save_dir=save_dir, resume=resume))
 
 
@@ -40,7 +40,9 @@ def run_in(folder: Path, *steps: int, config: Config | None = None, status: str 
     (folder / "config.yaml").write_text("data: digits\n")
     store = Store(folder / "checkpoints", 10)
     for step in steps:
-        store.save(step, {"w": torch.ones(2)}, {"settings": settings(config or asked()), "pins": {}, "world_size": 1})
+        store.save(
+            step, {"w": torch.ones(2)}, {"settings": flatten_settings(config or asked()), "pins": {}, "world_size": 1}
+        )
     if status:
         write_summary(folder, json.dumps({"status": status}))
     return folder
@@ -60,7 +62,7 @@ def tree(folder: Path) -> set[Path]:
 
 def test_a_start_is_plain_values(tmp_path: Path) -> None:
     run_in(tmp_path / "run", 10)
-    start = choose_start(asked("run"), attempt=0)
+    start = choose_resume_point(asked("run"), attempt=0)
     assert ResumePoint(**json.loads(json.dumps(start.as_dict()))) == start
 
 
@@ -69,10 +71,10 @@ def test_a_start_is_plain_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_where_nothing_is_a_new_run_gets_a_new_folder(resume: str, tmp_path: Path) -> None:
-    starts = [choose_start(asked(resume=resume), attempt=0) for _ in range(5)]
+    starts = [choose_resume_point(asked(resume=resume), attempt=0) for _ in range(5)]
     assert len({start.folder for start in starts}) == 5
     assert all(Path(start.folder).parent == Path("checkpoints/digits") for start in starts)
-    assert all((start.checkpoint, start.because) == (None, "a new run") for start in starts)
+    assert all((start.checkpoint, start.reason) == (None, "a new run") for start in starts)
     assert tree(tmp_path) == set(), "nothing is written"
 
 
@@ -85,7 +87,7 @@ def test_where_nothing_is_a_new_run_gets_a_new_folder(resume: str, tmp_path: Pat
     ],
 )
 def test_the_folder_is_named_after_recipe_or_data(config: Config, home: str) -> None:
-    assert str(Path(choose_start(config, attempt=0).folder).parent) == home
+    assert str(Path(choose_resume_point(config, attempt=0).folder).parent) == home
 
 
 def test_the_newest_unfinished_run_of_the_same_configuration_goes_on() -> None:
@@ -93,12 +95,12 @@ def test_the_newest_unfinished_run_of_the_same_configuration_goes_on() -> None:
     for age, name in enumerate(("newest", "older", "oldest")):
         run_in(home / name, 10, 20)
         aged(home / name, age)
-    start = choose_start(asked(), attempt=0)
+    start = choose_resume_point(asked(), attempt=0)
     assert start.folder == str(home / "newest")
     assert start.checkpoint == str(home / "newest/checkpoints/step_00000020")
     assert start.manifest is not None
     assert start.manifest["step"] == 20
-    assert "goes on from step 20" in start.because
+    assert "goes on from step 20" in start.reason
 
 
 def test_what_may_not_go_on_is_passed_over() -> None:
@@ -111,13 +113,13 @@ def test_what_may_not_go_on_is_passed_over() -> None:
     run_in(home / "right", 10, config=asked(log_interval=7, multi_gpu="ddp"), status="stopped")
     for age, folder in enumerate(sorted(home.iterdir())):
         aged(folder, age)
-    assert choose_start(asked(), attempt=0).folder == str(home / "right")
+    assert choose_resume_point(asked(), attempt=0).folder == str(home / "right")
 
 
 @pytest.mark.parametrize("status", ["stopped", "failed"])
 def test_stopped_and_failed_runs_are_unfinished(status: str) -> None:
     run_in(Path("checkpoints/digits/x"), 10, status=status)
-    start = choose_start(asked(), attempt=0)
+    start = choose_resume_point(asked(), attempt=0)
     assert start.folder == "checkpoints/digits/x"
     assert start.summary == {"status": status}
 
@@ -127,16 +129,16 @@ def test_a_run_at_work_is_left_alone() -> None:
     run_in(home / "idle", 10)
     run_in(home / "at_work", 10)
     aged(home / "idle", 100)
-    with owned(home / "at_work"):
-        assert choose_start(asked(), attempt=0).folder == str(home / "idle")
+    with lock_folder(home / "at_work"):
+        assert choose_resume_point(asked(), attempt=0).folder == str(home / "idle")
     aged(home / "at_work", 0)
-    assert choose_start(asked(), attempt=0).folder == str(home / "at_work")
+    assert choose_resume_point(asked(), attempt=0).folder == str(home / "at_work")
 
 
 def test_never_starts_afresh_beside_an_unfinished_run() -> None:
     run_in(Path("checkpoints/digits/x"), 10)
     for attempt in (0, 1):
-        assert choose_start(asked(resume="never"), attempt=attempt).checkpoint is None
+        assert choose_resume_point(asked(resume="never"), attempt=attempt).checkpoint is None
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
@@ -144,10 +146,10 @@ def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> No
     """A younger one of the same configuration is somebody else's."""
     begun, stranger = (run_in(Path("checkpoints/digits", name), 10) for name in ("begun", "stranger"))
     aged(begun, 100)
-    start = choose_start(asked(resume=resume), attempt=1, begun=[str(begun)])
+    start = choose_resume_point(asked(resume=resume), attempt=1, begun=[str(begun)])
     assert start.folder == str(begun)
     assert str(start.checkpoint).startswith(str(begun))
-    gone = choose_start(asked(resume=resume), attempt=1, begun=["checkpoints/digits/gone"])
+    gone = choose_resume_point(asked(resume=resume), attempt=1, begun=["checkpoints/digits/gone"])
     assert (gone.folder, gone.checkpoint) == ("checkpoints/digits/gone", None)
     assert stranger.exists()
 
@@ -158,43 +160,43 @@ def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> No
 def test_an_empty_or_missing_folder_is_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing", "deep/er"):
-        start = choose_start(asked(name), attempt=0)
-        assert (start.folder, start.checkpoint, start.because) == (name, None, "a new run")
+        start = choose_resume_point(asked(name), attempt=0)
+        assert (start.folder, start.checkpoint, start.reason) == (name, None, "a new run")
     assert tree(tmp_path) == {tmp_path / "empty"}
 
 
 def test_a_folder_with_a_run_goes_on_whatever_its_configuration() -> None:
     """Whether the words agree is judged later, against what the checkpoint pins."""
     run_in(Path("mine"), 10, config=asked(lr=0.5), status="completed")
-    start = choose_start(asked("mine"), attempt=0)
+    start = choose_resume_point(asked("mine"), attempt=0)
     assert start.checkpoint == "mine/checkpoints/step_00000010"
     assert start.summary == {"status": "completed"}
 
 
 def test_a_folder_whose_run_has_no_checkpoint_yet_starts_over() -> None:
     run_in(Path("mine"))
-    start = choose_start(asked("mine"), attempt=0)
+    start = choose_resume_point(asked("mine"), attempt=0)
     assert start.checkpoint is None
-    assert start.because == "from the beginning: the folder has no checkpoint"
+    assert start.reason == "from the beginning: the folder has no checkpoint"
 
 
 def test_never_into_a_folder_that_holds_a_run_is_refused_unless_this_launch_began_it() -> None:
     run_in(Path("mine"), 10)
     for attempt in (0, 1):
         with pytest.raises(RequestError, match="--resume never, but mine already holds a run"):
-            choose_start(asked("mine", "never"), attempt=attempt)
-    assert choose_start(asked("mine", "never"), attempt=1, begun=["mine"]).checkpoint is not None
-    assert choose_start(asked("other", "never"), attempt=0).because == "a new run"
+            choose_resume_point(asked("mine", "never"), attempt=attempt)
+    assert choose_resume_point(asked("mine", "never"), attempt=1, begun=["mine"]).checkpoint is not None
+    assert choose_resume_point(asked("other", "never"), attempt=0).reason == "a new run"
 
 
 def test_damaged_checkpoints_are_named_and_older_ones_used() -> None:
     run_in(Path("mine"), 10, 20, 30)
     damage(Path("mine/checkpoints/step_00000030"))
     damage(Path("mine/checkpoints/step_00000020"))
-    start = choose_start(asked("mine"), attempt=0)
+    start = choose_resume_point(asked("mine"), attempt=0)
     assert start.checkpoint == "mine/checkpoints/step_00000010"
-    assert len(start.notes) == 2
-    assert "step_00000030: state.pt has 4 bytes" in start.notes[0]
+    assert len(start.warnings) == 2
+    assert "step_00000030: state.pt has 4 bytes" in start.warnings[0]
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -209,40 +211,40 @@ def test_where_every_checkpoint_is_damaged_the_request_is_wrong(attempt: int) ->
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     for wish in wishes:
         with pytest.raises(RequestError, match="mine has 2 checkpoints, and none is whole") as refused:
-            choose_start(asked("mine", **wish), attempt=attempt)
+            choose_resume_point(asked("mine", **wish), attempt=attempt)
         told = str(refused.value)
         assert "mine/checkpoints/step_00000010: state.pt has 4 bytes instead of" in told
         assert "mine/checkpoints/step_00000020: manifest.json can't be read" in told
         for way_out in ("--resume never with another --save-dir", "--resume PATH", "--init-from mine/best.pt"):
             assert way_out in told
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
-    assert choose_start(asked("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
-    assert choose_start(asked("other", "never"), attempt=attempt).checkpoint is None
+    assert choose_resume_point(asked("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
+    assert choose_resume_point(asked("other", "never"), attempt=attempt).checkpoint is None
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_draft_is_no_checkpoint(attempt: int) -> None:
     run_in(Path("mine"))
     Path("mine/checkpoints/.draft_step_00000010").mkdir(parents=True)
-    assert choose_start(asked("mine"), attempt=attempt).checkpoint is None
+    assert choose_resume_point(asked("mine"), attempt=attempt).checkpoint is None
 
 
 def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run in it lets old checkpoints go while we would look at them."""
     run_in(Path("mine"), 10)
-    monkeypatch.setattr(Store, "newest", lambda self: pytest.fail("read"))
-    with owned(Path("mine")), pytest.raises(RequestError, match="another run is at work in mine"):
-        choose_start(asked("mine"), attempt=0)
-    with owned(Path("checkpoints/digits/x")):
+    monkeypatch.setattr(Store, "find_newest", lambda self: pytest.fail("read"))
+    with lock_folder(Path("mine")), pytest.raises(RequestError, match="another run is at work in mine"):
+        choose_resume_point(asked("mine"), attempt=0)
+    with lock_folder(Path("checkpoints/digits/x")):
         Path("checkpoints/digits/x/config.yaml").write_text("")
-        assert choose_start(asked(), attempt=0).because == "a new run"
+        assert choose_resume_point(asked(), attempt=0).reason == "a new run"
 
 
 def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
     Path("file").write_text("")
     for name in ("file", "file/inside"):
         with pytest.raises(RequestError, match=rf"--save-dir {name}: .*file"):
-            choose_start(asked(name), attempt=0)
+            choose_resume_point(asked(name), attempt=0)
 
 
 # -- --resume PATH
@@ -251,13 +253,13 @@ def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000020"])
 def test_resume_names_a_run_or_a_checkpoint(path: str) -> None:
     run_in(Path("there"), 10, 20)
-    start = choose_start(asked(resume=path), attempt=0)
+    start = choose_resume_point(asked(resume=path), attempt=0)
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000020")
 
 
 def test_resume_can_go_back_to_an_older_checkpoint() -> None:
     run_in(Path("there"), 10, 20, status="completed")
-    start = choose_start(asked(resume="there/checkpoints/step_00000010"), attempt=0)
+    start = choose_resume_point(asked(resume="there/checkpoints/step_00000010"), attempt=0)
     assert start.checkpoint == "there/checkpoints/step_00000010"
     assert start.summary is None, "so it is not taken for complete"
 
@@ -265,7 +267,7 @@ def test_resume_can_go_back_to_an_older_checkpoint() -> None:
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000010"])
 def test_with_a_save_dir_the_run_goes_on_in_another_folder(path: str) -> None:
     run_in(Path("there"), 10, status="completed")
-    start = choose_start(asked("fresh", path), attempt=0)
+    start = choose_resume_point(asked("fresh", path), attempt=0)
     assert (start.folder, start.checkpoint) == ("fresh", "there/checkpoints/step_00000010")
     assert start.summary is None
 
@@ -275,14 +277,14 @@ def test_resume_can_go_back_in_its_own_folder_by_either_name(save_dir: str | Non
     """Once: the same command again, or a restart, goes on where it was."""
     store = Store(run_in(Path("there"), 10, 20) / "checkpoints", 3)
     wish = asked(save_dir, "there/checkpoints/step_00000010")
-    start = choose_start(wish, attempt=0)
+    start = choose_resume_point(wish, attempt=0)
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000010")
-    begin_again(start, store)
+    rewind_run(start, store)
     store.save(15, {"w": torch.ones(2)}, {"settings": {}, "pins": {}})
     shutil.rmtree("there/checkpoints/step_00000010")  # as --keep does in time
-    assert list(broken(wish)) == []
+    assert list(find_path_errors(wish)) == []
     for attempt in (0, 1):
-        assert choose_start(wish, attempt=attempt).checkpoint == "there/checkpoints/step_00000015"
+        assert choose_resume_point(wish, attempt=attempt).checkpoint == "there/checkpoints/step_00000015"
 
 
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000010"])
@@ -290,16 +292,16 @@ def test_the_same_command_again_goes_on_where_it_was_stopped(path: str) -> None:
     """Not from the other run's checkpoint once more: exit code 75 promises it."""
     run_in(Path("there"), 10)
     run_in(Path("fresh"), 15, status="stopped")
-    assert choose_start(asked("fresh", path), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
+    assert choose_resume_point(asked("fresh", path), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
 
 
 def test_resume_of_a_damaged_checkpoint_is_refused() -> None:
     run_in(Path("there"), 10, 20)
     damage(Path("there/checkpoints/step_00000020"))
     with pytest.raises(RequestError, match=r"step_00000020: state\.pt has 4 bytes") as refused:
-        choose_start(asked(resume="there/checkpoints/step_00000020"), attempt=0)
+        choose_resume_point(asked(resume="there/checkpoints/step_00000020"), attempt=0)
     assert "an older checkpoint" in refused.value.remedy
-    start = choose_start(asked(resume="there"), attempt=0)
+    start = choose_resume_point(asked(resume="there"), attempt=0)
     assert start.checkpoint == "there/checkpoints/step_00000010"
 
 
@@ -307,7 +309,7 @@ def test_resume_of_a_damaged_checkpoint_is_refused() -> None:
 def test_resume_of_nothing_is_refused(path: str) -> None:
     Path("empty").mkdir()
     with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
-        choose_start(asked(resume=path), attempt=0)
+        choose_resume_point(asked(resume=path), attempt=0)
 
 
 @pytest.mark.parametrize("path", ["empty", "file", "mine/journal.jsonl", "begun"])
@@ -318,21 +320,21 @@ def test_a_wrong_resume_is_refused_whatever_the_save_dir_holds(path: str) -> Non
     run_in(Path("mine"), 10, status="completed")
     Path("mine/journal.jsonl").write_text("")
     with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
-        choose_start(asked("mine", path), attempt=0)
+        choose_resume_point(asked("mine", path), attempt=0)
 
 
 def test_what_the_run_came_from_may_be_damaged_by_now() -> None:
     run_in(Path("there"), 10)
     run_in(Path("fresh"), 15, status="stopped")
     damage(Path("there/checkpoints/step_00000010"))
-    assert choose_start(asked("fresh", "there"), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
+    assert choose_resume_point(asked("fresh", "there"), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
 
 
 def test_resume_of_damaged_checkpoints_only_says_why() -> None:
     run_in(Path("there"), 10)
     damage(Path("there/checkpoints/step_00000010"))
     with pytest.raises(RequestError, match=r"no checkpoint there\n.*step_00000010: state\.pt has"):
-        choose_start(asked(resume="there"), attempt=0)
+        choose_resume_point(asked(resume="there"), attempt=0)
 
 
 # -- small files
@@ -355,7 +357,7 @@ def test_a_summary_says_where_the_folder_is_now(tmp_path: Path) -> None:
     run_in(Path("original"), 10)
     write_summary(Path("original"), '{"status": "completed", "save_dir": "original"}')
     shutil.copytree("original", "copy")
-    assert choose_start(asked("copy"), attempt=0).summary == {"status": "completed", "save_dir": "copy"}
+    assert choose_resume_point(asked("copy"), attempt=0).summary == {"status": "completed", "save_dir": "copy"}
 
 
 def test_a_summary_is_read_back(tmp_path: Path) -> None:

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.serialize import pack, packed, tensor_bytes, unpacked
+from multigpu_cli.checkpoint.serialize import count_tensor_bytes, deserialize, serialize, serialize_to_file
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import Evil
 
 
 def test_a_state_comes_back() -> None:
     state = {"w": torch.arange(4.0), "n": [1, None, "x", 2.5], "deep": {"flag": True}}
-    found = unpacked(packed(state), "state.pt")
+    found = deserialize(serialize(state), "state.pt")
     assert torch.equal(found.pop("w"), state.pop("w"))
     assert found == state
 
 
 def test_the_bytes_do_not_depend_on_where_they_go() -> None:
-    assert packed({"w": torch.ones(3)}) == packed({"w": torch.ones(3)})
+    assert serialize({"w": torch.ones(3)}) == serialize({"w": torch.ones(3)})
 
 
 @pytest.mark.parametrize("kind", ["torch", "pickle"])
@@ -27,7 +27,7 @@ def test_no_code_runs_from_a_malicious_file(kind: str, tmp_path: Path) -> None:
     target, content = tmp_path / "attacked", io.BytesIO()
     torch.save({"model": Evil(target)}, content) if kind == "torch" else pickle.dump(Evil(target), content)
     with pytest.raises(RequestError, match=r"foreign\.pt is no file of weights that can be loaded safely"):
-        unpacked(content.getvalue(), "foreign.pt")
+        deserialize(content.getvalue(), "foreign.pt")
     assert not target.exists()
     torch.load(io.BytesIO(content.getvalue()), weights_only=False) if kind == "torch" else pickle.loads(  # noqa: S301
         content.getvalue()
@@ -35,10 +35,10 @@ def test_no_code_runs_from_a_malicious_file(kind: str, tmp_path: Path) -> None:
     assert target.exists(), "the attack works on whoever is careless, so the test could fail"
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", packed({"w": torch.ones(100)})[:-10]])
+@pytest.mark.parametrize("content", [b"", b"hello", serialize({"w": torch.ones(100)})[:-10]])
 def test_a_foreign_or_torn_file_is_named(content: bytes) -> None:
     with pytest.raises(RequestError, match=r"foreign\.pt"):
-        unpacked(content, "foreign.pt")
+        deserialize(content, "foreign.pt")
 
 
 def test_a_state_goes_into_a_file_piece_by_piece_as_the_same_bytes() -> None:
@@ -51,9 +51,9 @@ def test_a_state_goes_into_a_file_piece_by_piece_as_the_same_bytes() -> None:
 
     state = {str(number): torch.full((1000,), float(number)) for number in range(50)}
     file = Watched()
-    size, total = pack(state, file)
-    assert (file.getvalue(), size) == (packed(state), len(packed(state)))
-    assert total == sha256(packed(state)).hexdigest()
+    size, total = serialize_to_file(state, file)
+    assert (file.getvalue(), size) == (serialize(state), len(serialize(state)))
+    assert total == sha256(serialize(state)).hexdigest()
     assert Watched.longest <= 4000 + 1000, "never more than a tensor at once"
 
 
@@ -63,10 +63,10 @@ def test_a_full_disk_is_named_by_its_own_error() -> None:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left on device"):
-        pack({"w": torch.ones(1000)}, Full())
+        serialize_to_file({"w": torch.ones(1000)}, Full())
 
 
 def test_tied_tensors_take_their_memory_once() -> None:
     weight = torch.ones(100)
-    assert tensor_bytes({"a": weight, "b": [weight, (weight[:50], 3)], "c": torch.ones(10)}) == 440
-    assert tensor_bytes({}) == 0
+    assert count_tensor_bytes({"a": weight, "b": [weight, (weight[:50], 3)], "c": torch.ones(10)}) == 440
+    assert count_tensor_bytes({}) == 0

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.serialize import packed, unpacked
+from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
 from multigpu_cli.runtime.precision import Precision
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: in
         model,
         build_optimizer(model, OptimizerConfig(name=optimizer)),
         Precision("off", CPU),
-        averaged(model, 0.9) if ema else None,
+        build_ema(model, 0.9) if ema else None,
         Progress(),
     )
 
@@ -32,7 +32,7 @@ def train(live: TrainState, steps: int) -> None:
         inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(live.progress.step))
         live.model(inputs).square().mean().backward()
         set_rate(live.optimizer, 0.05)
-        live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
+        live.precision.step_optimizer(live.optimizer, list(live.model.parameters()), 1.0)
         if live.average:
             live.average.update_parameters(live.model)
         live.progress.step += 1
@@ -46,13 +46,13 @@ def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) ->
     interrupted = kept(optimizer, ema=ema)
     train(interrupted, 3)
     interrupted.progress.best = {"accuracy": 0.5, "epoch": 1}
-    state = unpacked(packed(interrupted.capture()), "state.pt")
+    state = deserialize(serialize(interrupted.capture()), "state.pt")
     resumed = kept(optimizer, ema=ema, seed=99)
     resumed.restore(state, "state.pt")
     assert resumed.progress == interrupted.progress
     train(resumed, 3)
     assert fingerprint(resumed.model.state_dict()) == fingerprint(undisturbed.model.state_dict())
-    assert fingerprint(resumed.for_use().state_dict()) == fingerprint(undisturbed.for_use().state_dict())
+    assert fingerprint(resumed.eval_model().state_dict()) == fingerprint(undisturbed.eval_model().state_dict())
 
 
 def test_the_loss_scale_goes_on_where_it_was() -> None:
@@ -63,18 +63,18 @@ def test_the_loss_scale_goes_on_where_it_was() -> None:
     for bad in (True, True, False):
         loss = live.model(torch.ones(8, 3)).square().mean()
         live.precision.backward(loss * torch.inf if bad else loss)
-        _, skipped = live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
+        _, skipped = live.precision.step_optimizer(live.optimizer, list(live.model.parameters()), 1.0)
         assert bool(skipped) == bad
     scale = live.precision.state_dict()
     assert scale["scale"] == resumed.precision.state_dict()["scale"] / 4
     assert scale["_growth_tracker"] == 1
-    resumed.restore(unpacked(packed(live.capture()), "state.pt"), "state.pt")
+    resumed.restore(deserialize(serialize(live.capture()), "state.pt"), "state.pt")
     assert resumed.precision.state_dict() == scale
 
 
 def test_a_checkpoint_from_before_losses_were_counted_is_restored() -> None:
     live = kept()
-    state = unpacked(packed(live.capture()), "state.pt")
+    state = deserialize(serialize(live.capture()), "state.pt")
     del state["progress"]["line_losses"], state["progress"]["epoch_losses"]
     state["progress"]["last"] = {"epoch_loss": 0.5, "train_loss": 0.25}
     live.restore(state, "state.pt")
@@ -86,19 +86,19 @@ def test_a_capture_stays_when_training_goes_on() -> None:
     live = kept()
     train(live, 2)
     state = live.capture()
-    before = packed(state)
+    before = serialize(state)
     train(live, 2)
-    assert packed(state) == before
+    assert serialize(state) == before
     assert state["progress"]["step"] == 2
 
 
 def test_what_forward_moves_is_copied_at_once_and_the_rest_before_the_optimizer_steps() -> None:
     live = kept()
     train(live, 2)
-    before = packed(live.capture())
+    before = serialize(live.capture())
     snapshot = live.begin_capture()
     live.model(torch.randn(8, 3)).square().mean().backward()
-    assert packed(snapshot.finish()) == before, "batch norm's buffers have moved since"
+    assert serialize(snapshot.finish()) == before, "batch norm's buffers have moved since"
 
 
 class Remembering(nn.Linear):
@@ -146,9 +146,9 @@ def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> Non
 
 def test_the_average_is_what_is_used_where_there_is_one() -> None:
     averaging, plain = kept(), kept(ema=False)
-    assert averaging.for_use() is not averaging.model
-    assert plain.for_use() is plain.model
-    assert list(averaging.for_use().state_dict()) == list(averaging.model.state_dict()), "no prefix of a wrapper"
+    assert averaging.eval_model() is not averaging.model
+    assert plain.eval_model() is plain.model
+    assert list(averaging.eval_model().state_dict()) == list(averaging.model.state_dict()), "no prefix of a wrapper"
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
@@ -170,7 +170,7 @@ def test_a_capture_into_an_earlier_one_uses_its_memory_and_says_the_same() -> No
     train(live, 2)
     second = live.capture(first)
     assert {name: value.data_ptr() for name, value in second["model"].items()} == places
-    assert packed(second) == packed(live.capture())
+    assert serialize(second) == serialize(live.capture())
     assert second["progress"]["step"] == 3
 
 
@@ -180,4 +180,4 @@ def test_a_capture_into_one_of_another_shape_takes_new_memory() -> None:
     before, other = live.capture(), kept(width=8).capture()
     train(live, 1)
     for into in (before, other):
-        assert packed(live.capture(into)) == packed(live.capture())
+        assert serialize(live.capture(into)) == serialize(live.capture())

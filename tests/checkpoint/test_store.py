@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint import store as store_module
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.store import Store
 from tests.support.fork import exit_code
 
@@ -34,7 +34,7 @@ def names(store: Store) -> list[str]:
 def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     store = filled(tmp_path)
     size = store.save(120, STATE, FACTS)
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found is not None
     assert (found.step, passed_over) == (120, [])
     assert found.folder == tmp_path / "checkpoints" / "step_00000120"
@@ -52,11 +52,11 @@ def test_the_manifest_lists_files_and_facts(tmp_path: Path) -> None:
 
 
 def test_nothing_is_newest_where_nothing_is(tmp_path: Path) -> None:
-    assert Store(tmp_path / "checkpoints", 3).newest() == (None, [])
+    assert Store(tmp_path / "checkpoints", 3).find_newest() == (None, [])
 
 
 def test_the_newest_is_the_one_with_the_highest_step_not_the_latest_file(tmp_path: Path) -> None:
-    found, _ = filled(tmp_path, 300, 20).newest()
+    found, _ = filled(tmp_path, 300, 20).find_newest()
     assert found is not None
     assert found.step == 300
 
@@ -66,10 +66,10 @@ def test_steps_are_numbers_beyond_eight_digits_too(tmp_path: Path) -> None:
     (store.folder / "step_by_hand").mkdir()
     store.save(100_000_000, STATE, FACTS)
     assert names(store) == ["step_100000000", "step_99999999", "step_by_hand"]
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found
     assert (found.step, passed_over) == (100_000_000, [])
-    store.begin_after(99_999_999)
+    store.discard_after(99_999_999)
     assert names(store) == ["replaced_step_100000000", "step_99999999", "step_by_hand"]
 
 
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named_and_stays(damage: Any, tm
     store = filled(tmp_path, 10, 20, 30)
     damage(store.folder / "step_00000030")
     left = sorted((store.folder / "step_00000030").iterdir())
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found is not None
     assert found.step == 20
     assert len(passed_over) == 1
@@ -139,7 +139,7 @@ def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
     store = filled(tmp_path, 10, 20, 30)
     for folder, damage in zip(sorted(store.folder.iterdir()), (torn, flipped, without_manifest), strict=True):
         damage(folder)
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found is None
     assert [note.split("step_")[1][:8] for note in passed_over] == ["00000030", "00000020", "00000010"]
 
@@ -152,9 +152,9 @@ def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
         content = bytearray(whole)
         content[at] ^= 1
         (folder / MANIFEST).write_bytes(bytes(content))
-        assert damage_in(folder), bytes(content[max(0, at - 20) : at + 20])
+        assert find_damage(folder), bytes(content[max(0, at - 20) : at + 20])
     (folder / MANIFEST).write_bytes(whole)
-    assert damage_in(folder) is None
+    assert find_damage(folder) is None
 
 
 def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
     flipped(store.folder / "step_00000020")
     store.keep = 1
     store.save(15, STATE | {"progress": {"step": 15}}, FACTS)
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found is not None
     assert found.step == 15
     assert len(passed_over) == 1, "and it is still there to be looked at"
@@ -178,7 +178,7 @@ def test_going_on_from_an_older_checkpoint_keeps_what_is_saved_then(tmp_path: Pa
 def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
     store = filled(tmp_path, 10, 20)
     store.save(20, STATE | {"progress": {"step": 999}}, FACTS)
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found is not None
     assert (found.state()["progress"]["step"], passed_over) == (999, [])
     assert len(names(store)) == 2
@@ -187,7 +187,7 @@ def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
 def test_drafts_of_a_killed_run_are_no_checkpoints_and_are_swept(tmp_path: Path) -> None:
     store = filled(tmp_path, 10)
     shutil.copytree(store.folder / "step_00000010", store.folder / ".draft_step_00000020")
-    found, passed_over = store.newest()
+    found, passed_over = store.find_newest()
     assert found is not None
     assert (found.step, passed_over) == (10, [])
     store.save(20, STATE, FACTS)
@@ -228,7 +228,7 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
                 deadly.setattr(owner, name, counted(getattr(owner, name)))
             left = moment
             ended = exit_code(partial(store.save, 20, STATE, FACTS))
-        found, passed_over = store.newest()
+        found, passed_over = store.find_newest()
         assert found is not None
         assert passed_over == []
         if ended == 0:
@@ -243,7 +243,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch
     original, seen = Path.rename, []
 
     def watched(self: Path, target: Path) -> Path:
-        seen.append((self.parent == target.parent, damage_in(self), target.exists()))
+        seen.append((self.parent == target.parent, find_damage(self), target.exists()))
         return original(self, target)
 
     monkeypatch.setattr(Path, "rename", watched)

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.checkpoint.serialize import packed
+from multigpu_cli.checkpoint.serialize import serialize
 from multigpu_cli.checkpoint.weights import (
     check_extra_state,
     check_fit,
+    copy_to_host,
     fingerprint,
-    host_copy,
     read_weights,
     save_weights,
     warm_start,
@@ -65,7 +65,7 @@ def test_every_number_format_has_a_fingerprint(dtype: torch.dtype) -> None:
 
 def test_a_host_copy_stays_when_training_goes_on() -> None:
     model = network()
-    copy = host_copy(model.state_dict())
+    copy = copy_to_host(model.state_dict())
     with torch.no_grad():
         model[0].weight.zero_()
     assert copy["0.weight"].abs().sum() > 0
@@ -79,7 +79,7 @@ def test_weights_are_found_in_each_kind_of_file(layout: str, tmp_path: Path) -> 
         "state.pt": {"model": state, "optimizer": {"state": {}}, "progress": {"step": 1}},
         "plain": dict(state),
     }
-    (tmp_path / "file.pt").write_bytes(packed(contents[layout]))
+    (tmp_path / "file.pt").write_bytes(serialize(contents[layout]))
     model = network(seed=1)
     warm_start(model, tmp_path / "file.pt")
     assert fingerprint(model.state_dict()) == fingerprint(state)
@@ -87,7 +87,7 @@ def test_weights_are_found_in_each_kind_of_file(layout: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("content", [{"model": {}}, {"model": {"x": 1}}, [torch.ones(1)], {}, torch.ones(2), "text"])
 def test_a_file_without_weights_is_refused(content: object, tmp_path: Path) -> None:
-    (tmp_path / "file.pt").write_bytes(packed(content))
+    (tmp_path / "file.pt").write_bytes(serialize(content))
     with pytest.raises(RequestError, match=r"file\.pt holds no weights"):
         read_weights(tmp_path / "file.pt")
 
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(tmp_path: Path) -
     before = fingerprint(model.state_dict())
     state = model.state_dict() | {"0.weight": torch.zeros(9, 9), "extra": torch.zeros(1)}
     del state["2.bias"]
-    (tmp_path / "file.pt").write_bytes(packed({name: value + 1 for name, value in state.items()}))
+    (tmp_path / "file.pt").write_bytes(serialize({name: value + 1 for name, value in state.items()}))
     with pytest.raises(RequestError) as refused:
         warm_start(model, tmp_path / "file.pt")
     assert "--init-from" in refused.value.problem
@@ -136,7 +136,7 @@ def test_a_long_list_is_cut() -> None:
 
 def test_state_beside_tensors_is_kept_as_it_is_and_has_no_part_in_the_fingerprint(tmp_path: Path) -> None:
     model = Telling(3, 2, ["a"])
-    before, copied = fingerprint(model.state_dict()), host_copy(model.state_dict())
+    before, copied = fingerprint(model.state_dict()), copy_to_host(model.state_dict())
     model.kept.append("b")
     model.passes = 7
     assert fingerprint(model.state_dict()) == before
@@ -178,9 +178,9 @@ def test_state_that_would_not_come_back_is_found_before_it_is_written(model: nn.
 
 def test_a_model_that_takes_its_state_back_is_left_as_it_was() -> None:
     model = Telling(3, 2, {"a": (1, {2}), "b": torch.ones(2)})
-    before = packed(model.state_dict())
+    before = serialize(model.state_dict())
     check_extra_state(model, "own:net")
-    assert packed(model.state_dict()) == before
+    assert serialize(model.state_dict()) == before
 
 
 def test_layers_without_weights_yet_take_those_of_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.writer import Writer
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 
 def nothing() -> None:
@@ -27,12 +27,12 @@ def test_the_copy_comes_first_and_can_be_waited_for_while_writing_goes_on() -> N
 
     with Writer() as writer:
         writer.submit(copy, write)
-        writer.let_copy()
+        writer.wait_for_staging()
         order.append("the weights move")
         assert writer.waited > 0.01
-        assert not writer.done
+        assert not writer.is_done
         may_write.set()
-        assert writer.settle() is None
+        assert writer.wait() is None
         writer.submit(nothing, nothing)
         assert writer.waited == 0.0, "each job is waited for by itself"
     assert order == ["copied", "the weights move", "written"]
@@ -40,7 +40,7 @@ def test_the_copy_comes_first_and_can_be_waited_for_while_writing_goes_on() -> N
 
 def test_waiting_costs_nothing_where_nothing_is_being_copied() -> None:
     with Writer() as writer:
-        writer.let_copy()
+        writer.wait_for_staging()
         assert writer.waited == 0.0
 
 
@@ -50,9 +50,9 @@ def test_a_copy_that_fails_lets_training_go_on_and_is_told_when_the_job_is_settl
 
     with Writer() as writer:
         writer.submit(fail, nothing)
-        writer.let_copy()
+        writer.wait_for_staging()
         with pytest.raises(MemoryError):
-            writer.settle()
+            writer.wait()
 
 
 def test_the_complaint_of_the_file_system_is_given_back_once() -> None:
@@ -61,8 +61,8 @@ def test_the_complaint_of_the_file_system_is_given_back_once() -> None:
 
     with Writer() as writer:
         writer.submit(nothing, full)
-        assert isinstance(writer.settle(), OSError)
-        assert writer.settle() is None
+        assert isinstance(writer.wait(), OSError)
+        assert writer.wait() is None
 
 
 def test_a_slow_copy_is_still_one_of_the_step_it_belongs_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +74,10 @@ def test_a_slow_copy_is_still_one_of_the_step_it_belongs_to(tmp_path: Path, monk
         return finish(self)
 
     flags = {"max_steps": 6, "checkpoint_every": 1, "keep": 9}
-    whole = trained(save_dir=str(tmp_path / "whole"), **flags)
+    whole = run_training(save_dir=str(tmp_path / "whole"), **flags)
     monkeypatch.setattr(Snapshot, "finish", slowly)
-    assert trained(save_dir=str(tmp_path / "slow"), **flags).summary["fingerprint"] == whole.summary["fingerprint"]
+    assert run_training(save_dir=str(tmp_path / "slow"), **flags).summary["fingerprint"] == whole.summary["fingerprint"]
     for step in (2, 4):
         start = tmp_path / "slow" / "checkpoints" / f"step_{step:08d}"
-        again = trained(save_dir=str(tmp_path / f"from_{step}"), resume=str(start), max_steps=6)
+        again = run_training(save_dir=str(tmp_path / f"from_{step}"), resume=str(start), max_steps=6)
         assert again.summary["fingerprint"] == whole.summary["fingerprint"], again.error

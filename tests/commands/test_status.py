@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.lock import owned
+from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.commands.status import find_runs, format_statuses, read_status, watch_runs
 from multigpu_cli.errors import RequestError
 
@@ -42,7 +42,7 @@ def test_a_run_at_work(tmp_path: Path) -> None:
         line(1031, "eval", step=20, split="val", loss=1.4, accuracy=0.5),
         line(1032, "checkpoint", step=20),
     ]
-    with owned(run(tmp_path / "a", events)):
+    with lock_folder(run(tmp_path / "a", events)):
         found = read_status(tmp_path / "a", now=1040)
     assert (found.state, found.step, found.total_steps, found.alarms) == ("running", 20, 100, [])
     assert found.eta_seconds == 80 * 2 - 10  # 80 steps at the pace between the two lines, ten seconds of which are over
@@ -55,14 +55,14 @@ def test_a_run_at_work(tmp_path: Path) -> None:
 
 
 def test_silence_is_an_alarm_when_it_is_longer_than_usual(tmp_path: Path) -> None:
-    with owned(run(tmp_path / "a", BEGUN)):
+    with lock_folder(run(tmp_path / "a", BEGUN)):
         assert read_status(tmp_path / "a", now=1089).alarms == []
         (alarm,) = read_status(tmp_path / "a", now=1091).alarms
         assert alarm == "stalled: nothing written for 1 min 1 s; until now the longest silence was 20 s"
-    with owned(run(tmp_path / "b", [*BEGUN, train(1130, 30)])):
+    with lock_folder(run(tmp_path / "b", [*BEGUN, train(1130, 30)])):
         assert read_status(tmp_path / "b", now=1130 + 299).alarms == [], "it was silent for 100 s before"
         assert len(read_status(tmp_path / "b", now=1130 + 301).alarms) == 1
-    with owned(run(tmp_path / "c", BEGUN[:1])):
+    with lock_folder(run(tmp_path / "c", BEGUN[:1])):
         found = read_status(tmp_path / "c", now=1590)
         assert (found.state, found.alarms, found.eta_seconds) == ("starting", [], None)
         assert "stalled" in read_status(tmp_path / "c", now=1601).alarms[0]
@@ -96,7 +96,7 @@ def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
 
 def test_after_a_restart_the_pace_is_that_of_the_new_attempt(tmp_path: Path) -> None:
     again = [line(5000, "start", plan=PLAN, resumed_from="x"), line(5000, "resume", step=20), train(5001, 30)]
-    with owned(run(tmp_path / "a", [*BEGUN, *again])):
+    with lock_folder(run(tmp_path / "a", [*BEGUN, *again])):
         found = read_status(tmp_path / "a", now=5001)
     assert (found.attempts, found.step) == (2, 30)
     assert found.eta_seconds == pytest.approx(70 * 0.01)
@@ -122,7 +122,7 @@ def test_watching_ends_with_the_last_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(tmp_path / "a", [line(time.time(), "start", plan=PLAN), train(time.time(), 10)])
-    with owned(folder):
+    with lock_folder(folder):
 
         def let_it_end(_: float) -> None:
             with open(folder / "journal.jsonl", "a") as journal:

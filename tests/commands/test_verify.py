@@ -10,7 +10,7 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.commands.verify import compare_runs, print_comparison
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.errors import RequestError
@@ -47,7 +47,7 @@ def run(
     folder.mkdir()
     journal = [first or start(), *lines]
     (folder / "journal.jsonl").write_text("".join(json.dumps({"time": 1.0} | line) + "\n" for line in journal))
-    (folder / "config.yaml").write_text(dump(with_settings(Config(), settings)))
+    (folder / "config.yaml").write_text(dump(replace_settings(Config(), settings)))
     status = "completed" if fingerprint else "stopped"
     (folder / "summary.json").write_text(json.dumps({"status": status, "fingerprint": fingerprint}))
     return str(folder)

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.resume_rules import OF_THE_COMMAND, merged, same_run, settings, with_settings
+from multigpu_cli.config.resume_rules import (
+    OF_THE_COMMAND,
+    flatten_settings,
+    is_same_run,
+    merge_with_checkpoint,
+    replace_settings,
+)
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
@@ -81,19 +87,19 @@ FREE = {key for key, entry in SETTINGS.items() if entry.free}
 def asked(**values: Any) -> Config:
     """A command on which these were written down."""
     given = {key.replace("__", "."): value for key, value in values.items()}
-    return replace(with_settings(Config(), given), explicit=frozenset(given))
+    return replace(replace_settings(Config(), given), explicit=frozenset(given))
 
 
 def test_every_setting_is_tested() -> None:
     assert sorted(OTHER) == KEYS
-    assert all(OTHER[key] != settings(Config())[key] for key in KEYS)
+    assert all(OTHER[key] != flatten_settings(Config())[key] for key in KEYS)
 
 
 def test_settings_are_plain_and_complete() -> None:
-    config = with_settings(Config(), OTHER)
-    found = settings(config)
+    config = replace_settings(Config(), OTHER)
+    found = flatten_settings(config)
     assert json.loads(json.dumps(found)) == found == OTHER
-    assert with_settings(Config(), found) == config
+    assert replace_settings(Config(), found) == config
 
 
 def test_free_are_devices_loaders_logging_checkpoints_and_length() -> None:
@@ -108,35 +114,35 @@ def test_free_are_devices_loaders_logging_checkpoints_and_length() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_the_same_command_again_goes_on(key: str) -> None:
     config = asked(**{key: OTHER[key]})
-    assert merged(config, settings(config), [key], {}, "run") == config
+    assert merge_with_checkpoint(config, flatten_settings(config), [key], {}, "run") == config
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_what_was_not_written_down_is_taken_over(key: str) -> None:
-    stored = settings(asked(**{"seed": 7, key: OTHER[key]}))
-    found = merged(Config(), stored, ["seed", key], {}, "run")
-    assert settings(found) == stored
+    stored = flatten_settings(asked(**{"seed": 7, key: OTHER[key]}))
+    found = merge_with_checkpoint(Config(), stored, ["seed", key], {}, "run")
+    assert flatten_settings(found) == stored
     assert found.explicit == frozenset({"seed", key})
 
 
 def test_a_command_that_says_everything_again_means_what_it_says() -> None:
     """First with --max-steps 2, then without: the run goes on to its end."""
-    stored = settings(asked(seed=7, max_steps=2))
-    assert merged(asked(seed=7), stored, ["seed", "max_steps"], {}, "run").length.max_steps is None
-    assert merged(asked(), stored, ["seed", "max_steps"], {}, "run").length.max_steps == 2
+    stored = flatten_settings(asked(seed=7, max_steps=2))
+    assert merge_with_checkpoint(asked(seed=7), stored, ["seed", "max_steps"], {}, "run").length.max_steps is None
+    assert merge_with_checkpoint(asked(), stored, ["seed", "max_steps"], {}, "run").length.max_steps == 2
 
 
 @pytest.mark.parametrize("key", sorted(FREE & set(KEYS)))
 def test_what_is_free_is_taken_as_given(key: str) -> None:
-    found = merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "run")
-    assert settings(found)[key] == OTHER[key]
+    found = merge_with_checkpoint(asked(**{key: OTHER[key]}), flatten_settings(Config()), [], PINS, "run")
+    assert flatten_settings(found)[key] == OTHER[key]
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - FREE))
 def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -> None:
-    old, new = PINS.get(key, settings(Config())[key]), OTHER[key]
+    old, new = PINS.get(key, flatten_settings(Config())[key]), OTHER[key]
     with pytest.raises(RequestError) as refused:
-        merged(asked(**{key: OTHER[key]}), settings(Config()), [], PINS, "runs/a")
+        merge_with_checkpoint(asked(**{key: OTHER[key]}), flatten_settings(Config()), [], PINS, "runs/a")
     told = str(refused.value)
     assert (SETTINGS[key].flag or key) in told
     if key.endswith(".args"):
@@ -153,7 +159,9 @@ def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -
 
 def test_all_differences_are_named_at_once() -> None:
     with pytest.raises(RequestError) as refused:
-        merged(asked(seed=1, optimizer="sgd", epochs=3, keep=1), settings(Config()), [], PINS, "run")
+        merge_with_checkpoint(
+            asked(seed=1, optimizer="sgd", epochs=3, keep=1), flatten_settings(Config()), [], PINS, "run"
+        )
     told = str(refused.value)
     assert "--seed 1 differs from 42" in told
     assert "--optimizer sgd differs from adamw" in told
@@ -164,37 +172,37 @@ def test_all_differences_are_named_at_once() -> None:
 @pytest.mark.parametrize("key", ["lr", "global_batch_size", "amp", "model", "task", "batch_size"])
 def test_what_was_resolved_may_be_said_aloud(key: str) -> None:
     """The first command left --lr out; writing down the rate that was settled is no difference."""
-    stored = settings(Config())
-    found = merged(asked(**{key: PINS[key]}), stored, [], PINS, "run")
-    assert settings(found)[key] == stored[key]
+    stored = flatten_settings(Config())
+    found = merge_with_checkpoint(asked(**{key: PINS[key]}), stored, [], PINS, "run")
+    assert flatten_settings(found)[key] == stored[key]
 
 
 def test_a_setting_that_did_not_exist_then_keeps_its_present_value() -> None:
-    stored = {key: value for key, value in settings(Config()).items() if key != "label_smoothing"}
-    assert merged(asked(label_smoothing=0.1), stored, [], PINS, "run").task.label_smoothing == 0.1
+    stored = {key: value for key, value in flatten_settings(Config()).items() if key != "label_smoothing"}
+    assert merge_with_checkpoint(asked(label_smoothing=0.1), stored, [], PINS, "run").task.label_smoothing == 0.1
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_two_commands_mean_the_same_run(key: str) -> None:
     """Where and how fast it runs, and what is logged and kept, do not count; its length and data do."""
-    other, same = asked(**{key: OTHER[key]}), settings(Config())
-    assert same_run(Config(), same)
-    assert same_run(other, same) == (key in FREE - {"epochs", "max_steps", "env_steps", "episodes", "data_dir"})
+    other, same = asked(**{key: OTHER[key]}), flatten_settings(Config())
+    assert is_same_run(Config(), same)
+    assert is_same_run(other, same) == (key in FREE - {"epochs", "max_steps", "env_steps", "episodes", "data_dir"})
 
 
 def test_places_are_of_the_command_alone() -> None:
-    config = with_settings(Config(), {"save_dir": "/x", "resume": "never", "own_code": True})
-    assert not OF_THE_COMMAND & set(settings(config))
-    assert same_run(config, settings(Config()))
-    assert merged(config, settings(Config()), [], PINS, "run") == config
+    config = replace_settings(Config(), {"save_dir": "/x", "resume": "never", "own_code": True})
+    assert not OF_THE_COMMAND & set(flatten_settings(config))
+    assert is_same_run(config, flatten_settings(Config()))
+    assert merge_with_checkpoint(config, flatten_settings(Config()), [], PINS, "run") == config
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_default_is_a_value_too(key: str) -> None:
-    config = with_settings(with_settings(Config(), {key: OTHER[key]}), {key: settings(Config())[key]})
+    config = replace_settings(replace_settings(Config(), {key: OTHER[key]}), {key: flatten_settings(Config())[key]})
     assert config == Config()
 
 
 def test_a_value_that_a_setting_cannot_have_is_named() -> None:
     with pytest.raises(RequestError, match="batch_size: must be"):
-        with_settings(Config(), {"batch_size": "many"})
+        replace_settings(Config(), {"batch_size": "many"})

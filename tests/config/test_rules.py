@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.launcher_rules import OWN_RUN_ID
-from multigpu_cli.config.rules import broken, yielding
+from multigpu_cli.config.rules import drop_launcher_settings, find_rule_errors
 from multigpu_cli.config.sources import gather, resolve
 
 NAMES: dict[str, Any] = {
@@ -29,7 +29,7 @@ TORCHRUN = {
 
 
 def said(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
-    return "\n".join(str(fault) for fault in broken(resolve(flags, (), None), environ=environ or {}, **NAMES))
+    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), environ=environ or {}, **NAMES))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:
     request = gather({"epochs": "0", "warmup_epochs": "30", "data": "digitz"}, (), None)
-    faults = broken(request.config, environ={}, untold=request.broken, **NAMES)
+    faults = find_rule_errors(request.config, environ={}, untold=request.invalid_keys, **NAMES)
     assert [str(fault).split(":")[0] for fault in faults] == ["--data digitz"]
 
 
@@ -176,6 +176,6 @@ def test_where_a_file_says_it_ran_gives_way(
 ) -> None:
     (tmp_path / "config.yaml").write_text("multi_gpu: ddp\nnproc_per_node: 4\nmax_restarts: 1\n")
     request = gather(flags, (), str(tmp_path / "config.yaml"))
-    config = yielding(request.config, request.filed, environ)
+    config = drop_launcher_settings(request.config, request.file_keys, environ)
     assert {key: config.get(key) for key in left} == left
-    assert broken(config, environ=environ, **NAMES) == []
+    assert find_rule_errors(config, environ=environ, **NAMES) == []

@@ -154,9 +154,9 @@ def test_recipes_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytes
 
 def test_a_request_with_faults_still_has_a_config_for_the_rules(recipe: Write) -> None:
     request = gather({"epochs": "0", "keep": "5"}, (), None)
-    assert request.broken == {"epochs"}
-    assert (request.config.checkpoint.keep, request.readable) == (5, True)
-    assert not gather({}, (), recipe("[")).readable
+    assert request.invalid_keys == {"epochs"}
+    assert (request.config.checkpoint.keep, request.is_readable) == (5, True)
+    assert not gather({}, (), recipe("[")).is_readable
 
 
 WRITTEN = {

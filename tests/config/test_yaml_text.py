@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, lines, plain, typed
+from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, list_lines, parse_plain, parse_typed
 
 WORDS = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), min_size=1)  # PyYAML itself loses U+0085
 VALUES = st.recursive(
@@ -19,7 +19,7 @@ VALUES = st.recursive(
 def read(text: str) -> Any:
     node = compose(text)
     assert node is not None
-    return typed(node)
+    return parse_typed(node)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_nothing_composes_to_nothing() -> None:
 
 def test_scalars_of_settings_stay_as_they_are_written() -> None:
     root = compose("a: off\nb: 4e-3\nc: 010\nd: ~\ne: 'null'\nf: [0, on]\non: 1\n")
-    found = {line.key: plain(line.value) for line in lines(root)}  # type: ignore[arg-type]
+    found = {line.key: parse_plain(line.value) for line in list_lines(root)}  # type: ignore[arg-type]
     assert found == {"a": "off", "b": "4e-3", "c": "010", "d": None, "e": "null", "f": ["0", "on"], "on": "1"}
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.data.channels import MODES, Standardised, met_shape, standardised
+from multigpu_cli.data.channels import MODES, Standardised, fit_standardised, model_input_shape
 from multigpu_cli.errors import RequestError
 
 BATCH = torch.randn(50, 3, 4, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 5.0, 0.1]).view(
@@ -10,36 +10,38 @@ BATCH = torch.randn(50, 3, 4, 5, generator=torch.Generator().manual_seed(0)) * t
 
 
 def test_every_channel_has_mean_0_and_deviation_1_and_keeps_its_place():
-    met = standardised(BATCH, "flatten")(BATCH)
+    met = fit_standardised(BATCH, "flatten")(BATCH)
     assert met.shape == BATCH.shape
     torch.testing.assert_close(met.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(met.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
 
 
 def test_average_is_the_mean_of_the_standardised_channels_and_first_the_first_of_them():
-    flat = standardised(BATCH, "flatten")(BATCH)
-    torch.testing.assert_close(standardised(BATCH, "average")(BATCH), flat.mean(1, keepdim=True))
-    torch.testing.assert_close(standardised(BATCH, "first")(BATCH), flat[:, :1])
+    flat = fit_standardised(BATCH, "flatten")(BATCH)
+    torch.testing.assert_close(fit_standardised(BATCH, "average")(BATCH), flat.mean(1, keepdim=True))
+    torch.testing.assert_close(fit_standardised(BATCH, "first")(BATCH), flat[:, :1])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_announced_shape_is_the_one_that_comes_out(mode):
-    assert standardised(BATCH, mode)(BATCH).shape[1:] == met_shape(BATCH.shape[1:], mode)
+    assert fit_standardised(BATCH, mode)(BATCH).shape[1:] == model_input_shape(BATCH.shape[1:], mode)
 
 
 def test_bytes_are_standardised_like_the_floats_they_stand_for():
     pixels = (BATCH * 20 + 128).clamp(0, 255).to(torch.uint8)
-    torch.testing.assert_close(standardised(pixels, "flatten")(pixels), standardised(pixels.float(), "flatten")(pixels))
+    torch.testing.assert_close(
+        fit_standardised(pixels, "flatten")(pixels), fit_standardised(pixels.float(), "flatten")(pixels)
+    )
 
 
 def test_a_constant_channel_gives_zeros_not_infinity():
     constant = torch.full((5, 1, 4), 7, dtype=torch.uint8)
-    assert standardised(constant, "flatten")(constant).eq(0).all()
+    assert fit_standardised(constant, "flatten")(constant).eq(0).all()
 
 
 def test_vectors_are_standardised_per_entry():
     vectors = torch.randn(200, 4) * 3 + 1
-    torch.testing.assert_close(standardised(vectors, "flatten")(vectors).mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(fit_standardised(vectors, "flatten")(vectors).mean(0), torch.zeros(4), atol=1e-5, rtol=0)
 
 
 def test_a_sample_is_met_alike_in_any_batch():
@@ -49,7 +51,7 @@ def test_a_sample_is_met_alike_in_any_batch():
 
 def test_a_mode_that_does_not_exist_and_channels_that_do_not_are_refused():
     with pytest.raises(RequestError, match=r"--mode.*avrage") as refused:
-        met_shape((3, 8, 8), "avrage")
+        model_input_shape((3, 8, 8), "avrage")
     assert "average" in refused.value.remedy
     with pytest.raises(RequestError, match="--mode first needs samples with channels"):
-        met_shape((20,), "first")
+        model_input_shape((20,), "first")

@@ -46,6 +46,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_labels_are_counted_from_zero_and_the_wrong_one_is_named():
-    assert SHELLS.checked_labels(Path("y"), np.array([1, 3, 2]), 1, 3).tolist() == [0, 2, 1]
+    assert SHELLS.check_labels(Path("y"), np.array([1, 3, 2]), 1, 3).tolist() == [0, 2, 1]
     with pytest.raises(RequestError, match="y: label 0 of sample 2 is not one of 1 … 3"):
-        SHELLS.checked_labels(Path("y"), np.array([1, 0]), 1, 3)
+        SHELLS.check_labels(Path("y"), np.array([1, 0]), 1, 3)

@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from multigpu_cli.data.augment import KeyedRandom
-from multigpu_cli.data.image_augment import mirrored, shifted, shifted_and_mirrored
+from multigpu_cli.data.image_augment import mirror, shift, shift_and_mirror
 
 INDICES = torch.arange(200)
 IMAGES = torch.randint(1, 256, (200, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def test_each_image_is_shifted_as_a_whole_and_all_shifts_occur():
-    moved = shifted(IMAGES, KeyedRandom(1, 0, INDICES), reach=1)
+    moved = shift(IMAGES, KeyedRandom(1, 0, INDICES), reach=1)
     assert moved.dtype == torch.uint8
     assert moved.shape == IMAGES.shape
     padded = torch.nn.functional.pad(IMAGES, (1, 1, 1, 1))
@@ -25,26 +25,26 @@ def test_about_half_are_mirrored_and_the_rest_untouched(width: int, kind: torch.
     """Rows of whole eights of bytes, which are picked by their bits, and others."""
     images = torch.rand(200, 3, 6, width, generator=torch.Generator().manual_seed(0)).mul(255).to(kind)
     before = images.clone()
-    flipped = mirrored(images, KeyedRandom(1, 0, INDICES))
+    flipped = mirror(images, KeyedRandom(1, 0, INDICES))
     assert torch.equal(images, before)
     turned = (flipped == images.flip(-1)).flatten(1).all(1)
     same = (flipped == images).flatten(1).all(1)
     assert (turned ^ same).all()
     assert 70 < turned.sum() < 130
     across = images.to(memory_format=torch.channels_last)
-    assert torch.equal(mirrored(across, KeyedRandom(1, 0, INDICES)), flipped)
+    assert torch.equal(mirror(across, KeyedRandom(1, 0, INDICES)), flipped)
 
 
 def test_a_sample_is_augmented_alike_in_any_batch_and_differently_in_another_epoch():
-    whole = shifted_and_mirrored(IMAGES, KeyedRandom(1, 0, INDICES), reach=2)
+    whole = shift_and_mirror(IMAGES, KeyedRandom(1, 0, INDICES), reach=2)
     some = torch.tensor([150, 3, 77])
-    assert torch.equal(shifted_and_mirrored(IMAGES[some], KeyedRandom(1, 0, some), reach=2), whole[some])
-    assert not torch.equal(shifted_and_mirrored(IMAGES, KeyedRandom(1, 1, INDICES), reach=2), whole)
+    assert torch.equal(shift_and_mirror(IMAGES[some], KeyedRandom(1, 0, some), reach=2), whole[some])
+    assert not torch.equal(shift_and_mirror(IMAGES, KeyedRandom(1, 1, INDICES), reach=2), whole)
 
 
 def test_shift_and_mirror_do_not_share_their_random_numbers():
     up = (
-        shifted(IMAGES, KeyedRandom(1, 0, INDICES), reach=1)[:, :, 0].eq(0).flatten(1).all(1)
+        shift(IMAGES, KeyedRandom(1, 0, INDICES), reach=1)[:, :, 0].eq(0).flatten(1).all(1)
     )  # moved down: empty first row
-    turned = (mirrored(IMAGES, KeyedRandom(1, 0, INDICES)) == IMAGES.flip(-1)).flatten(1).all(1)
+    turned = (mirror(IMAGES, KeyedRandom(1, 0, INDICES)) == IMAGES.flip(-1)).flatten(1).all(1)
     assert 0.2 < turned[up].float().mean() < 0.8

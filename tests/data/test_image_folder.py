@@ -9,7 +9,7 @@ from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
 COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (230, 20, 30)}
@@ -87,8 +87,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     filled(tmp_path)
     whole = (tmp_path / "red" / "1.JPG").read_bytes()
     (tmp_path / "red" / "1.JPG").write_bytes(whole[: len(whole) // 2])
-    ended = trained(1, data="image-folder", data_dir=str(tmp_path), model="convnet", save_dir=str(tmp_path / "run"),
-                    sets=["data.args.size=16"], epochs=1, num_workers=1)  # fmt: skip
+    flags = {"data": "image-folder", "data_dir": str(tmp_path), "save_dir": str(tmp_path / "run"), "epochs": 1}
+    ended = run_training(1, model="convnet", sets=["data.args.size=16"], num_workers=1, **flags)
     assert ended.kind == "RequestError"
     assert "red/1.JPG is no image that can be read" in ended.error
     assert "Traceback" not in ended.error
@@ -99,7 +99,7 @@ def test_it_trains_on_two_workers_with_the_same_bits_as_on_one(tmp_path: Path) -
     flags: dict[str, Any] = {"data": "image-folder", "data_dir": str(tmp_path / "images"), "model": "convnet"}
     flags |= {"global_batch_size": 12, "batch_size": 4, "epochs": 3, "lr": 0.01, "exact": True, "num_workers": 1}
     sets = ["data.args.size=16", "model.args.width=4"]
-    ends = [trained(n, **flags, sets=sets, save_dir=str(tmp_path / f"run{n}")).summary for n in (1, 2)]
+    ends = [run_training(n, **flags, sets=sets, save_dir=str(tmp_path / f"run{n}")).summary for n in (1, 2)]
     assert ends[0]["fingerprint"] == ends[1]["fingerprint"]
     assert ends[0]["steps"] == 6
 

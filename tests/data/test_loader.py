@@ -55,9 +55,15 @@ def loader(split: Dataset[Any], processes: int | str = 0, seed: int = 42, **chan
 
 
 def epoch(
-    served: Loader, plan: BatchPlan = PLAN, number: int = 0, *, start: int = 0, rank: int = 0, lanes: int = 1
+    served: Loader,
+    plan: BatchPlan = PLAN,
+    number: int = 0,
+    *,
+    start: int = 0,
+    rank: int = 0,
+    replicas_per_process: int = 1,
 ) -> list[list[Batch]]:
-    return [list(work) for _, work in served.epoch(plan, number, start, rank, lanes)]
+    return [list(work) for _, work in served.epoch(plan, number, start, rank, replicas_per_process)]
 
 
 def indices(steps: list[list[Batch]]) -> list[list[list[int]]]:
@@ -77,7 +83,7 @@ def closing() -> Iterator[list[Loader]]:
 def test_an_epoch_follows_the_order_and_the_plan(kind: Any) -> None:
     order = epoch_order(37, 42, 0)
     expected = [
-        [order[start:stop].tolist() for _, start, stop in PLAN.micro_batches_of(step)]
+        [order[start:stop].tolist() for _, start, stop in PLAN.all_micro_batches(step)]
         for step in range(PLAN.steps_per_epoch)
     ]
     steps = epoch(loader(kind()))
@@ -166,7 +172,10 @@ def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next(processes:
 
 
 def test_lanes_join_neighbouring_micro_batches() -> None:
-    plain, joined = (indices(epoch(loader(in_memory()), replace(PLAN, workers=2), lanes=lanes)) for lanes in (1, 2))
+    plain, joined = (
+        indices(epoch(loader(in_memory()), replace(PLAN, workers=2), replicas_per_process=replicas_per_process))
+        for replicas_per_process in (1, 2)
+    )
     whole = indices(epoch(loader(in_memory())))
     assert len(joined) == len(plain)
     assert [[[*work[0], *work[1]], work[2]] for work in whole[:3]] == joined[:3]
@@ -176,7 +185,7 @@ def test_lanes_join_neighbouring_micro_batches() -> None:
 @pytest.mark.parametrize("kind", [in_memory, Noisy])
 @pytest.mark.parametrize("workers", [1, 2, 5, 20])
 def test_held_out_samples_are_served_once_in_order(kind: Any, workers: int) -> None:
-    batches = [batch for rank in range(workers) for batch in loader(kind()).held_out(4, rank, workers)]
+    batches = [batch for rank in range(workers) for batch in loader(kind()).eval_batches(4, rank, workers)]
     assert [index for batch in batches for index in batch.indices.tolist()] == list(range(37))
     assert [batch.index for batch in batches] == list(range(10))
     assert {len(batch) for batch in batches[:-1]} == {4}
@@ -184,7 +193,7 @@ def test_held_out_samples_are_served_once_in_order(kind: Any, workers: int) -> N
 
 def test_held_out_items_never_change() -> None:
     served = loader(Noisy())
-    first, second = (drawn([list(served.held_out(4, 0, 1))]) for _ in range(2))
+    first, second = (drawn([list(served.eval_batches(4, 0, 1))]) for _ in range(2))
     assert first == second
     assert first[0] != drawn(epoch(served))[0], "and have numbers of their own"
 
@@ -207,13 +216,13 @@ def test_augmentation_belongs_to_the_sample_and_is_for_training_only() -> None:
             for batch in work:
                 added = batch.inputs.flatten() / 10 - batch.indices
                 assert added.tolist() == [noise[index] for index in batch.indices.tolist()]
-    for batch in served.held_out(4, 0, 1):
+    for batch in served.eval_batches(4, 0, 1):
         assert batch.inputs.flatten().tolist() == [10.0 * index for index in batch.indices.tolist()]
 
 
 def test_bytes_become_numbers_from_0_to_1_where_nothing_else_is_asked_for() -> None:
     split = TensorDataset(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]))
-    [batch] = loader(split).held_out(4, 0, 1)
+    [batch] = loader(split).eval_batches(4, 0, 1)
     assert batch.inputs.flatten().tolist() == [0.0, 1.0]
 
 
@@ -222,7 +231,7 @@ def test_nested_inputs_stay_nested() -> None:
         def __getitem__(self, index: int) -> Any:
             return [torch.ones(2), {"deep": (torch.zeros(1), index)}], 0
 
-    [batch] = loader(Nested(3)).held_out(4, 0, 1)
+    [batch] = loader(Nested(3)).eval_batches(4, 0, 1)
     assert batch.inputs[0].shape == (3, 2)
     assert batch.inputs[1]["deep"][1].tolist() == [0, 1, 2]
 

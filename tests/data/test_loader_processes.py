@@ -14,7 +14,7 @@ from torch.utils.data._utils import signal_handling
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import loader_processes
-from multigpu_cli.data.item_fetcher import elsewhere
+from multigpu_cli.data.item_fetcher import run_in_process
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
@@ -92,7 +92,7 @@ def test_loader_processes_work_with_a_long_tmpdir(long_folder: Path, monkeypatch
             assert [path.is_socket() for path in sockets.iterdir()] == [True]
         finally:
             served.close()
-        assert elsewhere(lambda: torch.ones(3)).tolist() == [1, 1, 1]
+        assert run_in_process(lambda: torch.ones(3)).tolist() == [1, 1, 1]
         assert not list(Path(short).iterdir())
     assert not list(long_folder.iterdir())
 

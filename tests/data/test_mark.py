@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.fingerprint import mark_of
+from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.run.data_check import group_ranks
 
 
@@ -23,7 +23,7 @@ HERE = source(INPUTS, TARGETS)
 
 
 def same(one: DataSource, other: DataSource) -> bool:
-    marks, sums = zip(*(mark_of(each, 42) for each in (one, other)), strict=True)
+    marks, sums = zip(*(compute_fingerprint(each, 42) for each in (one, other)), strict=True)
     return group_ranks(marks, sums) == [0, 0]
 
 
@@ -100,5 +100,5 @@ def test_a_users_dataset_is_looked_at_in_another_process() -> None:
             return super().__getitem__(index)
 
     dataset = Lazy()
-    mark_of(fetched(dataset), 42)
+    compute_fingerprint(fetched(dataset), 42)
     assert not dataset.opened

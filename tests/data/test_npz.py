@@ -9,7 +9,7 @@ from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.source import open_source
 from multigpu_cli.errors import RequestError
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 X = np.arange(300.0).reshape(50, 6)
 CLASSES = np.arange(50) % 3
@@ -67,7 +67,7 @@ def test_the_targets_say_what_is_learned(
     assert (source.task, source.num_classes, source.outputs) == (task, classes, outputs)
     flags = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "save_dir": str(tmp_path / "run")}
     sets = ["model.args.width=8"]
-    assert trained(1, **flags, sets=sets, epochs=1, num_workers=0).summary["status"] == "completed"
+    assert run_training(1, **flags, sets=sets, epochs=1, num_workers=0).summary["status"] == "completed"
 
 
 @pytest.mark.parametrize(

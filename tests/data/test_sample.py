@@ -7,24 +7,24 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from multigpu_cli.data.sample import Collate, as_pair, sample_of, shapes
+from multigpu_cli.data.sample import Collate, describe_shapes, get_sample, to_pair
 from multigpu_cli.errors import RequestError
 
 
 def test_a_pair_of_arrays_becomes_a_pair_of_tensors() -> None:
-    inputs, target = as_pair((numpy.arange(6.0).reshape(2, 3), numpy.int64(4)), "sample 0")
+    inputs, target = to_pair((numpy.arange(6.0).reshape(2, 3), numpy.int64(4)), "sample 0")
     assert (inputs.dtype, inputs.shape, target.dtype, int(target)) == (torch.float32, (2, 3), torch.int64, 4)
-    bytes_stay, number = as_pair([numpy.zeros(3, dtype=numpy.uint8), 0.5], "sample 0")
+    bytes_stay, number = to_pair([numpy.zeros(3, dtype=numpy.uint8), 0.5], "sample 0")
     assert (bytes_stay.dtype, number.dtype) == (torch.uint8, torch.float32)
     double = torch.zeros(2, dtype=torch.float64)
-    assert as_pair((double, 1), "sample 0")[0] is double, "tensors are as their owner made them"
+    assert to_pair((double, 1), "sample 0")[0] is double, "tensors are as their owner made them"
 
 
 @pytest.mark.parametrize("name", ["target", "targets", "label", "labels", "y"])
 def test_the_target_of_a_mapping_goes_by_its_name(name: str) -> None:
-    inputs, target = as_pair({"x": [1.0, 2.0], name: 3}, "sample 0")
+    inputs, target = to_pair({"x": [1.0, 2.0], name: 3}, "sample 0")
     assert (inputs.tolist(), int(target)) == ([1.0, 2.0], 3)
-    inputs, _ = as_pair({"image": torch.ones(2), "age": 7, name: 3}, "sample 0")
+    inputs, _ = to_pair({"image": torch.ones(2), "age": 7, name: 3}, "sample 0")
     assert {key: value.tolist() for key, value in inputs.items()} == {"image": [1.0, 1.0], "age": 7}
 
 
@@ -33,28 +33,28 @@ def test_the_target_of_a_mapping_goes_by_its_name(name: str) -> None:
 )
 def test_labels_at_their_tokens_are_moved_to_where_they_are_predicted(labels: dict[str, Any]) -> None:
     item = {"input_ids": numpy.array([5, 6, 7, 8])} | {key: torch.as_tensor(value) for key, value in labels.items()}
-    inputs, targets = as_pair(item, "sample 0")
+    inputs, targets = to_pair(item, "sample 0")
     assert inputs.flatten().tolist() == [5, 6, 7, 8]
     assert targets.flatten().tolist() == [6, 7, 8, -100]
 
 
 def test_padding_is_nothing_to_predict() -> None:
-    inputs, targets = as_pair({"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}, "sample 0")
+    inputs, targets = to_pair({"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}, "sample 0")
     assert targets.tolist() == [6, -100, -100, -100]
     assert set(inputs) == {"input_ids", "attention_mask"}
 
 
 def test_the_class_of_a_sequence_is_not_moved() -> None:
-    _, target = as_pair({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "labels": 1}, "sample 0")
+    _, target = to_pair({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "labels": 1}, "sample 0")
     assert int(target) == 1
 
 
 def test_images_become_bytes_channels_first() -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
     colour, grey = image.new("RGB", (5, 4), (1, 2, 3)), image.new("L", (5, 4), 9)
-    inputs, _ = as_pair((colour, 0), "sample 0")
+    inputs, _ = to_pair((colour, 0), "sample 0")
     assert (inputs.dtype, inputs.shape, inputs[:, 0, 0].tolist()) == (torch.uint8, (3, 4, 5), [1, 2, 3])
-    assert as_pair((grey, 0), "sample 0")[0].shape == (1, 4, 5)
+    assert to_pair((grey, 0), "sample 0")[0].shape == (1, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_images_become_bytes_channels_first() -> None:
 )
 def test_what_is_no_sample_is_named(item: Any, named: str) -> None:
     with pytest.raises(RequestError, match=re.escape(named)):
-        as_pair(item, "sample 7")
+        to_pair(item, "sample 7")
 
 
 class Ragged:
@@ -82,7 +82,7 @@ class Ragged:
 
 
 def test_samples_that_make_no_batch_are_shown() -> None:
-    numbered = [(index, sample_of(Ragged(), index)) for index in (1, 2)]  # type: ignore[arg-type]
+    numbered = [(index, get_sample(Ragged(), index)) for index in (1, 2)]  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"sample 1: \(float32 \(1,\), int64 \(\)\)\n *sample 2: ") as refused:
         Collate(Ragged())(numbered)  # type: ignore[arg-type]
     assert "collate_fn" in refused.value.remedy
@@ -90,7 +90,7 @@ def test_samples_that_make_no_batch_are_shown() -> None:
 
 def test_a_sample_that_raises_is_named_with_its_place() -> None:
     with pytest.raises(RequestError, match=r"sample 7 raised KeyError in test_sample\.py:\d+: 'broken'"):
-        sample_of(Ragged(), 7)  # type: ignore[arg-type]
+        get_sample(Ragged(), 7)  # type: ignore[arg-type]
 
 
 def test_a_collate_fn_gets_samples_as_they_are_and_may_return_a_mapping() -> None:
@@ -109,4 +109,4 @@ def test_a_collate_fn_gets_samples_as_they_are_and_may_return_a_mapping() -> Non
 def test_shapes_in_words() -> None:
     value = {"x": torch.zeros(2, 3), "names": ("a", [torch.ones((), dtype=torch.int64)] * 6)}
     row = "int64 (), int64 (), int64 (), int64 (), …"
-    assert shapes(value) == f"{{x: float32 (2, 3), names: (str, ({row}))}}"
+    assert describe_shapes(value) == f"{{x: float32 (2, 3), names: (str, ({row}))}}"

@@ -210,7 +210,7 @@ def test_a_stream_is_read_once_and_then_has_numbers() -> None:
     source, again = opened("Stream"), opened("Stream")
     assert [len(part) for part in (source.train, source.val, source.test)] == [80, 10, 10]  # type: ignore[arg-type]
     assert (source.input_shape, source.num_classes) == ((3,), 2)
-    assert "a stream that was read once" in source.remark
+    assert "a stream that was read once" in source.note
     first, twice = source.train[5]["x"].tolist(), again.train[5]["x"].tolist()
     assert first == source.train[5]["x"].tolist() == twice
     assert opened("Stream", seed=1).train[5]["x"].tolist() != first

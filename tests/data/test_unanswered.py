@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.sample import Collate
-from multigpu_cli.data.unlabeled import unanswered
+from multigpu_cli.data.unlabeled import wrap_unlabeled
 
 
 class Listed(Dataset[Any]):
@@ -42,14 +42,14 @@ LIKE = torch.tensor(1)
     ids=["tensors", "in memory", "mappings", "ragged"],
 )
 def test_inputs_alone_get_a_target_that_means_nothing(known: Any, new: Any, inputs: tuple[int, ...]) -> None:
-    found = unanswered(new, known)
+    found = wrap_unlabeled(new, known)
     assert found is not None
     batch, targets = Collate(found)([(0, found[0]), (1, found[1])])
     assert batch.shape == inputs
     assert (targets.tolist(), targets.dtype) == ([0, 0], torch.int64)
-    assert unanswered(known, known) is None
+    assert wrap_unlabeled(known, known) is None
 
 
 def test_rows_of_tokens_have_their_targets_in_them() -> None:
     rows = Listed({"input_ids": torch.arange(4)})
-    assert unanswered(rows, rows) is None
+    assert wrap_unlabeled(rows, rows) is None

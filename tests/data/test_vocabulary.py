@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from multigpu_cli.data.vocabulary import Bytes, Numbers, characters_of, recalled
+from multigpu_cli.data.vocabulary import Bytes, Numbers, build_characters, restore_vocabulary
 from multigpu_cli.errors import RequestError
 
 TEXT = "To be, or not to be:\n‘that’ is the 問題 😀"
 
 
 def test_characters_there_and_back() -> None:
-    known, tokens = characters_of(TEXT)
+    known, tokens = build_characters(TEXT)
     assert known.size == len(set(TEXT))
     assert tokens.dtype == np.uint16
     assert known.decode(tokens.tolist()) == TEXT
@@ -17,7 +17,7 @@ def test_characters_there_and_back() -> None:
 
 
 def test_a_character_that_was_not_there_is_named() -> None:
-    known, _ = characters_of(TEXT)
+    known, _ = build_characters(TEXT)
     with pytest.raises(RequestError, match="the characters 'Z', 'é'") as refused:
         known.encode("éZ")
     assert "😀" in refused.value.remedy
@@ -38,6 +38,6 @@ def test_numbers_there_and_back() -> None:
 
 
 def test_a_mark_holds_all_of_a_vocabulary() -> None:
-    for known in (characters_of(TEXT + "1:2")[0], Bytes(), Numbers(70_000)):
-        again = recalled(known.mark())
+    for known in (build_characters(TEXT + "1:2")[0], Bytes(), Numbers(70_000)):
+        again = restore_vocabulary(known.mark())
         assert (type(again), again.size, again.mark()) == (type(known), known.size, known.mark())

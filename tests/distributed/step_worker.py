@@ -24,9 +24,9 @@ from multigpu_cli.run.build import build_components
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import assemble_run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.devices import Placement
-from multigpu_cli.runtime.world import LaunchEnv, World, joined
+from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
 
 
@@ -69,7 +69,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
             epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
             for layout, work in run.loaders.train.epoch(batches, epoch, first, world.rank, 1):
                 losses = engine.train_step(run, layout, work).slots(world.device)
-                found["losses"].append(float(total(world, losses).sum()) / layout.samples)
+                found["losses"].append(float(all_reduce_sum(world, losses).sum()) / layout.samples)
                 run.progress.step += 1
                 if run.progress.step == case.steps:
                     break
@@ -78,7 +78,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
 
 
 def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
-    commit = run.state.precision.commit
+    commit = run.state.precision.step_optimizer
 
     def watched(optimizer: Any, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
@@ -88,21 +88,21 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
             }
         return commit(optimizer, parameters, max_norm)
 
-    run.state.precision.commit = watched  # type: ignore[method-assign]
+    run.state.precision.step_optimizer = watched  # type: ignore[method-assign]
 
 
 def main(out: Path) -> None:
-    meeting = LaunchEnv.from_environment(os.environ)
-    assert meeting is not None
+    launch_env = LaunchEnv.from_environment(os.environ)
+    assert launch_env is not None
     torch.set_num_threads(1)
     for workers in WORKERS:
-        if meeting.rank >= workers:
+        if launch_env.rank >= workers:
             continue
-        here = replace(meeting, size=workers, local_size=workers, attempt=workers)
-        with joined(here, torch.device("cpu"), timeout=300) as world:  # the smaller worlds come first
+        here = replace(launch_env, size=workers, local_size=workers, attempt=workers)
+        with process_group(here, torch.device("cpu"), timeout=300) as world:  # the smaller worlds come first
             for name, case in CASES.items():
                 found = first_steps(case, world, out / f"{name}-{workers}")
-                torch.save(found, out / f"{name}-{workers}-{meeting.rank}.pt")
+                torch.save(found, out / f"{name}-{workers}-{launch_env.rank}.pt")
 
 
 if __name__ == "__main__":

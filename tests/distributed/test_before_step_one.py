@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.monitor import journal
-from tests.support.run_training import Ended, trained
+from tests.support.run_training import Ended, run_training
 
 RUN: dict[str, Any] = {"global_batch_size": 12, "batch_size": 4, "max_steps": 2, "log_interval": 1, "lr": 0.01}
 HABITS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -47,12 +47,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ran(flags: dict[str, Any], sets: list[str]) -> list[Ended]:
-    return [trained(workers, **RUN | flags, save_dir=f"run{workers}", sets=sets) for workers in (1, 2, 3)]
+    return [run_training(workers, **RUN | flags, save_dir=f"run{workers}", sets=sets) for workers in (1, 2, 3)]
 
 
 def found(workers: int) -> tuple[dict[str, Any], list[str], list[float], list[float]]:
     """What the plan said, what went wrong, and the losses of steps and evaluations."""
-    lines = list(journal.read(f"run{workers}/journal.jsonl"))
+    lines = list(journal.read_events(f"run{workers}/journal.jsonl"))
     [start] = [line for line in lines if line["event"] == "start"]
     plan = {name: start["plan"][name] for name in ("batch_size", "global_batch_size", "total_steps", "learning_rate")}
     faults = [line["action"] for line in lines if line["event"] == "fault"]

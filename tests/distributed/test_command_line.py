@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from multigpu_cli.checkpoint.manifest import damage_in
+from multigpu_cli.checkpoint.manifest import find_damage
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from tests.distributed.launcher import alone, finished, ran, started, torchrun
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in journal.read(folder / "journal.jsonl") if event["event"] == kind]
+    return [event for event in journal.read_events(folder / "journal.jsonl") if event["event"] == kind]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_the_summary_keeps_the_contract(run: Path) -> None:
 
 
 def test_the_journal_tells_the_run(run: Path) -> None:
-    lines = list(journal.read(run / "journal.jsonl"))
+    lines = list(journal.read_events(run / "journal.jsonl"))
     assert all(line["time"] > 1e9 for line in lines)
     assert (lines[0]["event"], lines[-1]["event"]) == ("start", "end")
     assert lines[0]["plan"]["workers"] == 2
@@ -136,7 +136,7 @@ def test_the_checkpoints_are_whole(run: Path) -> None:
     assert [folder.name for folder in folders] == ["step_00000010", "step_00000020"]
     for folder in folders:
         assert sorted(path.name for path in folder.iterdir()) == ["best_weights.pt", "manifest.json", "state.pt"]
-        assert damage_in(folder) is None
+        assert find_damage(folder) is None
         manifest = json.loads((folder / "manifest.json").read_text())
         assert {"files", "step", "world_size", "versions"} <= set(manifest)
 

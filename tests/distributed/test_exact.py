@@ -44,7 +44,7 @@ from multigpu_cli.runtime.determinism import be_deterministic
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import LaunchEnv, World
 from tests.support import tiny_datasets
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 SCRIPT = Path(main_multi_gpu.__file__)
 WORKERS = (2, 3, 4, 5, 7, 8)
@@ -121,7 +121,7 @@ def trained(world: World, settings: dict[str, Any], source: DataSource | None = 
         assert fit(run) == "completed"
         end = hash_state({name: part for name, part in run.state.capture().items() if name != "progress"})
         ending = finish_completed(run)
-    return {"end": end, "fingerprint": ending["fingerprint"], "lines": lines(run.folder) if world.main else []}
+    return {"end": end, "fingerprint": ending["fingerprint"], "lines": lines(run.folder) if world.is_main else []}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def assert_equal_bits(cells: list[Cell], folder: Path, workers: tuple[int, ...])
     opened = sources(cells)
     expected = several(cells, folder, opened)(ALONE)  # here: forked processes then have all modules already
     for size in workers:
-        ranks = each_rank(size, several(cells, folder, opened))
+        ranks = run_on_each_rank(size, several(cells, folder, opened))
         for number, cell in enumerate(cells):
             where = f"{cell} on {size} workers"
             assert {found[number]["end"] for found in ranks} == {expected[number]["end"]}, where
@@ -218,7 +218,7 @@ def test_without_it_three_workers_have_other_bits(tmp_path: Path) -> None:
     opened = sources(cells)
     ends = {1: [found["end"] for found in several(cells, tmp_path / "1", opened)(ALONE)]}
     for size in (3, 4):
-        first, *others = each_rank(size, several(cells, tmp_path / str(size), opened))
+        first, *others = run_on_each_rank(size, several(cells, tmp_path / str(size), opened))
         assert all(found == [part | {"lines": []} for part in first] for found in others), "replicas are identical"
         ends[size] = [part["end"] for part in first]
     for number in range(len(cells)):
@@ -240,12 +240,12 @@ def working(size: int, config: Config) -> Iterator[list[Any]]:
     fork, device = get_context("fork"), torch.device("cpu")
 
     def rank(number: int) -> None:
-        meeting = None
+        launch_env = None
         if size > 1:
             place = {"rank": number, "size": size, "local_rank": number, "local_size": size}
-            meeting = LaunchEnv(**place, address="localhost", port=port, attempt=0, agent_store=False)
-        choice = Placement("ddp" if meeting else "single", (device,), 0, "a test")
-        engine_run(config, choice, meeting, Console("silent"), last_words=lambda error: None)
+            launch_env = LaunchEnv(**place, address="localhost", port=port, attempt=0, agent_store=False)
+        choice = Placement("ddp" if launch_env else "single", (device,), 0, "a test")
+        engine_run(config, choice, launch_env, Console("silent"), last_words=lambda error: None)
         os._exit(0)
 
     with warnings.catch_warnings():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.inspect import listed
+from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.commands.inference.export import export_run
 from multigpu_cli.monitor import journal
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 RUN: dict[str, Any] = {
     "model": "tests.support.awkward_models:telling",
@@ -33,24 +33,24 @@ def kept(file: str) -> Any:
 
 @pytest.mark.parametrize(("workers", "flags"), [(1, {"ema": 0.9}), (2, {}), (3, {"exact": True})])
 def test_it_goes_through_a_run_and_a_resume(workers: int, flags: dict[str, Any]) -> None:
-    assert trained(workers, **RUN | flags, epochs=1).error == ""
+    assert run_training(workers, **RUN | flags, epochs=1).error == ""
     first = kept("run/last.pt")
-    ended = trained(workers, **RUN | flags, epochs=2)
+    ended = run_training(workers, **RUN | flags, epochs=2)
     assert ended.error == ""
     assert (ended.summary["status"], ended.summary["steps"]) == ("completed", 6)
     last = kept("run/last.pt")
     assert (last["kept"], last["bytes"], last["last"].tolist()) == (["a", 1.5], b"\xff", [last["passes"]])
     assert last["passes"] > first["passes"] > 0, "a resume goes on where the checkpoint was taken"
-    again = trained(1, **RUN | flags | {"save_dir": "again"}, epochs=1, init_from="run/best.pt")
+    again = run_training(1, **RUN | flags | {"save_dir": "again"}, epochs=1, init_from="run/best.pt")
     assert again.error == ""
 
 
 def test_what_is_made_of_its_weights_has_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    assert trained(**RUN, epochs=1).error == ""
-    assert {entry.reason for entry in listed(Path("run"))} == {""}
+    assert run_training(**RUN, epochs=1).error == ""
+    assert {entry.reason for entry in list_checkpoints(Path("run"))} == {""}
     assert main_multi_gpu.run(["evaluate", "run", "--own-code", "--json"]) == 0
-    [said] = [line["loss"] for line in journal.read("run/journal.jsonl") if line.get("split") == "test"]
+    [said] = [line["loss"] for line in journal.read_events("run/journal.jsonl") if line.get("split") == "test"]
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(said)
     assert export_run("run", Path("w.pt")).checked == "read back: every bit is the same"
     assert torch.load("w.pt", weights_only=True)[KEY]["passes"] == kept("run/best.pt")["passes"] > 0

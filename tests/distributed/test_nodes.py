@@ -71,7 +71,7 @@ class Job:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         file = self.run / "journal.jsonl"
-        return [event for event in journal.read(file) if event["event"] == kind] if file.exists() else []
+        return [event for event in journal.read_events(file) if event["event"] == kind] if file.exists() else []
 
     def until(self, what: str, holds: Any) -> None:
         wait_for(holds, SECONDS, what, {host.name: host.log() for host in self.machines})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.run_training import Ended, trained
+from tests.support.run_training import Ended, run_training
 
 MINE = '''
 import random
@@ -107,7 +107,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(workers: int, way: str, **flags: Any) -> Ended:
-    ended = trained(workers, **RUN | WAYS[way] | {"save_dir": f"{way}{workers}"} | flags)
+    ended = run_training(workers, **RUN | WAYS[way] | {"save_dir": f"{way}{workers}"} | flags)
     assert not ended.error, ended.error
     return ended
 
@@ -126,7 +126,7 @@ def test_loader_processes_change_no_bit() -> None:
 
 
 def test_a_first_batch_that_does_not_fit_is_told_in_one_screen() -> None:
-    ended = trained(2, **RUN | WAYS["ragged"] | {"model": "mine_here:narrow", "save_dir": "x"})
+    ended = run_training(2, **RUN | WAYS["ragged"] | {"model": "mine_here:narrow", "save_dir": "x"})
     assert ended.kind == "RequestError"
     lines = ended.error.splitlines()
     assert len(lines) < 12
@@ -145,15 +145,15 @@ def test_a_first_batch_that_does_not_fit_is_told_in_one_screen() -> None:
 
 
 def test_outputs_that_the_task_does_not_take_are_shown() -> None:
-    ended = trained(1, **RUN | WAYS["stream"] | {"model": "mine_here:wide"})
+    ended = run_training(1, **RUN | WAYS["stream"] | {"model": "mine_here:wide"})
     assert "outputs (2, 3) for targets (2, 1)" in ended.error
     assert "it returned         float32 (2, 3)" in ended.error
-    ended = trained(1, **RUN | WAYS["labels"] | {"task": "language-model"})
+    ended = run_training(1, **RUN | WAYS["labels"] | {"task": "language-model"})
     assert "vocabulary of 0 tokens" in ended.error
 
 
 def test_a_factory_that_raises_is_told_with_its_place() -> None:
-    ended = trained(1, **RUN | WAYS["ragged"] | {"data": "mine_here:fails"})
+    ended = run_training(1, **RUN | WAYS["ragged"] | {"data": "mine_here:fails"})
     assert "data: mine_here:fails raised OSError in mine_here.py:" in ended.error
     assert "no such sensor" in ended.error
 
@@ -162,5 +162,5 @@ def test_ranks_that_see_different_data_are_told_apart() -> None:
     Path("mine_here.py").write_text(
         MINE + "\nimport os\ndef unlike(split):\n    return Words(split, 40 + int(os.environ.get('RANK', 0)))\n"
     )
-    ended = trained(2, **RUN | WAYS["ragged"] | {"data": "mine_here:unlike"})
+    ended = run_training(2, **RUN | WAYS["ragged"] | {"data": "mine_here:unlike"})
     assert "rank 1 and the others see different data: 41 training samples instead of 40" in ended.error

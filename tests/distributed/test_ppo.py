@@ -11,7 +11,7 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.run.checks import check_device
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 from tests.tasks.ppo.test_env_source import request
 
 SETS = [f"task.args.{word}" for word in ("rollout=14", "passes=2", "minibatches=2", "evaluate_every=3")]
@@ -38,11 +38,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def events(kind: str, run: str = "run") -> list[dict[str, Any]]:
-    return [event for event in journal.read(f"{run}/journal.jsonl") if event["event"] == kind]
+    return [event for event in journal.read_events(f"{run}/journal.jsonl") if event["event"] == kind]
 
 
 def done(workers: int, *more: str, **flags: Any) -> dict[str, Any]:
-    ended = trained(workers, sets=[*SETS, *more], **RUN | flags)
+    ended = run_training(workers, sets=[*SETS, *more], **RUN | flags)
     assert ended.error == ""
     return ended.summary
 
@@ -114,7 +114,7 @@ def test_killed_and_resumed_on_other_workers_it_is_the_undisturbed_run(
     undisturbed = done(1, *more, exact=True, save_dir="whole")
     passes = 2 * 4 * 3 // before + 3  # in the third update
     deed = {"OWN_DEED": f"{before - 1}:{passes}:SIGKILL"}
-    ended = trained(before, sets=[*SETS, *more], **RUN, exact=True, environ=deed)
+    ended = run_training(before, sets=[*SETS, *more], **RUN, exact=True, environ=deed)
     assert before - 1 in ended.killed
     resumed = done(after, *more, exact=True)
     assert events("resume")[0]["step"] in (4, 8)
@@ -125,7 +125,7 @@ def test_killed_and_resumed_on_other_workers_it_is_the_undisturbed_run(
 
 
 def test_asked_to_stop_it_ends_the_update_first() -> None:
-    stopped = trained(1, sets=SETS, **RUN, environ={"OWN_DEED": "0:18:SIGTERM"}).summary
+    stopped = run_training(1, sets=SETS, **RUN, environ={"OWN_DEED": "0:18:SIGTERM"}).summary
     assert stopped["status"] == "stopped"
     assert stopped["steps"] == 8
     assert done(1)["fingerprint"] == done(1, save_dir="whole")["fingerprint"]
@@ -134,8 +134,8 @@ def test_asked_to_stop_it_ends_the_update_first() -> None:
 
 def test_environments_that_can_not_be_brought_back_are_told_of() -> None:
     flags = RUN | {"data": "tests.support.toy_env:forgetful", "epochs": 2}
-    trained(2, sets=SETS, **flags)
-    ended = trained(1, sets=SETS, **flags | {"epochs": 3})
+    run_training(2, sets=SETS, **flags)
+    ended = run_training(1, sets=SETS, **flags | {"epochs": 3})
     assert ended.summary["status"] == "completed"
     faults = [(event["kind"], event["action"]) for event in events("fault")]
     assert faults == [("resume", "6 environments could not be brought back and began their episode anew")]
@@ -166,7 +166,7 @@ def test_every_episode_of_an_evaluation_counts_once() -> None:
     ],
 )
 def test_requests_that_can_not_be_carried_out(more: list[str], flags: dict[str, Any], words: str) -> None:
-    ended = trained(1, sets=[*SETS, *more], **RUN | flags)
+    ended = run_training(1, sets=[*SETS, *more], **RUN | flags)
     assert ended.kind == "RequestError"
     assert words in ended.error
 

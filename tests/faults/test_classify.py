@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.faults.classify import is_consequence, remedy_for, unused_names
+from multigpu_cli.faults.classify import find_unused_parameters, is_consequence, remedy_for
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typically caused by a remote worker"
 
@@ -50,5 +50,5 @@ def test_known_causes_have_a_way_out(error: Exception, remedy: str) -> None:
 
 def test_indices_of_ddp_become_names() -> None:
     error = RuntimeError("… Parameter indices which did not receive grad for rank 1: 0 2\n In addition, …")
-    assert unused_names(error, ["a", "b", "c"]) == ["a", "c"]
-    assert unused_names(RuntimeError("something else"), ["a"]) == []
+    assert find_unused_parameters(error, ["a", "b", "c"]) == ["a", "c"]
+    assert find_unused_parameters(RuntimeError("something else"), ["a"]) == []

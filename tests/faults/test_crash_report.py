@@ -1,7 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from multigpu_cli.faults.crash_report import hang, lost, one_line, text
+from multigpu_cli.faults.crash_report import full_report, hang_error, lost_peer_error, summary_line
 from multigpu_cli.faults.rank_exit import RankExit
 from multigpu_cli.faults.watchdog import RankPosition
 
@@ -12,34 +12,34 @@ INNOCENT = RankExit(0, "reduction, 12 steps done", "RuntimeError: closed by peer
 
 
 def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
-    error = lost([INNOCENT, GUILTY], 3, 12)
+    error = lost_peer_error([INNOCENT, GUILTY], 3, 12)
     assert error.problem == "rank 2 failed (forward, 12 steps done): ValueError: bad\n  in own.py:3 in f"
     assert error.consequence
     assert "stack of 2" in error.__notes__[0], "for --debug"
 
 
 def test_the_causes_exit_code_and_known_remedy_are_taken_over() -> None:
-    error = lost([replace(GUILTY, problem="OSError: No space left on device", exit_code=2)], 3, 1)
+    error = lost_peer_error([replace(GUILTY, problem="OSError: No space left on device", exit_code=2)], 3, 1)
     assert (error.exit_code, "make room" in error.remedy) == (2, True)
-    told = lost([replace(GUILTY, problem="its own words\n  try: its own way out")], 3, 1)
+    told = lost_peer_error([replace(GUILTY, problem="its own words\n  try: its own way out")], 3, 1)
     assert told.remedy == "", "the cause says it already"
 
 
 def test_a_rank_without_a_word_is_named() -> None:
-    assert lost([INNOCENT], 3, 12).problem == "rank 1, 2 ended without a word after step 12: killed?"
-    assert "before the first step" in lost([INNOCENT], 3, None).problem
+    assert lost_peer_error([INNOCENT], 3, 12).problem == "rank 1, 2 ended without a word after step 12: killed?"
+    assert "before the first step" in lost_peer_error([INNOCENT], 3, None).problem
 
 
 def test_the_guilty_stack_stands_last() -> None:
-    whole = text(lost([GUILTY, INNOCENT], 3, 12), [GUILTY, INNOCENT])
+    whole = full_report(lost_peer_error([GUILTY, INNOCENT], 3, 12), [GUILTY, INNOCENT])
     assert whole.index("rank 0 (only lost the others)") < whole.index("samples of its batch: 5, 7")
     assert whole.endswith("stack of 2\n")
-    assert one_line(ValueError("bad\nmore")) == "ValueError: bad"
+    assert summary_line(ValueError("bad\nmore")) == "ValueError: bad"
 
 
 def test_who_hangs_is_behind_the_others() -> None:
     places = [RankPosition(0, 7, "reduction", "a.py:1 in f"), RankPosition(1, 7, "fetching data", "own.py:9 in g")]
-    error = hang(places, 2, 600, Path("run/logs"))
+    error = hang_error(places, 2, 600, Path("run/logs"))
     head, first, *_ = error.problem.splitlines()
     assert head == "no progress for 600 s: rank 1 did not arrive"
     assert first.startswith("  rank 1: fetching data, 7 steps done")
@@ -49,15 +49,15 @@ def test_who_hangs_is_behind_the_others() -> None:
 
 def test_an_earlier_step_is_behind_whatever_its_phase() -> None:
     places = [RankPosition(0, 8, "fetching data", ""), RankPosition(1, 7, "reduction", "")]
-    assert "rank 1 did not arrive" in hang(places, 2, 1, None).problem
+    assert "rank 1 did not arrive" in hang_error(places, 2, 1, None).problem
 
 
 def test_who_does_not_answer_did_not_arrive() -> None:
-    error = hang([RankPosition(0, 7, "reduction", "")], 2, 1, None)
+    error = hang_error([RankPosition(0, 7, "reduction", "")], 2, 1, None)
     assert "rank 1 did not arrive\n  rank 1: does not answer" in error.problem
 
 
 def test_nobody_is_accused_where_all_stand_alike() -> None:
     places = [RankPosition(rank, 7, "reduction", "") for rank in range(2)]
-    assert "all ranks stand in the same place" in hang(places, 2, 1, None).problem
-    assert hang(places[:1], 1, 1, None).problem.startswith("no progress for 1 s\n")
+    assert "all ranks stand in the same place" in hang_error(places, 2, 1, None).problem
+    assert hang_error(places[:1], 1, 1, None).problem.startswith("no progress for 1 s\n")

@@ -11,13 +11,13 @@ def after(text: str, policy: str = "skip", *, fp16: bool = False) -> NonfiniteGu
     """A run whose steps went like this: x skipped, . taken."""
     watch = NonfiniteGuard(policy, CPU, fp16=fp16)
     for number, step in enumerate(text):
-        watch.note(number, torch.tensor(float(step == "x")))
+        watch.record(number, torch.tensor(float(step == "x")))
     return watch
 
 
 def judged(watch: NonfiniteGuard) -> list[int]:
     found = watch.read()
-    watch.judge(found)
+    watch.check_may_continue(found)
     return found
 
 
@@ -26,7 +26,7 @@ def test_skipped_steps_are_counted_since_the_last_reading() -> None:
     assert watch.read() == [2, 4, 5]
     assert watch.read() == []
     for number in (8, 12):  # between them the task left some out
-        watch.note(number, torch.tensor(1.0))
+        watch.record(number, torch.tensor(1.0))
     assert watch.read() == [8, 12]
 
 
@@ -51,7 +51,7 @@ def test_a_row_may_reach_over_a_reading() -> None:
     watch = after(5 * "x")
     assert len(judged(watch)) == 5
     for number in range(5, 10):
-        watch.note(number, torch.tensor(1.0))
+        watch.record(number, torch.tensor(1.0))
     with pytest.raises(TrainingError):
         judged(watch)
 

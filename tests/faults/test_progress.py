@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.checkpoint import files
-from tests.support.run_training import Ended, trained
+from tests.support.run_training import Ended, run_training
 from tests.support.slow_parts import pause
 
 TIMEOUT, PAUSE = 1.5, 0.35  # seconds; five pauses in a row are longer than the timeout
@@ -44,7 +44,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def run(way: str, folder: Path, *, pause: float, stands: int = 0) -> Ended:
     flags, sets, _ = WAYS[way]
     environ = {"SLOW": str(pause), "STANDS": str(stands)}
-    return trained(2, sets=sets, save_dir=str(folder), hang_timeout=TIMEOUT, environ=environ, **flags)
+    return run_training(2, sets=sets, save_dir=str(folder), hang_timeout=TIMEOUT, environ=environ, **flags)
 
 
 def test_a_rank_that_is_slow_and_moves_is_waited_for(way: str, tmp_path: Path) -> None:

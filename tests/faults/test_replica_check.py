@@ -12,8 +12,8 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.optimizers import build_optimizer
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
-from tests.support.run_training import trained
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
 
 
 def network() -> nn.Module:
@@ -36,18 +36,18 @@ def verdict(
 
 
 def test_equal_replicas_pass() -> None:
-    assert each_rank(3, lambda world: verdict(world, None)) == ["", "", ""]
+    assert run_on_each_rank(3, lambda world: verdict(world, None)) == ["", "", ""]
 
 
 def test_one_bit_is_enough_and_every_rank_hears_of_it() -> None:
-    said = each_rank(3, lambda world: verdict(world, 1))
+    said = run_on_each_rank(3, lambda world: verdict(world, 1))
     assert len(set(said)) == 1
     assert "step 7" in said[0]
     assert "rank 1 differs in 2.weight" in said[0]
 
 
 def test_of_two_ranks_either_may_be_wrong() -> None:
-    assert all("rank 0 or 1" in text or "rank 1 or 0" in text for text in each_rank(2, lambda w: verdict(w, 0)))
+    assert all("rank 0 or 1" in text or "rank 1 or 0" in text for text in run_on_each_rank(2, lambda w: verdict(w, 0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -62,7 +62,7 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
             return True
         return False
 
-    assert each_rank(2, differs) == [True, True]
+    assert run_on_each_rank(2, differs) == [True, True]
 
 
 def test_statistics_count_as_weights_do() -> None:
@@ -71,7 +71,7 @@ def test_statistics_count_as_weights_do() -> None:
         model[1].num_batches_tracked += world.rank == 1
         return verdict(world, None, model)
 
-    assert all("rank 1 differs in 1.num_batches_tracked" in text for text in each_rank(3, said))
+    assert all("rank 1 differs in 1.num_batches_tracked" in text for text in run_on_each_rank(3, said))
 
 
 def test_so_does_what_the_optimizer_keeps() -> None:
@@ -96,7 +96,7 @@ def test_so_does_what_the_optimizer_keeps() -> None:
         found.append(verdict(world, None, model, optimizer))
         return found
 
-    for alike, missing, again, other in each_rank(3, said):
+    for alike, missing, again, other in run_on_each_rank(3, said):
         assert (alike, again) == ("", "")
         assert "rank 2 differs in the optimizer's state of 0.weight, the optimizer's state of 2.weight" in missing
         assert other.endswith("by step 7: rank 1 differs in the optimizer's state of 2.weight")
@@ -105,7 +105,7 @@ def test_so_does_what_the_optimizer_keeps() -> None:
 @pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])
 def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, how: str, where: str) -> None:
     flags = {"model": "tests.support.failing_model:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
-    ended = trained(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
+    ended = run_training(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
     assert "the replicas have drifted apart by step 4: rank" in ended.error
     assert f" differs in {where}" in ended.error
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

@@ -11,7 +11,7 @@ import torch
 from multigpu_cli.faults import stop
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 ALONE = World(torch.device("cpu"))
 
@@ -60,8 +60,8 @@ def test_in_another_thread_there_is_nothing_to_handle() -> None:
 
 def test_alone_every_step_is_a_meeting() -> None:
     agreement = StopConsensus(ALONE)
-    assert agreement.on(1, (True, False)) == [True, False]
-    assert agreement.on(2, (False, True)) == [False, True]
+    assert agreement.vote(1, (True, False)) == [True, False]
+    assert agreement.vote(2, (False, True)) == [False, True]
 
 
 def meetings(
@@ -74,26 +74,26 @@ def meetings(
         stop.time.monotonic = lambda: clock[0]  # type: ignore[attr-defined]  # a forked process of its own
         heard = []
         met: list[int] = []
-        original = stop.greatest
+        original = stop.all_reduce_max
 
         def counted(world: World, values: list[float]) -> list[float]:
             met.append(current[0])
             return original(world, values)
 
-        stop.greatest = counted  # type: ignore[assignment]
+        stop.all_reduce_max = counted  # type: ignore[assignment]
         current = [0]
         agreement = StopConsensus(world)
         for step in steps:
             clock[0] += seconds_per_step * (1 + world.rank)  # the ranks do not quite agree on the time
             current[0] = step
-            heard.append((step, agreement.on(step, (wish(world, step), False))))
+            heard.append((step, agreement.vote(step, (wish(world, step), False))))
         return [heard, met]
 
     return work
 
 
 def test_all_ranks_hear_of_a_wish_at_the_same_step() -> None:
-    answers = each_rank(3, meetings(0.02, range(1, 200), lambda world, step: world.rank == 1 and step >= 60))
+    answers = run_on_each_rank(3, meetings(0.02, range(1, 200), lambda world, step: world.rank == 1 and step >= 60))
     first = [next(step for step, granted in heard if granted[0]) for heard, _ in answers]
     assert len(set(first)) == 1
     assert 60 <= first[0] <= 90, "about half a second later at most"
@@ -101,16 +101,16 @@ def test_all_ranks_hear_of_a_wish_at_the_same_step() -> None:
 
 
 def test_ranks_meet_about_every_half_second_not_at_each_step() -> None:
-    answers = each_rank(2, meetings(0.01, range(1, 1001)))  # the slower rank: 0.02 s a step
+    answers = run_on_each_rank(2, meetings(0.01, range(1, 1001)))  # the slower rank: 0.02 s a step
     assert answers[0][1] == answers[1][1], "at the same steps, or one would wait alone"
     assert 30 <= len(answers[0][1]) <= 60
 
 
 def test_slow_steps_meet_each_time() -> None:
-    assert each_rank(2, meetings(2.0, range(1, 6)))[0][1] == [1, 2, 3, 4, 5]
+    assert run_on_each_rank(2, meetings(2.0, range(1, 6)))[0][1] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_that_goes_on_at_a_high_step_does_not_take_its_pace_for_fast() -> None:
     """Step 5001 after half a second is no pace of 0.1 ms a step."""
-    met = each_rank(2, meetings(0.25, range(5001, 5021)))[0][1]
+    met = run_on_each_rank(2, meetings(0.25, range(5001, 5021)))[0][1]
     assert len(met) >= 8

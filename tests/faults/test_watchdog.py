@@ -19,17 +19,17 @@ from multigpu_cli.faults.rank_exit import RankExit, RankExits
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.runtime.world import World
 from tests.support.fork import exit_code
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 ALONE = World(torch.device("cpu"))
 
 
 def moved(watch: Watchdog, logs: Path, pauses: list[float]) -> None:
     """A run of one step and then some forward passes, with pauses between them."""
-    watch.begin(0, logs)
-    watch.at(1, "fetching data")
+    watch.start(0, logs)
+    watch.mark(1, "fetching data")
     for pause in pauses:
-        watch.at(1, "forward")
+        watch.mark(1, "forward")
         time.sleep(pause)
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None
     code, words = watched(tmp_path, [0.01, 5.0])
     assert code == 1
     assert "no progress for 0 s\n  rank 0: forward, 1 steps done, at " in words
-    assert "test_watch.py" in words
+    assert "test_watchdog.py" in words
     assert "in moved" in (tmp_path / "logs" / "stacks_0_rank_0.txt").read_text()
 
 
@@ -72,8 +72,8 @@ def test_a_slow_run_that_moves_is_left_alone(tmp_path: Path) -> None:
 def test_before_its_first_step_a_run_may_take_its_time(tmp_path: Path) -> None:
     def work() -> None:
         with Watchdog(ALONE, 0.1, lambda error: None) as watch:
-            watch.begin(5, tmp_path)
-            watch.at(5, "fetching data")
+            watch.start(5, tmp_path)
+            watch.mark(5, "fetching data")
             time.sleep(0.6)
 
     assert exit_code(work) == 0
@@ -86,8 +86,8 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
         goes_on = threading.Event()
         signal.signal(signal.SIGCONT, lambda *_: goes_on.set())
         with Watchdog(ALONE, 1.0, lambda error: None) as watch:
-            watch.begin(0, tmp_path)
-            watch.at(1, "forward")
+            watch.start(0, tmp_path)
+            watch.mark(1, "forward")
             time.sleep(0.2)  # the watch has seen that
             me = os.getpid()
             subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.3; kill -CONT {me}"])
@@ -105,11 +105,11 @@ def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: fl
     def rank(number: int) -> None:
         store = dist.PrefixStore("attempt-0", dist.FileStore(str(tmp_path / "store"), 2))
         with Watchdog(World(torch.device("cpu"), number, 2, number, 2, store=store), 0.5, lambda error: None) as watch:
-            watch.begin(0, tmp_path)
-            watch.at(1, ("saving", "reduction")[number])
+            watch.start(0, tmp_path)
+            watch.mark(1, ("saving", "reduction")[number])
             for _ in range(0 if number else int(2 / pause)):
                 time.sleep(pause)
-                watch.moved()
+                watch.mark_progress()
             os.write(write, b"0" if number == 0 else b"")
             time.sleep(20)
 
@@ -135,11 +135,11 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
 
     def waits() -> None:
         with Watchdog(world(0), 5, lambda error: words.write_text(str(error)) and None) as watch:
-            watch.begin(0, tmp_path)
-            watch.at(0, "reduction")
+            watch.start(0, tmp_path)
+            watch.mark(0, "reduction")
             time.sleep(20)
 
-    RankExits(world(1)).tell(RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
+    RankExits(world(1)).publish(RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
     began = time.monotonic()
     assert exit_code(waits) == 1
     assert time.monotonic() - began < 10
@@ -162,8 +162,8 @@ def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeyp
     def waits() -> None:
         cut_off = World(torch.device("cpu"), 1, 2, 0, 1, store=Unplugged())  # type: ignore[arg-type]
         with Watchdog(cut_off, 0.5, lambda error: words.write_text(str(error)) and None) as watch:
-            watch.begin(0, tmp_path)
-            watch.at(1, "reduction")
+            watch.start(0, tmp_path)
+            watch.mark(1, "reduction")
             time.sleep(20)
 
     began = time.monotonic()
@@ -175,9 +175,9 @@ def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeyp
 def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
     """A run of four steps that fails in its fifth."""
     with Watchdog(ALONE, 9, lambda error: None) as watch:
-        watch.begin(begins_at, folder)
-        watch.at(4, "forward", torch.tensor([3, 1]))
-        assert watch.explained(error) is watch.explained(error) is error
+        watch.start(begins_at, folder)
+        watch.mark(4, "forward", torch.tensor([3, 1]))
+        assert watch.root_cause(error) is watch.root_cause(error) is error
         raise error
 
 
@@ -200,9 +200,9 @@ def summary(run: Path) -> dict[str, Any]:
 
 def test_the_rank_that_failed_first_is_named_by_the_others(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = trained(2, model="tests.support.failing_model:net", save_dir=str(run), hang_timeout=20)
+    ended = run_training(2, model="tests.support.failing_model:net", save_dir=str(run), hang_timeout=20)
     assert ended.error.startswith("rank 1 failed (forward, 3 steps done): ValueError: the planted fault")
-    assert "failing.py" in ended.error
+    assert "failing_model.py" in ended.error
     assert "rank 1 failed" in summary(run)["error"]
     report = (run / "logs" / "crash_0.txt").read_text()
     assert report.index("rank 0 (only lost the others)") < report.index("--- rank 1: forward, 3 steps done")
@@ -213,10 +213,10 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
 ) -> None:
     run = tmp_path / "run"
     sets = ["model.args.how=sleep"]
-    ended = trained(2, model="tests.support.failing_model:net", sets=sets, save_dir=str(run), hang_timeout=1)
+    ended = run_training(2, model="tests.support.failing_model:net", sets=sets, save_dir=str(run), hang_timeout=1)
     said = capfd.readouterr().err
     assert "rank 1 did not arrive\n  rank 1: forward, 3 steps done, at " in said
-    assert "failing.py" in said
+    assert "failing_model.py" in said
     assert ended.killed == [0, 1]
     assert summary(run)["status"] == "failed"
     assert "did not arrive" in summary(run)["error"]
@@ -226,7 +226,7 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
 
 def test_parameters_that_ddp_waits_for_are_named(tmp_path: Path) -> None:
     """It lists them by index only."""
-    ended = trained(
+    ended = run_training(
         2, model="tests.support.failing_model:forgetful", save_dir=str(tmp_path / "run"), checkpoint_every="1000"
     )
     assert "no gradient for: 1.bias" in ended.error

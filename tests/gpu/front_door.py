@@ -83,7 +83,7 @@ def finished(argv: Sequence[str], folder: Path, *, code: int | None = 0) -> Run:
     printed = done.stdout.splitlines()
     summary = json.loads(printed[-1]) if printed and printed[-1].startswith("{") else {}
     lines = folder / "journal.jsonl"
-    return Run(done.returncode, summary, list(journal.read(lines)) if lines.exists() else [], done.stderr)
+    return Run(done.returncode, summary, list(journal.read_events(lines)) if lines.exists() else [], done.stderr)
 
 
 def holds(done: Run, strategy: str, precision: str, devices: Sequence[str] = ("cuda:0",)) -> dict[str, Any]:

@@ -24,9 +24,9 @@ def train(folder: Path, choice: Placement = ONE, sets: tuple[str, ...] = (), **f
         choice: where; ddp is a world of one rank.
         flags: by their keys in YAML.
     """
-    meeting = alone() if choice.strategy == "ddp" else None
+    launch_env = alone() if choice.strategy == "ddp" else None
     config = resolve({"save_dir": str(folder), **flags}, list(sets), None)
-    return engine.run(config, choice, meeting, Console("silent"), last_words=raise_again)
+    return engine.run(config, choice, launch_env, Console("silent"), last_words=raise_again)
 
 
 def alone() -> LaunchEnv:

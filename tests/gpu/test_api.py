@@ -7,7 +7,7 @@ import torch
 
 from multigpu_cli.api import gpu_info
 from multigpu_cli.api.fault_tolerance import FaultToleranceManager
-from multigpu_cli.api.launch import choice_of
+from multigpu_cli.api.launch import resolve_placement
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
@@ -39,8 +39,8 @@ def test_a_rank_takes_the_device_that_the_caller_names_for_it() -> None:
     def work(sim: Simulated) -> tuple[list[torch.device], list[str]]:
         def chosen(rank: int, ids: list[int]) -> torch.device:
             config = MultiGPUConfig(device_ids=ids)
-            meeting = LaunchEnv(rank, 2, rank, 2, "localhost", 1, attempt=0, agent_store=False)
-            (device,) = choice_of(config, resolve({"multi_gpu": "ddp"}, [], None), meeting).devices
+            launch_env = LaunchEnv(rank, 2, rank, 2, "localhost", 1, attempt=0, agent_store=False)
+            (device,) = resolve_placement(config, resolve({"multi_gpu": "ddp"}, [], None), launch_env).devices
             return device
 
         refused = []

@@ -59,7 +59,9 @@ def noted(folder: Path, device: int = 0) -> list[Trial]:
 
 
 def plan_of(run: Path) -> dict[str, Any]:
-    return dict(next(event for event in journal.read(run / "journal.jsonl") if event["event"] == "start")["plan"])
+    return dict(
+        next(event for event in journal.read_events(run / "journal.jsonl") if event["event"] == "start")["plan"]
+    )
 
 
 @pytest.mark.parametrize("memory", [15 * MIB, 30 * MIB])

@@ -19,7 +19,7 @@ FOUR = Machine.of(4)
 
 
 def start(run: Path) -> journal.Event:
-    return next(event for event in journal.read(run / "journal.jsonl") if event["event"] == "start")
+    return next(event for event in journal.read_events(run / "journal.jsonl") if event["event"] == "start")
 
 
 @pytest.mark.parametrize("flags", [{}, {"data_on_device": "off", "ema": "0.9"}, {"exact": "true", "amp": "off"}])
@@ -54,7 +54,7 @@ def test_each_rank_may_see_one_gpu_of_its_own(tmp_path: Path) -> None:
     """A whole run with gradients from both; alone(…) has compiled the library before the forks."""
     alone(lambda sim: None)
     run = {"max_steps": 6, "exact": True, "amp": "off", "batch_size": 10, "global_batch_size": 20}
-    ended = anywhere.trained(2, prepare=shown(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run)
+    ended = anywhere.run_training(2, prepare=shown(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run)
     assert not ended.error, ended.error
     assert (ended.summary["strategy"], ended.summary["world_size"]) == ("ddp", 2)
     lone = trained(1, machine=TWO, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
@@ -63,7 +63,7 @@ def test_each_rank_may_see_one_gpu_of_its_own(tmp_path: Path) -> None:
 
 def test_ranks_that_see_the_same_gpu_are_refused(tmp_path: Path) -> None:
     alone(lambda sim: None)
-    ended = anywhere.trained(2, prepare=shown(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
+    ended = anywhere.run_training(2, prepare=shown(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
     assert ended.kind == "RequestError"
     assert "ranks 0,1 have one GPU" in ended.error
     assert not (tmp_path / "run").exists()

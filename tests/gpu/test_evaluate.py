@@ -10,7 +10,7 @@ from tests.commands.several import outputs
 from tests.gpu.simulated.gpus import alone, each_rank
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Gpu, Machine
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 from tests.support.user_inputs import loader, network
 from train_multi_gpu import evaluate_with_multi_gpu
 
@@ -22,7 +22,7 @@ def test_all_workers_take_the_format_that_all_gpus_have(tmp_path: Path, monkeypa
     """So that the figures are those of one worker to the last bit."""
     monkeypatch.chdir(tmp_path)
     alone(lambda sim: None)  # compiles the library before the forks
-    assert trained(save_dir="run", batch_size=5, epochs=2, lr=0.05).error == ""
+    assert run_training(save_dir="run", batch_size=5, epochs=2, lr=0.05).error == ""
     words = ["evaluate", "run", "--own-code", "--json"]
     both, _ = outputs(2, words, tmp_path, prepare=lambda: install(UNLIKE))
     (one,) = outputs(1, words, tmp_path, prepare=lambda: install(Machine((OLD,))))

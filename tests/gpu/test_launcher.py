@@ -27,7 +27,7 @@ def test_a_training_on_two_gpus(mode: str, tmp_path: Path) -> None:
     assert "workers: 2" in told.stderr
     (run,) = (tmp_path / "checkpoints" / "digits").iterdir()
     summary = json.loads((run / "summary.json").read_text())
-    start = next(event for event in journal.read(run / "journal.jsonl") if event["event"] == "start")
+    start = next(event for event in journal.read_events(run / "journal.jsonl") if event["event"] == "start")
     assert (summary["status"], summary["strategy"], summary["devices"]) == ("completed", mode, 2)
     assert (summary["device"], summary["precision"]) == (machine.gpus[0].name, "bf16")
     assert start["gpus"] == [gpu.name for gpu in machine.gpus]

@@ -75,7 +75,11 @@ def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
 
 def losses(run: Path) -> dict[int, float]:
     """The loss of each step, the last line of a step counts."""
-    return {event["step"]: event["loss"] for event in journal.read(run / "journal.jsonl") if event["event"] == "train"}
+    return {
+        event["step"]: event["loss"]
+        for event in journal.read_events(run / "journal.jsonl")
+        if event["event"] == "train"
+    }
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ NO_DROPOUT: dict[str, Any] = {"model": "mlp", "sets": ("model.args.width=8", "mo
 
 
 def losses(run: Path) -> list[float]:
-    return [event["loss"] for event in journal.read(run / "journal.jsonl") if event["event"] == "train"]
+    return [event["loss"] for event in journal.read_events(run / "journal.jsonl") if event["event"] == "train"]
 
 
 def overflowing(sim: Simulated) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.environments.base import Box, Discrete
-from multigpu_cli.models.actor_critic import build, build_lstm, unrolled
+from multigpu_cli.models.actor_critic import build, build_lstm, unroll_lstm
 
 
 def test_outputs_for_discrete_and_real_actions() -> None:
@@ -25,7 +25,7 @@ def test_a_memory_is_forgotten_where_an_episode_begins_and_nowhere_else() -> Non
     begun = torch.zeros(6, 4)
     begun[0, 1] = begun[2, 0] = begun[2, 3] = begun[5, 1] = 1
     memory = torch.randn(4, 6, dtype=torch.float64)
-    found, last = unrolled(lstm, inputs, begun, memory)
+    found, last = unroll_lstm(lstm, inputs, begun, memory)
     found.square().sum().backward()
     gradients = [p.grad.clone() for p in lstm.parameters() if p.grad is not None]
     lstm.zero_grad()

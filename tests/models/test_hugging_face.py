@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
 from tests.distributed.launcher import ran, torchrun
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -101,7 +101,7 @@ def test_an_image_network_learns_classes_with_the_same_bits_on_two_workers(
     sets = ["model.architecture=vit", *(f"model.{name}={value}" for name, value in VIT.items())]
     flags = {"data": "npz", "data_dir": ".", "model": "transformers", "task": "classification", "exact": True}
     run = {"epochs": 15, "base_lr": "1e-2", "global_batch_size": 12, "batch_size": 4}
-    ends = [trained(workers, **flags, **run, sets=sets, save_dir=f"{workers}") for workers in (1, 2)]
+    ends = [run_training(workers, **flags, **run, sets=sets, save_dir=f"{workers}") for workers in (1, 2)]
     assert not ends[0].error + ends[1].error
     assert ends[0].summary["fingerprint"] == ends[1].summary["fingerprint"]
     assert ends[0].summary["final"]["test_accuracy"] == 1.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.monitor import gpu
-from multigpu_cli.monitor.gpu import GpuProcess, NoNvml, Sampler, driver, gpus, links, opened
+from multigpu_cli.monitor.gpu import GpuProcess, NoNvml, Sampler, list_gpus, open_nvml, read_driver, read_links
 from tests.support.fake_nvml import GIB, Nvml, a100, t4
 
 
@@ -22,26 +22,26 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 def test_what_a_gpu_says() -> None:
-    (found,) = gpus(Nvml([a100(used=9 * GIB, busy=97, tenants=[(4321, 8 * GIB), (4322, None)])]))
+    (found,) = list_gpus(Nvml([a100(used=9 * GIB, busy=97, tenants=[(4321, 8 * GIB), (4322, None)])]))
     assert (found.number, found.name, found.uuid) == (0, "NVIDIA A100-SXM4-40GB", "GPU-00000000")
     assert (found.memory_total, found.memory_used, found.capability) == (40 * GIB, 9 * GIB, (8, 0))
     assert (found.utilisation, found.temperature, found.power) == (97, 31, 52.0)
     assert (found.pcie, found.pcie_most, found.mig) == ((1, 16), (4, 16), False)
-    assert found.tenants == (GpuProcess(4321, 8 * GIB), GpuProcess(4322, None))
+    assert found.processes == (GpuProcess(4321, 8 * GIB), GpuProcess(4322, None))
 
 
 def test_what_a_gpu_does_not_say_is_none() -> None:
     silent = a100(busy=None, temperature=None, milliwatts=None, capability=None, pcie=None, tenants=None)
-    (found,) = gpus(Nvml([silent]))
+    (found,) = list_gpus(Nvml([silent]))
     assert (found.utilisation, found.temperature, found.power, found.capability, found.pcie) == (None,) * 5
-    assert found.tenants == ()
+    assert found.processes == ()
 
 
 def test_connections_of_eight_and_of_four() -> None:
-    eight = links(Nvml([a100()] * 8))
+    eight = read_links(Nvml([a100()] * 8))
     assert len(eight) == 28
     assert set(eight.values()) == {"NVLink (12 links)"}
-    four = links(Nvml([t4()] * 4, levels={(0, 1): 10, (2, 3): 30, (0, 2): 99}))
+    four = read_links(Nvml([t4()] * 4, levels={(0, 1): 10, (2, 3): 30, (0, 2): 99}))
     assert (four[0, 1], four[2, 3], four[1, 2], four[0, 2]) == (
         "one PCIe switch",
         "one PCIe host bridge",
@@ -51,7 +51,7 @@ def test_connections_of_eight_and_of_four() -> None:
 
 
 def test_the_driver_is_named() -> None:
-    assert driver(Nvml([a100()], driver="535.104", cuda=12020)) == ("535.104", (12, 2))
+    assert read_driver(Nvml([a100()], driver="535.104", cuda=12020)) == ("535.104", (12, 2))
 
 
 def test_a_driver_that_says_nothing_of_itself_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +62,14 @@ def test_a_driver_that_says_nothing_of_itself_ends_nothing(monkeypatch: pytest.M
         def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
             raise self.NVMLError("Function Not Found")
 
-    assert driver(Silent([t4()])) == (None, None)
-    monkeypatch.setattr(gpu, "opened", lambda: Silent([t4()]))
+    assert read_driver(Silent([t4()])) == (None, None)
+    monkeypatch.setattr(gpu, "open_nvml", lambda: Silent([t4()]))
     assert "torch.zeros(1).cuda()" in gpu.explain_unseen_gpus("13.0")
 
 
 def test_gpus_that_torch_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(cards: list[Any], built_for: str) -> str:
-        monkeypatch.setattr(gpu, "opened", lambda: Nvml(cards, driver="535.104", cuda=12020))
+        monkeypatch.setattr(gpu, "open_nvml", lambda: Nvml(cards, driver="535.104", cuda=12020))
         return gpu.explain_unseen_gpus(built_for)
 
     assert "runs CUDA up to 12.2, torch was built for 13.0: a newer driver, or a torch" in told([a100(), t4()], "13.0")
@@ -90,10 +90,10 @@ def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "pynvml", Broken([]))  # type: ignore[arg-type]
     with pytest.raises(NoNvml, match="Driver Not Loaded"):
-        opened()
+        open_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoNvml, match="nvidia-ml-py is not installed"):
-        gpu.opened()
+        gpu.open_nvml()
 
 
 def test_the_sampler_averages_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,11 @@ def test_a_gpu_that_is_lost_on_the_way_goes_blank() -> None:
 
 
 def test_a_lost_gpu_and_one_without_memory_of_its_own_stand_beside_the_others() -> None:
-    lost, shared, well = gpus(Nvml([a100(lost=True), a100(total=None, used=None), a100()]))
+    lost, shared, well = list_gpus(Nvml([a100(lost=True), a100(total=None, used=None), a100()]))
     assert (lost.unreachable, lost.memory_total) == ("NVML: GPU is lost", None)
     assert (shared.unreachable, shared.name, shared.memory_total) == ("", well.name, None)
     assert well.memory_total == 40 * GIB
-    assert links(Nvml([a100(lost=True), a100(), a100()])) == {
+    assert read_links(Nvml([a100(lost=True), a100(), a100()])) == {
         (0, 1): "unknown",
         (0, 2): "unknown",
         (1, 2): "NVLink (12 links)",

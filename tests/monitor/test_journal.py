@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.monitor.journal import Journal, read, valid_json
+from multigpu_cli.monitor.journal import Journal, dump_json, read_events
 
 
 def refuse_constant(text: str) -> float:
@@ -34,11 +34,11 @@ def test_every_line_is_one_object_with_event_and_time(tmp_path: Path) -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_finite_floats_keep_full_precision(value: float) -> None:
-    assert json.loads(valid_json({"loss": value}))["loss"] == value
+    assert json.loads(dump_json({"loss": value}))["loss"] == value
 
 
 def test_non_finite_numbers_become_strings_that_float_reads() -> None:
-    text = valid_json({"loss": math.nan, "per_rank": [math.inf, (-math.inf, 1.5)]})
+    text = dump_json({"loss": math.nan, "per_rank": [math.inf, (-math.inf, 1.5)]})
     found = json.loads(text, parse_constant=refuse_constant)
     assert found == {"loss": "NaN", "per_rank": ["Infinity", ["-Infinity", 1.5]]}
     assert math.isnan(float(found["loss"]))
@@ -53,11 +53,11 @@ def test_something_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_passed_over_and_ended_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"event": "start", "time": 1.0}\n{"event": "train", "lo')
-    assert [entry["event"] for entry in read(path)] == ["start"]
+    assert [entry["event"] for entry in read_events(path)] == ["start"]
     with Journal(path) as journal:
         journal.write("resume", step=1)
         journal.write("end")
-    assert [entry["event"] for entry in read(path)] == ["start", "resume", "end"]
+    assert [entry["event"] for entry in read_events(path)] == ["start", "resume", "end"]
 
 
 def test_reopening_appends_without_empty_lines(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_killed_writer_leaves_every_whole_line(tmp_path: Path) -> None:
         while (not path.exists() or path.stat().st_size < 100_000) and time.monotonic() < deadline:
             time.sleep(0.01)
         writer.kill()
-    steps = [entry["step"] for entry in read(path)]
+    steps = [entry["step"] for entry in read_events(path)]
     assert len(steps) > 50
     assert steps == list(range(1, len(steps) + 1))
     assert len(path.read_bytes().splitlines()) - len(steps) <= 1
@@ -114,7 +114,7 @@ def test_listeners_get_each_event_as_it_was_given(tmp_path: Path) -> None:
         returned = journal.write("train", loss=math.inf, folder=tmp_path)
     assert heard == [returned]
     assert heard[0]["loss"] == math.inf
-    assert next(read(tmp_path / "journal.jsonl"))["folder"] == str(tmp_path)
+    assert next(read_events(tmp_path / "journal.jsonl"))["folder"] == str(tmp_path)
 
 
 def test_without_a_path_nothing_is_written() -> None:
@@ -128,4 +128,4 @@ def test_lines_of_something_else_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     unfit = b'{"event": "train"}\n{"event": "start", "time": "noon"}\n{"event": 5, "time": 3}\n'
     path.write_bytes(b'\x00\x00\xff\n3\n[]\n{"step": 1}\n\n' + unfit + b'{"event": "end", "time": 2.0}\n')
-    assert [entry["event"] for entry in read(path)] == ["end"]
+    assert [entry["event"] for entry in read_events(path)] == ["end"]

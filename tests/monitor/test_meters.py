@@ -62,16 +62,16 @@ def test_step_times_and_rates_of_run_and_window() -> None:
 def test_training_begins_once() -> None:
     clock, cpu = Clock(), Clock()
     meters = StepTimer(clock=clock, cpu=cpu)
-    with meters.paused():
+    with meters.pause():
         clock.pass_by(1)
     for _ in range(2):  # the second time a step is done: what passes then is part of the next
         clock.pass_by(1000)
         cpu.pass_by(100)
-        meters.begin()
+        meters.start()
         clock.pass_by(0.1)
         meters.step(10)
     assert meters.seconds == pytest.approx(1000.2)
-    assert meters.at_work() == pytest.approx(100)
+    assert meters.cpu_seconds() == pytest.approx(100)
     assert meters.step_ms()["p50"] == pytest.approx(100, rel=0.006)
 
 
@@ -79,7 +79,7 @@ def test_pauses_are_no_training_time() -> None:
     clock = Clock()
     meters = StepTimer(clock=clock)
     clock.pass_by(0.1)
-    with meters.paused():
+    with meters.pause():
         clock.pass_by(1000)
     clock.pass_by(0.1)
     meters.step(10)
@@ -92,9 +92,9 @@ def test_cpu_time_of_the_window_leaves_pauses_out() -> None:
     meters = StepTimer(clock=clock, cpu=cpu)
     for passing in (0.5, 0.25):
         cpu.pass_by(passing)
-        with meters.paused():
+        with meters.pause():
             cpu.pass_by(1000)
-        assert meters.at_work() == pytest.approx(passing)
+        assert meters.cpu_seconds() == pytest.approx(passing)
         meters.read()
 
 
@@ -112,12 +112,12 @@ def test_waits_count_as_training_and_by_their_reason() -> None:
     clock = Clock()
     meters = StepTimer(clock=clock)
     for _ in range(2):
-        with meters.waiting("data_wait"):
+        with meters.measure_wait("data_wait"):
             clock.pass_by(0.25)
     clock.pass_by(0.5)
     meters.step(8)
-    assert meters.waited("data_wait") == pytest.approx(0.5)
-    assert meters.waited("data_wait") == meters.waited("another") == 0
+    assert meters.read_wait("data_wait") == pytest.approx(0.5)
+    assert meters.read_wait("data_wait") == meters.read_wait("another") == 0
     assert meters.seconds == pytest.approx(1)
 
 

@@ -63,14 +63,14 @@ def test_where_the_signal_drowns_nothing_is_said() -> None:
 
 def test_the_meter_undoes_what_the_loss_was_multiplied_by() -> None:
     meter = NoiseMeter(interval=5, factor=3.0)
-    assert meter.wants(10, passes=2, done=1)
-    assert [meter.wants(11, 2, 1), meter.wants(10, 1, 1), meter.wants(10, 2, 2)] == [False] * 3
-    assert not NoiseMeter(0).wants(0, 2, 1)
+    assert meter.is_due(10, passes=2, done=1)
+    assert [meter.is_due(11, 2, 1), meter.is_due(10, 1, 1), meter.is_due(10, 2, 2)] == [False] * 3
+    assert not NoiseMeter(0).is_due(0, 2, 1)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0]) * 3
-    meter.look([weight])
-    assert meter.small_norm() == pytest.approx(5.0)
-    assert meter.small_norm() is None
+    meter.record_gradient([weight])
+    assert meter.take_small_norm() == pytest.approx(5.0)
+    assert meter.take_small_norm() is None
 
 
 def test_a_meter_that_never_looked_learns_from_the_others() -> None:

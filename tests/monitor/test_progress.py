@@ -16,7 +16,7 @@ class Screen(io.StringIO):
 def test_the_base_shows_nothing_but_knows_the_total() -> None:
     progress = ProgressDisplay(40)
     progress.update(3, ["loss 1.0"])
-    with progress.out_of_the_way():
+    with progress.hidden():
         pass
     progress.close()
     assert progress.total == 40
@@ -68,7 +68,7 @@ def test_a_closed_bar_stays_away() -> None:
     bar = TqdmDisplay(10, 0, screen)
     bar.close()
     length = len(screen.getvalue())
-    with bar.out_of_the_way():
+    with bar.hidden():
         pass
     bar.close()
     assert len(screen.getvalue()) == length

@@ -6,7 +6,7 @@ import torch
 
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 ALONE = World(torch.device("cpu"))
 
@@ -45,5 +45,5 @@ def test_workers_are_gathered_in_order_and_idle_ones_have_none(tmp_path: Path) -
         with SampleTrace(tmp_path / "samples.jsonl", world, 6) as trace:
             trace.write(1, shares[world.rank])
 
-    each_rank(3, work)
+    run_on_each_rank(3, work)
     assert lines(tmp_path / "samples.jsonl") == [{"step": 1, "samples": [9, 8, 1, 0]}]

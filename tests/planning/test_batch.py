@@ -30,17 +30,17 @@ def test_an_epoch_has_each_sample_exactly_once(plan: BatchPlan) -> None:
         position
         for step in range(plan.steps_per_epoch)
         for rank in range(plan.workers)
-        for position in positions(plan.share(step, rank))
+        for position in positions(plan.local_micro_batches(step, rank))
     ]
-    dropped = plan.left_over if plan.drop_last else 0
+    dropped = plan.last_batch_samples if plan.drop_last else 0
     assert trained == list(range(plan.samples - dropped))
 
 
 @given(plan=plans())
 def test_shares_are_contiguous_blocks_in_rank_order_that_cover_a_step(plan: BatchPlan) -> None:
     for step in range(plan.steps_per_epoch):
-        shares = [plan.share(step, rank) for rank in range(plan.workers)]
-        assert [micro for share in shares for micro in share] == plan.micro_batches_of(step)
+        shares = [plan.local_micro_batches(step, rank) for rank in range(plan.workers)]
+        assert [micro for share in shares for micro in share] == plan.all_micro_batches(step)
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
 
@@ -48,19 +48,19 @@ def test_shares_are_contiguous_blocks_in_rank_order_that_cover_a_step(plan: Batc
 @given(plan=plans())
 def test_micro_batches_are_numbered_and_only_the_last_is_short(plan: BatchPlan) -> None:
     for step in range(plan.steps_per_epoch):
-        every = plan.micro_batches_of(step)
+        every = plan.all_micro_batches(step)
         assert [micro.number for micro in every] == list(range(len(every)))
         assert {micro.stop - micro.start for micro in every[:-1]} <= {plan.micro_batch}
         assert 0 < every[-1].stop - every[-1].start <= plan.micro_batch
-        assert sum(micro.stop - micro.start for micro in every) == plan.samples_in(step)
+        assert sum(micro.stop - micro.start for micro in every) == plan.num_samples(step)
     if plan.samples >= plan.global_batch:
-        assert len(plan.micro_batches_of(0)) == plan.micro_batches
+        assert len(plan.all_micro_batches(0)) == plan.micro_batches
 
 
 @given(plan=plans())
 def test_the_shortest_micro_batch_is_found(plan: BatchPlan) -> None:
-    every = [micro for step in range(plan.steps_per_epoch) for micro in plan.micro_batches_of(step)]
-    assert plan.shortest == min(micro.stop - micro.start for micro in every)
+    every = [micro for step in range(plan.steps_per_epoch) for micro in plan.all_micro_batches(step)]
+    assert plan.smallest_micro_batch == min(micro.stop - micro.start for micro in every)
 
 
 @given(plan=plans(), workers=st.integers(1, 12))
@@ -68,47 +68,52 @@ def test_nothing_but_the_shares_depends_on_the_number_of_workers(plan: BatchPlan
     other = replace(plan, workers=workers)
     assert other.steps_per_epoch == plan.steps_per_epoch
     for step in range(plan.steps_per_epoch):
-        assert other.micro_batches_of(step) == plan.micro_batches_of(step)
-        assert other.samples_in(step) == plan.samples_in(step)
+        assert other.all_micro_batches(step) == plan.all_micro_batches(step)
+        assert other.num_samples(step) == plan.num_samples(step)
 
 
 @given(plan=plans())
 def test_accumulation_is_what_the_busiest_worker_has_in_a_full_step(plan: BatchPlan) -> None:
     if plan.samples >= plan.global_batch:
-        assert plan.accumulation == max(len(plan.share(0, rank)) for rank in range(plan.workers))
+        assert plan.accumulation == max(len(plan.local_micro_batches(0, rank)) for rank in range(plan.workers))
 
 
 @given(plan=plans())
 def test_even_means_that_all_workers_always_have_equally_many(plan: BatchPlan) -> None:
-    counts = [{len(plan.share(step, rank)) for rank in range(plan.workers)} for step in range(plan.steps_per_epoch)]
+    counts = [
+        {len(plan.local_micro_batches(step, rank)) for rank in range(plan.workers)}
+        for step in range(plan.steps_per_epoch)
+    ]
     if plan.samples >= plan.global_batch:
-        assert plan.even == all(len(different) == 1 for different in counts)
+        assert plan.is_even == all(len(different) == 1 for different in counts)
 
 
 @given(plan=plans(), steps=st.integers(0, 200))
 def test_samples_after_counts_what_the_steps_trained(plan: BatchPlan, steps: int) -> None:
     steps = min(steps, 5 * plan.steps_per_epoch)
-    assert plan.samples_after(steps) == sum(plan.samples_in(step % plan.steps_per_epoch) for step in range(steps))
+    assert plan.samples_after(steps) == sum(plan.num_samples(step % plan.steps_per_epoch) for step in range(steps))
 
 
-@given(plan=plans(), lanes=st.integers(2, 5))
-def test_with_lanes_one_process_passes_neighbouring_micro_batches_together(plan: BatchPlan, lanes: int) -> None:
+@given(plan=plans(), replicas_per_process=st.integers(2, 5))
+def test_with_lanes_one_process_passes_neighbouring_micro_batches_together(
+    plan: BatchPlan, replicas_per_process: int
+) -> None:
     for step in range(plan.steps_per_epoch):
-        every, passes = plan.micro_batches_of(step), plan.passes(step, 0, lanes)
+        every, passes = plan.all_micro_batches(step), plan.local_forward_passes(step, 0, replicas_per_process)
         assert positions(passes) == positions(every)
-        assert len(passes) == -(-len(every) // lanes)
+        assert len(passes) == -(-len(every) // replicas_per_process)
         assert [number for number, _, _ in passes] == list(range(len(passes)))
-        assert all(stop - start <= lanes * plan.micro_batch for _, start, stop in passes)
+        assert all(stop - start <= replicas_per_process * plan.micro_batch for _, start, stop in passes)
 
 
 @given(plan=plans())
 def test_with_one_lane_a_process_passes_its_share(plan: BatchPlan) -> None:
-    assert plan.passes(0, plan.workers - 1, 1) == plan.share(0, plan.workers - 1)
+    assert plan.local_forward_passes(0, plan.workers - 1, 1) == plan.local_micro_batches(0, plan.workers - 1)
 
 
 def test_the_global_batch_is_micro_batch_times_accumulation_times_workers() -> None:
     plan = plan_batches(samples=1000, micro_batch=16, workers=4, accumulation=2)
-    assert (plan.global_batch, plan.accumulation, plan.steps_per_epoch, plan.left_over) == (128, 2, 8, 104)
+    assert (plan.global_batch, plan.accumulation, plan.steps_per_epoch, plan.last_batch_samples) == (128, 2, 8, 104)
 
 
 @pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
@@ -140,7 +145,7 @@ def test_accumulation_and_global_batch_may_agree() -> None:
 
 def test_what_is_just_enough_is_taken() -> None:
     plan = plan_batches(samples=4, micro_batch=1, workers=4, global_batch=4, drop_last=True)
-    assert (plan.steps_per_epoch, plan.accumulation, plan.left_over) == (1, 1, 0)
+    assert (plan.steps_per_epoch, plan.accumulation, plan.last_batch_samples) == (1, 1, 0)
 
 
 @given(plan=plans(), epoch=st.integers(0, 3))
@@ -149,6 +154,6 @@ def test_the_layouts_of_all_workers_make_up_the_step(plan: BatchPlan, epoch: int
         number = epoch * plan.steps_per_epoch + step
         layouts = [plan.layout(number, rank, 1) for rank in range(plan.workers)]
         assert {(each.step, each.samples, each.micro_batches) for each in layouts} == {
-            (number, plan.samples_in(step), plan.count_in(step))
+            (number, plan.num_samples(step), plan.num_micro_batches(step))
         }
-        assert [each for layout in layouts for each in layout.passes] == plan.micro_batches_of(step)
+        assert [each for layout in layouts for each in layout.passes] == plan.all_micro_batches(step)

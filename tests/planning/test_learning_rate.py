@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.learning_rate import Rate, Schedule, plan_schedule, settle_rate
+from multigpu_cli.planning.learning_rate import Rate, Schedule, plan_schedule, resolve_learning_rate
 
 SHAPES = ("cosine", "linear", "constant", "step")
 
 
 def settled(**asked: object) -> Rate:
     usual = {"given": None, "base": None, "base_batch": 32, "global_batch": 128, "rule": "auto", "optimizer": "adamw"}
-    return settle_rate(**usual | asked)  # type: ignore[arg-type]
+    return resolve_learning_rate(**usual | asked)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -52,20 +52,20 @@ def test_a_base_rate_is_scaled_to_the_global_batch(asked: dict[str, object], val
 
 
 def test_the_reason_shows_the_sum() -> None:
-    assert settled().because == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002"
-    assert settled(rule="linear").because == "base rate 0.001 × 128/32 (linear rule) = 0.004"
-    assert "--lr" in settled(given=4e-3).because
+    assert settled().reason == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002"
+    assert settled(rule="linear").reason == "base rate 0.001 × 128/32 (linear rule) = 0.004"
+    assert "--lr" in settled(given=4e-3).reason
 
 
 @given(schedule=schedules())
 def test_the_rate_stays_between_zero_and_the_peak(schedule: Schedule) -> None:
-    rates = [schedule.at(step) for step in range(schedule.total_steps)]
+    rates = [schedule.rate_at(step) for step in range(schedule.total_steps)]
     assert all(0 < rate <= schedule.peak for rate in rates)
 
 
 @given(schedule=schedules())
 def test_warm_up_climbs_evenly_from_near_zero_to_the_peak(schedule: Schedule) -> None:
-    climb = [schedule.at(step) for step in range(schedule.warmup_steps + 1)]
+    climb = [schedule.rate_at(step) for step in range(schedule.warmup_steps + 1)]
     assert climb[-1] == schedule.peak
     gap = schedule.peak / (schedule.warmup_steps + 1)
     assert isclose(climb[0], gap)
@@ -74,24 +74,24 @@ def test_warm_up_climbs_evenly_from_near_zero_to_the_peak(schedule: Schedule) ->
 
 @given(schedule=schedules())
 def test_after_warm_up_the_rate_never_rises(schedule: Schedule) -> None:
-    rates = [schedule.at(step) for step in range(schedule.warmup_steps, schedule.total_steps)]
+    rates = [schedule.rate_at(step) for step in range(schedule.warmup_steps, schedule.total_steps)]
     assert all(after <= before for before, after in itertools.pairwise(rates))
 
 
 @pytest.mark.parametrize(("shape", "end"), [("cosine", 0.0), ("linear", 0.0), ("constant", 1.0), ("step", 0.01)])
 def test_where_each_shape_ends(shape: str, end: float) -> None:
     schedule = Schedule(peak=1.0, total_steps=100, warmup_steps=0, shape=shape)
-    assert schedule.at(100) == pytest.approx(end)
-    assert schedule.at(1000) == pytest.approx(end), "beyond the end it stays"
-    assert replace(schedule, total_steps=1).at(1) == pytest.approx(end)
+    assert schedule.rate_at(100) == pytest.approx(end)
+    assert schedule.rate_at(1000) == pytest.approx(end), "beyond the end it stays"
+    assert replace(schedule, total_steps=1).rate_at(1) == pytest.approx(end)
 
 
 @pytest.mark.parametrize(("shape", "half"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("step", 0.1)])
 def test_a_floor_is_where_the_fall_ends(shape: str, half: float) -> None:
     schedule = planned(shape=shape, warmup_epochs=0, args={"floor": 0.1})
-    assert schedule.at(0) == 1.0
-    assert schedule.at(100) == pytest.approx(half)
-    assert schedule.at(200) == pytest.approx(1.0 if shape == "constant" else 0.1)
+    assert schedule.rate_at(0) == 1.0
+    assert schedule.rate_at(100) == pytest.approx(half)
+    assert schedule.rate_at(200) == pytest.approx(1.0 if shape == "constant" else 0.1)
 
 
 @pytest.mark.parametrize("args", [{"flor": 0.1}, {"floor": 2}, {"floor": "low"}, {"floor": True}])
@@ -105,8 +105,8 @@ def test_a_floor_that_is_none_is_refused(args: dict[str, object]) -> None:
 )
 def test_how_each_shape_falls(shape: str, half: float, late: float) -> None:
     schedule = Schedule(peak=1.0, total_steps=120, warmup_steps=20, shape=shape)
-    assert schedule.at(70) == pytest.approx(half)
-    assert schedule.at(95) == pytest.approx(late)
+    assert schedule.rate_at(70) == pytest.approx(half)
+    assert schedule.rate_at(95) == pytest.approx(late)
 
 
 def planned(**asked: object) -> Schedule:
@@ -138,7 +138,7 @@ def test_how_long_the_warm_up_is(asked: dict[str, object], warmup: int) -> None:
 
 def test_a_warm_up_that_is_cut_short_never_reaches_the_peak() -> None:
     schedule = planned(warmup_epochs=3.0, max_steps=12)
-    assert schedule.at(11) == pytest.approx(12 / 31)
+    assert schedule.rate_at(11) == pytest.approx(12 / 31)
 
 
 def test_a_warm_up_that_never_ends_is_refused() -> None:
@@ -150,7 +150,7 @@ def test_a_warm_up_that_never_ends_is_refused() -> None:
 def test_the_usual_warm_up_always_ends(epochs: int, steps: int, most: int | None) -> None:
     schedule = planned(epochs=epochs, steps_per_epoch=steps, max_steps=most)
     assert 0 <= schedule.warmup_steps < schedule.total_steps
-    assert max(schedule.at(step) for step in range(schedule.total_steps)) == schedule.peak
+    assert max(schedule.rate_at(step) for step in range(schedule.total_steps)) == schedule.peak
 
 
 @given(schedule=schedules(), cut=st.integers(0, 400))
@@ -161,4 +161,4 @@ def test_a_resumed_run_continues_the_same_curve(schedule: Schedule, cut: int) ->
         warmup_steps=schedule.warmup_steps,
         shape=schedule.shape,
     )
-    assert [afresh.at(step) for step in range(cut, 400)] == [schedule.at(step) for step in range(cut, 400)]
+    assert [afresh.rate_at(step) for step in range(cut, 400)] == [schedule.rate_at(step) for step in range(cut, 400)]

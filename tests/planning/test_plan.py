@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
-from multigpu_cli.planning.learning_rate import plan_schedule, settle_rate
+from multigpu_cli.planning.learning_rate import plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
 
 
@@ -14,11 +14,11 @@ def planned(
     **batch: int,
 ) -> Plan:
     batches = plan_batches(**{"samples": 1000, "micro_batch": 16, "workers": 4} | batch)
-    rate = settle_rate(
+    rate = resolve_learning_rate(
         given=None, base=1e-3, base_batch=32, global_batch=batches.global_batch, rule="sqrt", optimizer="adamw"
     )
     return Plan(
-        where="ddp: torchrun started 4 processes",
+        placement_reason="ddp: torchrun started 4 processes",
         strategy="ddp",
         device="cpu",
         batches=batches,
@@ -34,13 +34,13 @@ def planned(
         base_lr=1e-3,
         base_batch_size=32,
         precision="off",
-        precision_because="on CPU, fp32",
-        contents="convnet on digits",
-        start="a new run",
+        precision_reason="on CPU, fp32",
+        description="convnet on digits",
+        resume_reason="a new run",
         save_dir="checkpoints/x",
         epochs=epochs,
         threads=1,
-        idle=list(idle),
+        unused_flags=list(idle),
     )
 
 

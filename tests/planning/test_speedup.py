@@ -11,11 +11,11 @@ from multigpu_cli.planning.speedup import (
     Link,
     StepTimes,
     buckets,
-    exposed,
-    fitted,
+    exposed_seconds,
+    find_scaling_limit,
+    fit_ring_model,
     forecast,
     step_seconds,
-    where_it_ends,
 )
 
 MIB = 2**20
@@ -46,20 +46,22 @@ def test_buckets_are_those_of_ddp() -> None:
 
 def test_what_backward_hides_costs_nothing() -> None:
     """Two workers: each bucket takes as long as its bytes. The last one starts when backward ends."""
-    assert exposed(WORK, Interconnect(WIRE), 1) == 0
-    assert exposed(WORK, Interconnect(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
+    assert exposed_seconds(WORK, Interconnect(WIRE), 1) == 0
+    assert exposed_seconds(WORK, Interconnect(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
     slow = Interconnect(replace(WIRE, bandwidth=1e7))
-    assert exposed(WORK, slow, 2) == pytest.approx(0.2 * 1 / 51 + 51 * MIB / 1e7 - 0.2), "the wire is never idle"
-    assert exposed(WORK, Interconnect(replace(WIRE, overlaps=False)), 2) == pytest.approx(51 * MIB / 1e9), (
+    assert exposed_seconds(WORK, slow, 2) == pytest.approx(0.2 * 1 / 51 + 51 * MIB / 1e7 - 0.2), (
+        "the wire is never idle"
+    )
+    assert exposed_seconds(WORK, Interconnect(replace(WIRE, overlaps=False)), 2) == pytest.approx(51 * MIB / 1e9), (
         "nothing is hidden"
     )
-    assert exposed(replace(WORK, after=10_000_000), Interconnect(WIRE), 2) == pytest.approx(25 * MIB / 1e9 + 0.01), (
-        "there is nothing to hide them behind"
-    )
-    nothing_hidden = exposed(replace(WORK, after=10_000_000), Interconnect(replace(WIRE, overlaps=False)), 2)
+    assert exposed_seconds(replace(WORK, after=10_000_000), Interconnect(WIRE), 2) == pytest.approx(
+        25 * MIB / 1e9 + 0.01
+    ), "there is nothing to hide them behind"
+    nothing_hidden = exposed_seconds(replace(WORK, after=10_000_000), Interconnect(replace(WIRE, overlaps=False)), 2)
     assert nothing_hidden == pytest.approx(51 * MIB / 1e9 + 0.01)
     last = replace(WORK, messages=(), after=51 * MIB)
-    assert exposed(last, Interconnect(WIRE), 2) == pytest.approx(51 * MIB / 1e9), (
+    assert exposed_seconds(last, Interconnect(WIRE), 2) == pytest.approx(51 * MIB / 1e9), (
         "--exact sends when backward has ended"
     )
     assert step_seconds(WORK, Interconnect(WIRE), 2, 3) == pytest.approx(3 * 0.31 + 25 * MIB / 1e9 + 0.02)
@@ -68,7 +70,7 @@ def test_what_backward_hides_costs_nothing() -> None:
 @given(st.integers(1, 2**31), st.integers(2, 64), st.floats(1e7, 1e12), st.floats(0, 1e-3))
 def test_no_wire_is_better_than_none(gradient: int, workers: int, bandwidth: float, latency: float) -> None:
     work, network = replace(WORK, messages=buckets(gradient)), Interconnect(Link("any", latency, bandwidth, ""))
-    hidden = exposed(work, network, workers)
+    hidden = exposed_seconds(work, network, workers)
     assert 0 <= hidden <= sum(network.all_reduce(size, workers) for size in buckets(gradient)) + 1e-9
     assert sum(buckets(gradient)) == gradient
 
@@ -91,7 +93,7 @@ def test_a_fixed_batch_is_shared_out() -> None:
     rows = forecast([1, 2, 3, 4], [WORK] * 4, free, micro_batch=32, global_batch=100, samples=1000, epochs=1)
     assert [row.steps for row in rows] == [10] * 4
     assert [row.step for row in rows] == [pytest.approx(n * 0.31 + 0.02) for n in (4, 2, 2, 1)]
-    assert where_it_ends(rows) == 2
+    assert find_scaling_limit(rows) == 2
 
 
 def test_accumulation_makes_steps_larger_and_fewer() -> None:
@@ -132,19 +134,19 @@ def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
 def test_a_wire_is_found_again_from_its_times() -> None:
     wire = Link("known", 2e-5, 3e9, "")
     points = [(float(size), wire.all_reduce(size, 4)) for size in (8, 2**18, 2**24)]
-    assert fitted(points, 4) == (pytest.approx(2e-5), pytest.approx(3e9))
+    assert fit_ring_model(points, 4) == (pytest.approx(2e-5), pytest.approx(3e9))
 
 
 @pytest.mark.parametrize("sizes", [(8.0, 8.0), (716.0, 264.0), (8.0, 2.0**20, 2.0**24)])
 def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tuple[float, ...]) -> None:
     """Times that do not grow with the size are latency; those that grow faster than it are bytes alone."""
-    assert fitted([(size, 2e-3) for size in sizes], 2) == (pytest.approx(1e-3), inf)
+    assert fit_ring_model([(size, 2e-3) for size in sizes], 2) == (pytest.approx(1e-3), inf)
     falling = [(size, 1e-3 * (2 - size / 2**24)) for size in sizes]
-    latency, bandwidth = fitted(falling, 2)
+    latency, bandwidth = fit_ring_model(falling, 2)
     assert (0.5e-3 <= latency <= 1e-3, bandwidth) == (True, inf)
-    assert "GB/s" not in Link.measured("gloo", 2, falling, overlaps=False).rests_on
+    assert "GB/s" not in Link.from_measurements("gloo", 2, falling, overlaps=False).rests_on
     if len(set(sizes)) > 1:
-        latency, bandwidth = fitted([(size, size**1.2) for size in sizes], 2)
+        latency, bandwidth = fit_ring_model([(size, size**1.2) for size in sizes], 2)
         assert latency == 0
         assert 0 < bandwidth < inf
 
@@ -152,9 +154,9 @@ def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tu
 def test_a_reduction_that_was_seen_is_not_modelled() -> None:
     """Between workers that share a CPU; a plan for another wire does not know it."""
     seen = replace(WORK, reduction=0.007)
-    assert exposed(seen, Interconnect(replace(WIRE, overlaps=False)), 2) == 0.007
-    assert exposed(seen, Interconnect(replace(WIRE, overlaps=False)), 1) == 0
-    assert exposed(seen, Interconnect(WIRE), 2) == exposed(WORK, Interconnect(WIRE), 2)
+    assert exposed_seconds(seen, Interconnect(replace(WIRE, overlaps=False)), 2) == 0.007
+    assert exposed_seconds(seen, Interconnect(replace(WIRE, overlaps=False)), 1) == 0
+    assert exposed_seconds(seen, Interconnect(WIRE), 2) == exposed_seconds(WORK, Interconnect(WIRE), 2)
 
 
 def test_what_is_assumed_is_said() -> None:

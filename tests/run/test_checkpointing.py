@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import checkpointing
 from multigpu_cli.run.checkpointing import CheckpointSchedule
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 8}
 
@@ -70,8 +70,8 @@ def test_a_run_saves_by_the_minute(
     monkeypatch.setattr(checkpointing.time, "monotonic", staticmethod(ticking))
     steps = 48 // workers
     slow = {"OWN_PAUSE": "0.08"} if workers > 1 else {}
-    assert trained(workers, **RUN, checkpoint_every="1m", keep="99", environ=slow).error == ""
-    saved = [event["step"] for event in journal.read("run/journal.jsonl") if event["event"] == "checkpoint"]
+    assert run_training(workers, **RUN, checkpoint_every="1m", keep="99", environ=slow).error == ""
+    saved = [event["step"] for event in journal.read_events("run/journal.jsonl") if event["event"] == "checkpoint"]
     assert saved[-1] == steps
     if workers == 1:
         assert saved == list(range(2, steps + 1, 2))
@@ -84,8 +84,8 @@ def test_the_best_weights_outlive_the_checkpoint_they_came_with(
 ) -> None:
     """--keep 1: the best evaluation was many checkpoints ago, and best.pt still holds its weights."""
     monkeypatch.chdir(tmp_path)
-    best = trained(**RUN | {"keep": "99", "save_dir": "all"}).summary["best"]
-    ended = trained(**RUN, keep="1")
+    best = run_training(**RUN | {"keep": "99", "save_dir": "all"}).summary["best"]
+    ended = run_training(**RUN, keep="1")
     assert ended.summary["best"]["step"] == best["step"] < 48
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000048"]
     found = torch.load("run/best.pt", weights_only=True)["model"]

@@ -8,13 +8,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.fingerprint import mark_of
+from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run import spec
 from multigpu_cli.run.data_check import check_same_data, check_same_machine
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
-from tests.support.run_training import trained
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
 
 
 def source(size: int = 30, shift: float = 0.0) -> DataSource:
@@ -28,7 +28,7 @@ def source(size: int = 30, shift: float = 0.0) -> DataSource:
 def said(world: World, hosts: tuple[str, ...], data: list[DataSource]) -> str:
     try:
         mine = data[world.rank]
-        check_same_data(replace(world, hosts=hosts), mine, mark_of(mine, 42), "mine")
+        check_same_data(replace(world, hosts=hosts), mine, compute_fingerprint(mine, 42), "mine")
     except RequestError as error:
         return error.problem if error.shared else "several ranks speak"
     return ""
@@ -46,7 +46,7 @@ def test_the_node_that_differs_is_named() -> None:
             said(world, ("here",) * 3, [source(), source(), source(size=29)]),
         ]
 
-    told = each_rank(3, work)
+    told = run_on_each_rank(3, work)
     assert told[0] == told[1] == told[2], "the same error on every rank"
     assert told[0][0] == ""
     assert "--data mine: node2 (rank 2) and the others see different data: other contents" in told[0][1]
@@ -68,7 +68,7 @@ def test_exact_needs_gpus_of_one_kind() -> None:
                 told.append(error.problem if error.shared else "several ranks speak")
         return told
 
-    told = each_rank(3, work)
+    told = run_on_each_rank(3, work)
     assert told[0] == told[1] == told[2], "the same error on every rank"
     assert told[0] == [
         "",
@@ -79,7 +79,7 @@ def test_exact_needs_gpus_of_one_kind() -> None:
 
 def test_a_run_with_exact_is_not_begun_on_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "_device_name", lambda world: ("A100", "T4")[world.rank])
-    ended = trained(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
+    ended = run_training(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
     assert (ended.kind, (tmp_path / "run").exists()) == ("RequestError", False)
     assert "rank 1 would train with device T4" in ended.error
-    assert not trained(2, save_dir=str(tmp_path / "run"), max_steps=2).error, "without --exact they may differ"
+    assert not run_training(2, save_dir=str(tmp_path / "run"), max_steps=2).error, "without --exact they may differ"

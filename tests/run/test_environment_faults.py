@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.inspect import listed
+from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.monitor import journal
 from tests.support import disk_fault_model
 from tests.support.fork import exit_code
-from tests.support.run_training import Ended, trained
+from tests.support.run_training import Ended, run_training
 from tests.test_house_rules import ROOT
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 4, "checkpoint_every": "3", "log_interval": 1}
@@ -31,7 +31,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def under(deeds: str, workers: int = 1, **flags: Any) -> Ended:
     """A run with these deeds."""
-    return trained(workers, **RUN | NET | flags, environ={"FAULTS": deeds})
+    return run_training(workers, **RUN | NET | flags, environ={"FAULTS": deeds})
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def events(kind: str) -> list[dict[str, Any]]:
-    return [event for event in journal.read("run/journal.jsonl") if event["event"] == kind]
+    return [event for event in journal.read_events("run/journal.jsonl") if event["event"] == kind]
 
 
 def states() -> dict[str, str]:
-    return {entry.name: entry.state for entry in listed(Path("run"))}
+    return {entry.name: entry.state for entry in list_checkpoints(Path("run"))}
 
 
 def steps_traced() -> Counter[int]:
@@ -126,11 +126,14 @@ def test_a_disk_that_is_full_before_the_start_is_a_wrong_request() -> None:
     """Nothing can be read from a process that can't write; so it says by its exit code that it was refused."""
 
     def start() -> None:
-        from multigpu_cli.checkpoint.lock import owned
+        from multigpu_cli.checkpoint.lock import lock_folder
         from multigpu_cli.errors import RequestError
 
         disk_fault_model.full()
-        with pytest.raises(RequestError, match=r"--save-dir run: File too large\n  try: make room"), owned(Path("run")):
+        with (
+            pytest.raises(RequestError, match=r"--save-dir run: File too large\n  try: make room"),
+            lock_folder(Path("run")),
+        ):
             pass
 
     assert exit_code(start) == 0
@@ -172,11 +175,11 @@ def test_another_run_in_the_place_of_ours_is_left_alone() -> None:
 
 
 def test_drafts_of_a_killed_run_are_gone_at_the_next_start() -> None:
-    assert trained(**RUN | {"epochs": 1}).error == ""
+    assert run_training(**RUN | {"epochs": 1}).error == ""
     Path("run/.best.pt.123.draft").write_text("half")
     Path("run/checkpoints/.draft_step_00000099").mkdir()
     assert leftovers()
-    assert trained(**RUN, environ={"OWN_DEED": "0:4:SIGKILL"}).killed == [0]
+    assert run_training(**RUN, environ={"OWN_DEED": "0:4:SIGKILL"}).killed == [0]
     assert leftovers() == [], "also where no checkpoint is written any more"
 
 
@@ -198,7 +201,7 @@ def test_a_real_disk_that_is_full_in_the_middle(tmp_path: Path, undisturbed: dic
     with mounted(tmp_path / "disk", f"size={size}") as disk:
         ended = under("", save_dir=str(disk / "run"), keep="99")
         assert f"could not be written to {disk}/run: [Errno 28] No space left on device" in ended.error
-        entries = listed(disk / "run")
+        entries = list_checkpoints(disk / "run")
         assert {entry.state for entry in entries} == {"whole"}
         assert len(entries) > 2
         assert leftovers(disk / "run") == []

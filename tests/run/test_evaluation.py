@@ -13,7 +13,7 @@ import torch
 from multigpu_cli.checkpoint import weights
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import checkpointing
-from tests.support.run_training import Ended, trained
+from tests.support.run_training import Ended, run_training
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
 
@@ -35,7 +35,7 @@ def dataset(split, seed, bad=1):
 
 
 def faults() -> list[dict[str, Any]]:
-    return [event for event in journal.read("run/journal.jsonl") if event["event"] == "fault"]
+    return [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "fault"]
 
 
 def folders() -> list[str]:
@@ -44,7 +44,7 @@ def folders() -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_skipped_step_leaves_no_trace_in_the_statistics(workers: int) -> None:
-    ended = trained(workers, **RUN, data="spoilt:dataset")
+    ended = run_training(workers, **RUN, data="spoilt:dataset")
     assert ended.error == ""
     assert ended.summary["final"]["val_loss"] < 10
     for name, value in torch.load("run/last.pt", weights_only=True)["model"].items():
@@ -56,7 +56,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(workers: int) -> None:
 @pytest.mark.parametrize(("batch", "named"), [(6, r"(\d+, ){5}\d+\b(?! …)"), (12, r"(\d+, ){7}\d+ …")])
 def test_nonfinite_stop_is_obeyed_however_short_the_run(batch: int, named: str) -> None:
     flags = {"data": "spoilt:dataset", "nonfinite": "stop", "early_stopping_patience": 1, "batch_size": batch}
-    ended = trained(**RUN | flags, sets=["data.args.bad=60"])
+    ended = run_training(**RUN | flags, sets=["data.args.bad=60"])
     assert "NaN or infinite" in ended.error
     assert re.search(f"of samples {named}", ended.error)
     assert [fault["kind"] for fault in faults()] == ["nonfinite"]
@@ -64,23 +64,23 @@ def test_nonfinite_stop_is_obeyed_however_short_the_run(batch: int, named: str) 
 
 def test_a_run_that_begins_again_does_so_once() -> None:
     """--resume names an older checkpoint: what came later steps aside, and the same command then goes on."""
-    trained(**RUN, checkpoint_every="3", keep="9")
+    run_training(**RUN, checkpoint_every="3", keep="9")
     assert folders() == ["step_00000003", "step_00000006", "step_00000009", "step_00000012"]
     again = {"epochs": 4, "checkpoint_every": "2", "keep": "9", "resume": "run/checkpoints/step_00000006"}
     del (flags := RUN | again)["save_dir"]
-    stopped = trained(**flags, environ={"OWN_DEED": "0:3:SIGTERM"})
+    stopped = run_training(**flags, environ={"OWN_DEED": "0:3:SIGTERM"})
     assert stopped.summary["status"] == "stopped"
     assert {"replaced_step_00000009", "replaced_step_00000012", "step_00000006"} < set(folders())
-    ended = trained(**flags)
+    ended = run_training(**flags)
     assert ended.summary["steps"] == 24
     assert ended.summary["resumed_from"] == f"run/checkpoints/step_{stopped.summary['steps']:08d}"
 
 
 def test_a_damaged_checkpoint_stays_as_evidence() -> None:
-    trained(**RUN, checkpoint_every="3", keep="2")
+    run_training(**RUN, checkpoint_every="3", keep="2")
     state = Path("run/checkpoints/step_00000012/state.pt")
     state.write_bytes(state.read_bytes()[:-1])
-    assert trained(**RUN | {"epochs": 6}, checkpoint_every="3", keep="2").error == ""
+    assert run_training(**RUN | {"epochs": 6}, checkpoint_every="3", keep="2").error == ""
     assert "damaged_step_00000012" in folders()
     assert "step_00000036" in folders()
 
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_stays_as_evidence() -> None:
 def judged(scores: list[float], **flags: Any) -> Ended:
     """A run whose evaluations have these scores, one an epoch."""
     Path("scores.json").write_text(json.dumps(scores))
-    return trained(**RUN | {"epochs": len(scores), "task": "tests.support.scripted_task:Planned"} | flags)
+    return run_training(**RUN | {"epochs": len(scores), "task": "tests.support.scripted_task:Planned"} | flags)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,11 @@ def test_patience_counts_from_the_best_number(scores: list[float], epochs: int) 
 def test_a_task_that_evaluates_now_and_then_does_so_after_the_last_epoch_too() -> None:
     Path("even").touch()
     assert judged([0.1, 0.2, 0.3], epochs=5).error == ""
-    assert [event["epoch"] for event in journal.read("run/journal.jsonl") if event.get("split") == "val"] == [2, 4, 5]
+    assert [event["epoch"] for event in journal.read_events("run/journal.jsonl") if event.get("split") == "val"] == [
+        2,
+        4,
+        5,
+    ]
 
 
 def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(

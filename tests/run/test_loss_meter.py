@@ -14,8 +14,8 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.run import loss_meter
 from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
-from tests.support.run_training import trained
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
 from tests.support.user_code import sentences
 
 ALONE = World(torch.device("cpu"))
@@ -32,7 +32,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(folder: str) -> dict[int, dict[str, Any]]:
     """The train lines by step; the last one of a step counts."""
-    return {event["step"]: event for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "train"}
+    return {
+        event["step"]: event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "train"
+    }
 
 
 def means(folder: str) -> dict[int, float]:
@@ -91,20 +93,20 @@ def test_workers_with_some_of_a_step_or_none_of_it_agree() -> None:
         return losses.last, losses.mean_since_line(), progress.last["train_loss"]
 
     alone = work(ALONE)
-    assert each_rank(3, work) == [alone] * 3
+    assert run_on_each_rank(3, work) == [alone] * 3
     counted = [row[: 5 if step % 10 else 2] for step, row in enumerate(values.double())]
     assert alone[1] == pytest.approx(float(torch.cat(counted).mean()), rel=1e-14)
     assert alone[2] == pytest.approx(float(torch.cat(counted[30:]).mean()), rel=1e-14)
 
 
 def test_a_line_has_the_mean_since_the_line_before_and_the_summary_that_of_the_last_epoch() -> None:
-    trained(**RUN | {"log_interval": 1}, save_dir="each", exact=True)
+    run_training(**RUN | {"log_interval": 1}, save_dir="each", exact=True)
     each = {step: line["loss"] for step, line in lines("each").items()}
     sizes = {step: PER_EPOCH[(step - 1) % 3] for step in each}
     finals = []
     for workers in (1, 2, 3):
         folder = f"on{workers}"
-        finals.append(trained(workers, **RUN, save_dir=folder, exact=True).summary["final"]["train_loss"])
+        finals.append(run_training(workers, **RUN, save_dir=folder, exact=True).summary["final"]["train_loss"])
         assert means(folder) == {
             step: pytest.approx(weighted(each, sizes, range(step - 3, step + 1)), rel=1e-12) for step in (4, 8, 12)
         }
@@ -118,8 +120,8 @@ def test_tokens_count_as_often_as_there_are() -> None:
     """Samples have from nine tokens down to none."""
     flags = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model", "num_workers": 0}
     sets = ["model.depth=1", "model.width=16", "model.heads=2"]
-    trained(**RUN | flags | {"log_interval": 1}, save_dir="each", sets=sets, trace_samples=True)
-    trained(2, **RUN | flags, save_dir="two", sets=sets)
+    run_training(**RUN | flags | {"log_interval": 1}, save_dir="each", sets=sets, trace_samples=True)
+    run_training(2, **RUN | flags, save_dir="two", sets=sets)
     traced = map(json.loads, Path("each/samples.jsonl").read_text().splitlines())
     targets = sentences("train", 42).tensors[1]
     tokens = {line["step"]: int((targets[line["samples"]] >= 0).sum()) for line in traced}
@@ -131,10 +133,10 @@ def test_tokens_count_as_often_as_there_are() -> None:
 
 def test_a_kill_between_two_lines_and_in_an_epoch_changes_neither() -> None:
     flags = RUN | {"checkpoint_every": "5", "exact": True}
-    undisturbed = trained(**flags, save_dir="whole").summary["final"]
+    undisturbed = run_training(**flags, save_dir="whole").summary["final"]
     deed = {"OWN_DEED": "0:33:SIGKILL", "OWN_PAUSE": "0.02"}  # after the rehearsal, and two epochs of twelve passes
-    assert trained(**flags, save_dir="run", environ=deed).killed == [0]
-    ended = trained(2, **flags, save_dir="run").summary
+    assert run_training(**flags, save_dir="run", environ=deed).killed == [0]
+    ended = run_training(2, **flags, save_dir="run").summary
     assert ended["resumed_from"] == "run/checkpoints/step_00000005"
     assert means("run") == means("whole")
     assert ended["final"] == undisturbed
@@ -152,7 +154,7 @@ def dataset(split, seed):
     return list(zip(inputs, targets))
 """
     )
-    ended = trained(2, **RUN | {"log_interval": 3}, save_dir="run", data="spoilt:dataset")
+    ended = run_training(2, **RUN | {"log_interval": 3}, save_dir="run", data="spoilt:dataset")
     assert ended.error == ""
     assert all(0 < mean < 3 for mean in means("run").values())
     assert 0 < ended.summary["final"]["train_loss"] < 3

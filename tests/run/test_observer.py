@@ -32,15 +32,15 @@ def test_each_part_is_told_what_it_asks_for() -> None:
     seen, outcome = observer(), StepResult(3, {}, torch.ones(()), torch.zeros(()))
     work = batches(3)
     assert [(batch.index, last) for batch, last in seen.fetch(layout(2), iter(work))] == [(0, False), (1, True)]
-    assert seen.watchdog.at.call_args_list == [((7, "fetching data", None),)] * 2
+    assert seen.watchdog.mark.call_args_list == [((7, "fetching data", None),)] * 2
     seen.phase("forward", work[1])
-    assert seen.watchdog.at.call_args.args == (7, "forward", work[1].indices)
-    seen.noise.wants.return_value = False
+    assert seen.watchdog.mark.call_args.args == (7, "forward", work[1].indices)
+    seen.noise.is_due.return_value = False
     seen.backward_done([])
-    assert seen.noise.wants.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"
-    assert not seen.noise.look.called
+    assert seen.noise.is_due.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"
+    assert not seen.noise.record_gradient.called
     seen.step_done(outcome, 6)
-    assert seen.nonfinite.note.call_args.args == (7, outcome.skipped)
+    assert seen.nonfinite.record.call_args.args == (7, outcome.skipped)
     assert seen.loss.add.call_args.args == (7, 3, {}, 6)
     assert seen.trace.write.call_args.args == (8, [work[0].indices, work[1].indices])
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint import run_folder
-from multigpu_cli.checkpoint.lock import owned
-from multigpu_cli.checkpoint.run_folder import leave_note
+from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
@@ -19,8 +19,8 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.resume import agree_on_start
 from multigpu_cli.runtime import elastic
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
-from tests.support.run_training import trained
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
 
 
 def holding(folder: Path, step: int) -> None:
@@ -42,12 +42,18 @@ def on_disks_of_their_own(tmp_path: Path, work: Callable[[World], Any]) -> list[
         except RequestError as error:
             return error.problem
 
-    return each_rank(2, here)
+    return run_on_each_rank(2, here)
 
 
 def begun(world: World, config: Config) -> list[Any]:
     start = agree_on_start(config, world)
-    return [start.checkpoint, start.holder, start.smaller, (start.manifest or {}).get("pins"), start.folder]
+    return [
+        start.checkpoint,
+        start.checkpoint_rank,
+        start.micro_batch_after_oom,
+        (start.manifest or {}).get("pins"),
+        start.folder,
+    ]
 
 
 RUN = resolve({"save_dir": "run"}, [], None)
@@ -56,7 +62,7 @@ RUN = resolve({"save_dir": "run"}, [], None)
 def test_the_newest_checkpoint_counts_wherever_it_lies(tmp_path: Path) -> None:
     holding(tmp_path / "node0" / "run", 5)
     holding(tmp_path / "node1" / "run", 7)
-    leave_note(tmp_path / "node0" / "run", {"batch_size": 4})
+    write_note(tmp_path / "node0" / "run", {"batch_size": 4})
     found = on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))
     assert found[0] == found[1] == ["run/checkpoints/step_00000007", 1, None, {"batch_size": 4}, "run"]
 
@@ -72,7 +78,7 @@ def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
 
 def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "node1" / "run").mkdir(parents=True)
-    leave_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
+    write_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
     found = on_disks_of_their_own(tmp_path, lambda world: [*begun(world, RUN), agree_on_start(RUN, world).global_batch])
     assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
     named = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({}, [], None))[4])
@@ -87,10 +93,10 @@ def test_word_of_small_memory_is_heard_whichever_way_a_run_goes_on(
     monkeypatch.chdir(tmp_path)
     holding(Path("run"), 5)
     Path("new").mkdir()
-    leave_note(Path(save_dir or "run"), {"batch_size": 4, "global_batch_size": 8})
+    write_note(Path(save_dir or "run"), {"batch_size": 4, "global_batch_size": 8})
     start = agree_on_start(resolve({"resume": path, "save_dir": save_dir}, [], None), World(torch.device("cpu")))
     assert (start.manifest or {})["pins"] == {"batch_size": 4}
-    assert start.notes == ["out of memory in an earlier attempt: micro-batches of 4"]
+    assert start.warnings == ["out of memory in an earlier attempt: micro-batches of 4"]
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -164,8 +170,8 @@ def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request
             agree_on_start(resolve({"save_dir": str(tmp_path)}, [], None), world)
         return [raised.value.exit_code, raised.value.consequence]
 
-    with owned(tmp_path):
-        assert each_rank(2, work) == [[1, True] if again else [2, False]] * 2
+    with lock_folder(tmp_path):
+        assert run_on_each_rank(2, work) == [[1, True] if again else [2, False]] * 2
 
 
 def launched(agent: Path, attempt: int) -> dict[str, str]:
@@ -185,13 +191,13 @@ def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alon
     home, agent = Path("checkpoints/tests.support.user_code-tensors"), tmp_path / "agent"
     agent.mkdir()
     flags = {"batch_size": 10, "max_steps": 4}
-    assert trained(2, save_dir=str(home / "stranger"), **flags).error == ""
+    assert run_training(2, save_dir=str(home / "stranger"), **flags).error == ""
     (home / "stranger/summary.json").unlink()
     strangers = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
     deed = {"OWN_DEED": "1:2:SIGKILL"}
-    assert trained(2, resume="never", environ=launched(agent, 0) | deed, **flags).killed
+    assert run_training(2, resume="never", environ=launched(agent, 0) | deed, **flags).killed
     (begun,) = (folder for folder in home.iterdir() if folder.name != "stranger")
-    ended = trained(2, resume="never", environ=launched(agent, 1), attempt=1, **flags)
+    ended = run_training(2, resume="never", environ=launched(agent, 1), attempt=1, **flags)
     assert ended.summary["save_dir"] == str(begun)
     assert {path: path.read_bytes() for path in strangers} == strangers
     assert len(list(home.iterdir())) == 2
@@ -204,10 +210,10 @@ def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path
     holding(tmp_path / "node1" / run, 7)
 
     def work(world: World) -> list[Any]:
-        world = replace(world, attempt=1, agent=tmp_path)
+        world = replace(world, attempt=1, agent_dir=tmp_path)
         if world.rank == 1:
-            elastic.note_run(tmp_path / "node1", 0, str(run))
-            world = replace(world, agent=tmp_path / "node1")
+            elastic.record_run(tmp_path / "node1", 0, str(run))
+            world = replace(world, agent_dir=tmp_path / "node1")
         return begun(world, resolve({"resume": resume}, [], None))
 
     found = on_disks_of_their_own(tmp_path, work)
@@ -222,12 +228,12 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_left_as_it_is(
     """best.pt is the last good thing in it."""
     monkeypatch.chdir(tmp_path)
     flags = {"batch_size": 30, "save_dir": "run"}
-    assert trained(epochs=2, **flags).error == ""
+    assert run_training(epochs=2, **flags).error == ""
     for state in Path("run/checkpoints").glob("*/state.pt"):
         state.write_bytes(state.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    refused = trained(workers, epochs=4, **flags)
+    refused = run_training(workers, epochs=4, **flags)
     assert refused.kind in ("RequestError", "NoneWhole")
     assert "run has 2 checkpoints, and none is whole" in refused.error
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
-    assert trained(epochs=2, **flags | {"save_dir": "new"}, resume="never", init_from="run/best.pt").error == ""
+    assert run_training(epochs=2, **flags | {"save_dir": "new"}, resume="never", init_from="run/best.pt").error == ""

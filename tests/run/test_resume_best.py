@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.best import BEST
-from multigpu_cli.checkpoint.inspect import listed
-from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, signed
+from multigpu_cli.checkpoint.inspect import list_checkpoints
+from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, sign_manifest
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.resume import log_recovery, restore_best_weights
 from multigpu_cli.runtime.elastic import PreviousAttempt
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
-from tests.support.run_training import Ended, trained
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import Ended, run_training
 
 RUN = {"global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run"}
 
@@ -32,15 +32,15 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def events(kind: str) -> list[dict[str, Any]]:
-    return [event for event in journal.read("run/journal.jsonl") if event["event"] == kind]
+    return [event for event in journal.read_events("run/journal.jsonl") if event["event"] == kind]
 
 
 def test_after_a_stop_nothing_is_done_again_and_the_gap_is_journalled(tmp_path: Path) -> None:
     agent = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_0" / "0" / "error.json")}
-    stopped = trained(2, **RUN, environ=agent | {"OWN_DEED": "1:4:SIGTERM", "OWN_PAUSE": "0.05"})
+    stopped = run_training(2, **RUN, environ=agent | {"OWN_DEED": "1:4:SIGTERM", "OWN_PAUSE": "0.05"})
     assert stopped.summary["status"] == "stopped"
     assert events("recovery") == []
-    ended = trained(2, **RUN, environ=agent)  # the agent does not count an attempt that a new node caused
+    ended = run_training(2, **RUN, environ=agent)  # the agent does not count an attempt that a new node caused
     assert ended.summary["status"] == "completed"
     [found] = events("recovery")
     assert (found["step"], found["lost_steps"]) == (stopped.summary["steps"] + 1, 0)
@@ -81,7 +81,7 @@ def scored(scores: list[float], workers: int = 1, **flags: Any) -> Ended:
     """A run whose evaluations, from where it begins, have these scores; an epoch has six steps, and a checkpoint."""
     Path("scores.json").write_text(json.dumps(scores))
     environ = flags.pop("environ", None)
-    return trained(workers, **SCORED | flags, environ=environ)
+    return run_training(workers, **SCORED | flags, environ=environ)
 
 
 def best_step(run: str = "run") -> int | None:
@@ -92,7 +92,7 @@ def best_step(run: str = "run") -> int | None:
 
 def counted_on(run: str = "run") -> int | None:
     """The step of the best weights as the newest checkpoint says."""
-    newest, _ = Store(Path(run, "checkpoints"), 9).newest()
+    newest, _ = Store(Path(run, "checkpoints"), 9).find_newest()
     return newest.state()["progress"]["best"].get("step") if newest else None
 
 
@@ -128,7 +128,7 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
         )
         return restore_best_weights(run)
 
-    assert each_rank(2, work) == ["", ""]
+    assert run_on_each_rank(2, work) == ["", ""]
     assert (best_step("node_0"), best_step("node_1")) == (12, None), "the first one writes it"
     assert weights_of("node_0/best.pt") == weights_of("run/best.pt")
 
@@ -198,9 +198,9 @@ def test_on_disks_of_their_own_too_the_best_is_of_the_past_of_the_checkpoint(mon
     for node in ("node0", "node1"):
         Path(node, "scores.json").write_text(json.dumps([0.0, 0.0]))
     again = SCORED | flags | {"save_dir": None, "resume": "run/checkpoints/step_00000012"}
-    assert 0 in trained(2, **again, apart=True, environ=FIRST_PASS).killed
+    assert 0 in run_training(2, **again, apart=True, environ=FIRST_PASS).killed
     assert best_step("node0/run") == 12
-    ended = trained(2, **again, apart=True)
+    ended = run_training(2, **again, apart=True)
     assert ended.summary["best"]["step"] == best_step("node0/run") == 12
 
 
@@ -209,7 +209,7 @@ def test_whoever_writes_into_best_pt_harms_neither_the_checkpoints_nor_the_end()
     true = Path("run/best.pt").read_bytes()
     with open("run/best.pt", "r+b") as file:
         file.write(b"mine")
-    assert {entry.name: entry.state for entry in listed(Path("run"))}["checkpoints/step_00000012"] == "whole"
+    assert {entry.name: entry.state for entry in list_checkpoints(Path("run"))}["checkpoints/step_00000012"] == "whole"
     assert scored([0.1, 0.1]).summary["best"]["step"] == best_step() == 6
     assert Path("run/best.pt").read_bytes() == true
 
@@ -228,7 +228,7 @@ def old_checkpoints() -> None:
         (folder / BEST).unlink()
         manifest = read_manifest(folder)
         del manifest["best"], manifest["sha256"]
-        (folder / MANIFEST).write_bytes(signed(manifest))
+        (folder / MANIFEST).write_bytes(sign_manifest(manifest))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import record_failure
 from multigpu_cli.runtime.devices import Placement
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 
 def prepared(folder: Path) -> AbstractContextManager[Run]:
@@ -36,7 +36,7 @@ def prepared(folder: Path) -> AbstractContextManager[Run]:
 
 def ends(folder: Path) -> list[str]:
     """The status in the summary, then those of the journal's last lines."""
-    said = [event["status"] for event in journal.read(str(folder / "journal.jsonl")) if event["event"] == "end"]
+    said = [event["status"] for event in journal.read_events(str(folder / "journal.jsonl")) if event["event"] == "end"]
     return [json.loads((folder / "summary.json").read_text())["status"], *said]
 
 
@@ -69,7 +69,9 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speak
     folder = tmp_path / "run"
     flags = {"save_dir": str(folder), "batch_size": 10, "epochs": 2, "log_interval": 3, "freeze": ["2.weight"]}
     flags["data"] = "tests.support.user_code:wide"
-    ended = trained(3, screen="verbose", environ={"OWN_DEED": "1:6:SIGCONT"}, **flags)  # rank 1 says so, and goes on
+    ended = run_training(
+        3, screen="verbose", environ={"OWN_DEED": "1:6:SIGCONT"}, **flags
+    )  # rank 1 says so, and goes on
     assert ended.error == ""
     out = capfd.readouterr().out
     shown = dict(

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.run_folder import leave_note
+from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
@@ -14,7 +14,7 @@ from multigpu_cli.run.checks import check_data
 from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors
 
 ALONE = World(torch.device("cpu"))
@@ -76,14 +76,14 @@ def test_accumulation_counts_in_the_rate() -> None:
 def test_word_of_small_memory_changes_the_micro_batch_of_a_resumed_run_alone() -> None:
     """The global batch beside it is that of an attempt before the first checkpoint, and perhaps of another command."""
     saved(spec(2, batch_size=5, grad_accum_steps=2), workers=2)
-    leave_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
+    write_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
     batches = spec(2).plan.batches
     assert (batches.micro_batch, batches.global_batch) == (4, 20)
 
 
 def test_a_fixed_global_batch_counts_more_than_that_of_an_attempt_before() -> None:
     Path("run").mkdir()
-    leave_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
+    write_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
     assert spec(2).plan.batches.global_batch == 64
     assert spec(2, global_batch_size=32).plan.batches.global_batch == 32
 
@@ -95,9 +95,9 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
         again = spec(workers, batch_size=5, grad_accum_steps=2)
         assert (again.plan.batches.global_batch, again.plan.batches.accumulation) == (20, accumulation)
         assert again.plan.rate.value == first.plan.rate.value
-        assert "as the run was started with" in again.plan.rate.because
+        assert "as the run was started with" in again.plan.rate.reason
         assert again.pinned == first.pinned
-        assert again.plan.start.startswith("goes on from step 10")
+        assert again.plan.resume_reason.startswith("goes on from step 10")
 
 
 def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:
@@ -196,7 +196,7 @@ def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
             return error.problem
         return ""
 
-    for told in each_rank(2, work):
+    for told in run_on_each_rank(2, work):
         assert told.startswith("--data npz: rank 1 and the others see different data: other contents")
     assert not Path("run").exists()
 
@@ -243,10 +243,10 @@ def channels(split: str, seed: int, mode: str) -> Any:
 
 
 def test_flags_without_effect_here_are_named() -> None:
-    assert spec(mode="average").plan.idle == ["--mode"]
-    assert spec(mode="average", data="tests.run.test_spec:channels").plan.idle == []
-    assert spec(bucket_cap_mb=5, data_on_device="on").plan.idle == ["--bucket-cap-mb", "--data-on-device"]
-    assert spec(2, bucket_cap_mb=5).plan.idle == []
+    assert spec(mode="average").plan.unused_flags == ["--mode"]
+    assert spec(mode="average", data="tests.run.test_spec:channels").plan.unused_flags == []
+    assert spec(bucket_cap_mb=5, data_on_device="on").plan.unused_flags == ["--bucket-cap-mb", "--data-on-device"]
+    assert spec(2, bucket_cap_mb=5).plan.unused_flags == []
 
 
 def test_dataparallel_counts_its_devices_as_workers() -> None:
@@ -261,8 +261,8 @@ def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> N
     assert (found.model, found.task) == ("convnet", "classification")
     assert found.user_config.model.name is None
     assert found.pinned["model"] == "convnet"
-    assert found.plan.contents == "convnet on digits (1,258 training samples), classification"
+    assert found.plan.description == "convnet on digits (1,258 training samples), classification"
     assert (
-        spec().plan.contents
+        spec().plan.description
         == "tests.support.user_code:net on tests.support.user_code:tensors (60 training samples), classification"
     )

@@ -15,7 +15,7 @@ from multigpu_cli.run.train_log import combine_ranks, peak_memory
 from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import stored
 from tests.run.test_profile import plain
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 from tests.support.user_code import sentences, tensors
 
 NAN = math.nan
@@ -96,7 +96,7 @@ def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_pe
     flags = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model", "epochs": 2}
     flags |= {"batch_size": 10, "log_interval": 3}  # an epoch
     sets = ["model.depth=1", "model.width=16", "model.heads=2"]
-    assert not trained(2, save_dir=str(tmp_path), num_workers=0, **flags, sets=sets).error
+    assert not run_training(2, save_dir=str(tmp_path), num_workers=0, **flags, sets=sets).error
     line = last_line(tmp_path)
     flops = 9 * 6 * (12 * 16 * 16 + 5 * 16)  # a sample's tokens, forward and backward, by the weights that they meet
     assert line["mfu"] == pytest.approx(flops * line["samples_per_second"] / (2 * 1e9))
@@ -108,7 +108,7 @@ def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_pe
 def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
     """Twenty milliseconds in each of rank 1's passes, and nothing on the wire."""
     flags = {"save_dir": str(tmp_path / "a"), "max_steps": "36", "log_interval": "12", "batch_size": "10"}
-    trained(2, **flags | {"model": "tests.support.user_code:slow_rank"})
+    run_training(2, **flags | {"model": "tests.support.user_code:slow_rank"})
     line = last_line(tmp_path / "a")
     fast, slow = line["own_ms"]
     assert 15 < slow - fast < 60
@@ -121,7 +121,7 @@ def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
 def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
     """Ten samples of a millisecond each in every step."""
     flags = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
-    trained(1, **flags | {"data": "tests.support.user_code:SlowItems", "num_workers": "0"})
+    run_training(1, **flags | {"data": "tests.support.user_code:SlowItems", "num_workers": "0"})
     line = last_line(tmp_path / "a")
     assert 10 < line["data_wait_share"] * line["step_ms"] < 80
     assert line["data_wait_share"] > 0.5
@@ -137,11 +137,11 @@ def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, worke
     """
     flags: dict[str, Any] = {"model": "tests.run.test_profile:plain", "lr": 1e-2}
     flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 12, "log_interval": 2}
-    trained(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.support.user_code:OneSample"})
+    run_training(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.support.user_code:OneSample"})
     line = last_line(tmp_path / "a")
     assert line["noise_scale"] < 1e-4
     assert line["noise_scale_spread"] < 1e-4
-    trained(workers, save_dir=str(tmp_path / "b"), **flags)
+    run_training(workers, save_dir=str(tmp_path / "b"), **flags)
     assert last_line(tmp_path / "b")["noise_scale"] > 0.1, "and others have some"
 
 
@@ -149,7 +149,7 @@ def test_tokens_that_do_not_count_do_not_hide_the_noise(tmp_path: Path) -> None:
     """Half of the tokens count: the loss is divided by all of them at first, and the gradient set right afterwards."""
     flags = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model", "lr": 1e-4}
     flags |= {"batch_size": 5, "grad_accum_steps": 2, "max_steps": 6, "log_interval": 1, "save_dir": str(tmp_path)}
-    trained(1, **flags, sets=["model.depth=1", "model.width=16", "model.heads=2"])
+    run_training(1, **flags, sets=["model.depth=1", "model.width=16", "model.heads=2"])
     assert last_line(tmp_path)["noise_scale"] > 0.1
 
 
@@ -157,7 +157,7 @@ def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> Non
     """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
     flags = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30", "weight_decay": "0"}
     flags |= {"model": "tests.run.test_profile:plain", "warmup_epochs": "0", "schedule": "constant"}
-    ended = trained(2, save_dir=str(tmp_path), **flags)
+    ended = run_training(2, save_dir=str(tmp_path), **flags)
     assert not ended.error
     line = last_line(tmp_path)
     model = plain((6,), 3)

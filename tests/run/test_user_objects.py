@@ -12,7 +12,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.world import World
 from tests.support.awkward_models import Telling
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors
 
 SOURCE = DataSource(train=tensors("train", 42), val=None, test=None, input_shape=(3,), num_classes=2)
@@ -25,7 +25,7 @@ def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None
         broadcast_weights(model, world)
         return [model.kept, model.layer.weight.tolist()]
 
-    first, second = each_rank(2, work)
+    first, second = run_on_each_rank(2, work)
     assert first == second
     assert first[0] == ["of rank", 0]
 

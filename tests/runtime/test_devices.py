@@ -3,15 +3,22 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.devices import Placement, choose, cores, describe_unlike_gpus, gpu_models, visible_gpus
+from multigpu_cli.runtime.devices import (
+    Placement,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+    describe_unlike_gpus,
+    gpu_models,
+)
 from multigpu_cli.runtime.handshake import RankGpu
 from multigpu_cli.runtime.world import LaunchEnv, World
 
 
 def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:
-    meeting = None
+    launch_env = None
     if processes:
-        meeting = LaunchEnv(
+        launch_env = LaunchEnv(
             rank=1,
             size=processes,
             local_rank=processes - 1,
@@ -21,7 +28,7 @@ def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int =
             attempt=0,
             agent_store=True,
         )
-    return choose(DeviceConfig(multi_gpu=mode, **asked), gpus=gpus, cpus=cpus, meeting=meeting)  # type: ignore[arg-type]
+    return choose_placement(DeviceConfig(multi_gpu=mode, **asked), gpus=gpus, cpus=cpus, launch_env=launch_env)  # type: ignore[arg-type]
 
 
 def names(choice: Placement) -> list[str]:
@@ -49,7 +56,7 @@ def test_what_is_chosen_in_one_process(
 ) -> None:
     choice = chosen(mode, gpus=gpus)
     assert (choice.strategy, names(choice), choice.launch) == (strategy, devices, launch)
-    assert reason in choice.because
+    assert reason in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -97,7 +104,7 @@ def test_more_processes_than_gpus_are_a_wrong_request() -> None:
 def test_under_torchrun_it_is_ddp_on_the_own_gpu(mode: str) -> None:
     choice = chosen(mode, gpus=4, processes=4)
     assert (choice.strategy, names(choice), choice.launch) == ("ddp", ["cuda:3"], 0)
-    assert choice.because == "torchrun started 4 processes"
+    assert choice.reason == "torchrun started 4 processes"
 
 
 def test_a_launcher_may_show_each_process_one_gpu_of_its_own() -> None:
@@ -108,7 +115,7 @@ def test_a_launcher_may_show_each_process_one_gpu_of_its_own() -> None:
 def test_under_torchrun_without_gpus_it_is_ddp_on_cpu() -> None:
     choice = chosen(processes=1)
     assert (choice.strategy, names(choice)) == ("ddp", ["cpu"])
-    assert choice.because == "torchrun started 1 process; no GPU found, so on CPU"
+    assert choice.reason == "torchrun started 1 process; no GPU found, so on CPU"
 
 
 @pytest.mark.parametrize(
@@ -122,9 +129,9 @@ def test_what_does_not_go_with_torchrun_is_refused(mode: str, gpus: int, named: 
 
 def test_a_local_rank_beyond_the_visible_gpus_is_refused() -> None:
     """By a launcher that does not say how many processes it has started here."""
-    meeting = LaunchEnv(3, 8, 3, 1, "localhost", 1, attempt=0, agent_store=False)
+    launch_env = LaunchEnv(3, 8, 3, 1, "localhost", 1, attempt=0, agent_store=False)
     with pytest.raises(RequestError, match=r"LOCAL_RANK=3.*2 visible GPUs"):
-        choose(DeviceConfig(), gpus=2, cpus=2, meeting=meeting)
+        choose_placement(DeviceConfig(), gpus=2, cpus=2, launch_env=launch_env)
 
 
 def test_gpus_are_counted_by_rank_and_in_one_process_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +169,12 @@ def test_ids_that_a_self_launch_has_followed_are_not_looked_up_again_in_its_work
 
 
 def test_this_machine_is_counted() -> None:
-    assert cores() >= 1
-    assert visible_gpus() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert count_cores() >= 1
+    assert count_visible_gpus() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def test_processes_of_our_own_launch_are_called_so() -> None:
     ours = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for run_id, because in (("multigpu-1", "self-launched 2 processes"), ("none", "torchrun started 2 processes")):
-        meeting = LaunchEnv.from_environment(ours | {"TORCHELASTIC_RUN_ID": run_id})
-        assert choose(DeviceConfig(), gpus=2, cpus=2, meeting=meeting).because == because
+        launch_env = LaunchEnv.from_environment(ours | {"TORCHELASTIC_RUN_ID": run_id})
+        assert choose_placement(DeviceConfig(), gpus=2, cpus=2, launch_env=launch_env).reason == because

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.elastic import FinalVerdict, PreviousAttempt
-from multigpu_cli.runtime.handshake import RankGpu, RankInfo, Roster, agree, merged
+from multigpu_cli.runtime.handshake import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
 
 FIRST = RankInfo(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)
 SECOND = replace(FIRST, rank=1, nonce="b")
@@ -23,10 +23,10 @@ STOP, WRONG = FinalVerdict(75, "stopped", ("node1 7 run", "node2 9 run")), Final
 def met(store: dist.Store, hellos: list[RankInfo], late: Callable[[], None] = lambda: None) -> list[Roster]:
     """What each rank is told; `late` happens once all but the last have spoken."""
     with ThreadPoolExecutor(len(hellos)) as ranks:
-        early = [ranks.submit(agree, store, hello, patience=10) for hello in hellos[:-1]]
+        early = [ranks.submit(agree_on_roster, store, hello, patience=10) for hello in hellos[:-1]]
         time.sleep(0.1)
         late()
-        last = ranks.submit(agree, store, hellos[-1], patience=10)
+        last = ranks.submit(agree_on_roster, store, hellos[-1], patience=10)
         return [answer.result() for answer in [*early, last]]
 
 
@@ -44,7 +44,7 @@ def test_all_ranks_are_told_whose_gpu_is_which() -> None:
 
 
 def test_a_rank_alone_meets_itself() -> None:
-    assert agree(dist.HashStore(), replace(FIRST, size=1), patience=1).hosts == ("node1",)
+    assert agree_on_roster(dist.HashStore(), replace(FIRST, size=1), patience=1).hosts == ("node1",)
 
 
 @pytest.mark.parametrize("order", [[FIRST, SECOND, THIRD], [THIRD, SECOND, FIRST], [SECOND, FIRST, THIRD]])
@@ -53,8 +53,8 @@ def test_words_of_an_earlier_attempt_confuse_nobody(order: list[RankInfo]) -> No
     store = dist.HashStore()
     before = met(store, [replace(hello, nonce=f"old {hello.nonce}", node="gone") for hello in (FIRST, SECOND, THIRD)])
     now = met(store, order)
-    assert {each.generation for each in now}.isdisjoint({before[0].generation})
-    assert len({each.generation for each in now}) == 1
+    assert {each.store_prefix for each in now}.isdisjoint({before[0].store_prefix})
+    assert len({each.store_prefix for each in now}) == 1
     assert now[0].nodes == ("node1 7 run", "node1 7 run", "node2 9 run")
     smaller = met(store, [replace(FIRST, size=2, nonce="d"), replace(SECOND, size=2, nonce="e")])
     assert len(smaller[0].hosts) == 2
@@ -74,11 +74,13 @@ def test_the_longest_memory_counts_the_attempts() -> None:
     """A node that joins has seen none; a membership change does not raise the agents' own counts."""
     ends = [PreviousAttempt("rank 2 lost", 12, 100.0), PreviousAttempt("rank 2 lost", 12, 101.0), None]
     hellos = [replace(h, attempt=n, last=e) for h, n, e in zip((FIRST, SECOND, THIRD), (4, 4, 0), ends, strict=True)]
-    found = merged(hellos, "g")
+    found = merge_rank_infos(hellos, "g")
     assert (found.attempt, found.last) == (4, PreviousAttempt("rank 2 lost", 12, 101.0))
-    assert merged([replace(FIRST, restarts_left=1), SECOND, THIRD], "g").restarts_left == 1
+    assert merge_rank_infos([replace(FIRST, restarts_left=1), SECOND, THIRD], "g").restarts_left == 1
     forgotten = [replace(FIRST, attempt=2), replace(SECOND, attempt=2), replace(THIRD, last=ends[0])]
-    assert merged(forgotten, "g").last is None, "what a newcomer's agent lived through before is of another attempt"
+    assert merge_rank_infos(forgotten, "g").last is None, (
+        "what a newcomer's agent lived through before is of another attempt"
+    )
 
 
 def test_a_verdict_of_one_node_is_everybodys() -> None:
@@ -89,9 +91,9 @@ def test_a_verdict_of_one_node_is_everybodys() -> None:
 @pytest.mark.parametrize("others", [[], [replace(THIRD, node="node3 5 run")]])
 def test_a_verdict_binds_only_the_nodes_that_came_to_it(others: list[RankInfo]) -> None:
     """Who left was stopped, and the others go on; who joined had the others stopped."""
-    same, here = merged([replace(FIRST, verdict=STOP), THIRD], "g"), [replace(FIRST, verdict=STOP), *others]
+    same, here = merge_rank_infos([replace(FIRST, verdict=STOP), THIRD], "g"), [replace(FIRST, verdict=STOP), *others]
     assert same.verdict == STOP
-    assert merged(here, "g").verdict is None
+    assert merge_rank_infos(here, "g").verdict is None
 
 
 def test_who_does_not_arrive_is_named() -> None:
@@ -99,7 +101,7 @@ def test_who_does_not_arrive_is_named() -> None:
 
     def lonely(hello: RankInfo) -> None:
         with pytest.raises(TrainingError, match="rank 2 of 3" if hello.rank == 0 else "rank 0 of 3") as error:
-            agree(store, hello, patience=0.3)
+            agree_on_roster(store, hello, patience=0.3)
         assert error.value.consequence, "the same again may go well"
         refused.set()
 

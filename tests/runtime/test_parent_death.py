@@ -33,8 +33,8 @@ def test_a_worker_ends_with_its_agent_while_torch_still_loads(tmp_path: Path) ->
     """It takes seconds; a worker that is left behind would go on to train beside the run that follows."""
     read, write = os.pipe()
     (tmp_path / "torch.py").write_text(f"import os, time\nos.write({write}, b'loading')\ntime.sleep(30)\n")
-    meeting = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    environment = os.environ | meeting | {"PYTHONPATH": str(tmp_path)}
+    launch_env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    environment = os.environ | launch_env | {"PYTHONPATH": str(tmp_path)}
 
     def agent() -> None:
         subprocess.Popen([sys.executable, str(ROOT / "main_multi_gpu.py")], env=environment, pass_fds=(write,))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.plugins import call, find
+from multigpu_cli.runtime.plugins import call_factory, find_factory
 
 REGISTRY = {"joined": "os.path:join", "sorted": "builtins:sorted"}
 
@@ -31,25 +31,25 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_name_of_the_registry() -> None:
-    assert find("joined", REGISTRY, flag="--data")("a", "b") == str(Path("a/b"))
+    assert find_factory("joined", REGISTRY, flag="--data")("a", "b") == str(Path("a/b"))
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:
     with pytest.raises(RequestError, match="--data: unknown name 'jioned'") as refused:
-        find("jioned", REGISTRY, flag="--data")
+        find_factory("jioned", REGISTRY, flag="--data")
     assert "did you mean 'joined'?" in refused.value.remedy
     assert "module:factory" in refused.value.remedy
 
 
 def test_the_users_own_file_in_the_working_directory(own: Path) -> None:
-    assert find("mine_for_plugins:build", REGISTRY, flag="--model")(1) == (1, 8, {})
-    assert find("mine_for_plugins:Nest.inner", REGISTRY, flag="--model")(5) == 5
+    assert find_factory("mine_for_plugins:build", REGISTRY, flag="--model")(1) == (1, 8, {})
+    assert find_factory("mine_for_plugins:Nest.inner", REGISTRY, flag="--model")(5) == 5
 
 
 def test_the_working_directory_comes_before_installed_packages(own: Path) -> None:
     (own / "wave.py").write_text("def load():\n    return 'mine'\n")
     sys.modules.pop("wave", None)
-    assert find("wave:load", {}, flag="--data")() == "mine"
+    assert find_factory("wave:load", {}, flag="--data")() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_working_directory_comes_before_installed_packages(own: Path) -> Non
 )
 def test_what_cannot_be_found_is_named(own: Path, name: str, problem: str, remedy: str) -> None:
     with pytest.raises(RequestError) as refused:
-        find(name, REGISTRY, flag="--model")
+        find_factory(name, REGISTRY, flag="--model")
     assert f"--model {name}" in refused.value.problem
     assert problem in refused.value.problem
     assert remedy in refused.value.remedy
@@ -71,13 +71,13 @@ def test_what_cannot_be_found_is_named(own: Path, name: str, problem: str, remed
 
 def test_what_the_users_module_lacks_is_not_blamed_on_its_name(own: Path) -> None:
     with pytest.raises(RequestError, match="importing broken_for_plugins raised ModuleNotFoundError in broken_for_pl"):
-        find("broken_for_plugins:build", REGISTRY, flag="--model")
+        find_factory("broken_for_plugins:build", REGISTRY, flag="--model")
 
 
 def test_a_module_that_is_no_python_is_named_with_its_line(own: Path) -> None:
     (own / "broken_for_plugins.py").write_text("x = 1\ndef build(:\n")
     with pytest.raises(RequestError, match=r"raised SyntaxError in broken_for_plugins\.py:2"):
-        find("broken_for_plugins:build", REGISTRY, flag="--data")
+        find_factory("broken_for_plugins:build", REGISTRY, flag="--data")
 
 
 def test_a_factory_gets_what_it_names_and_the_users_own_words_win() -> None:
@@ -85,22 +85,22 @@ def test_a_factory_gets_what_it_names_and_the_users_own_words_win() -> None:
         return seed, width
 
     offered = {"seed": 42, "num_classes": 10, "width": 64}
-    assert call(build, offered, {}, where="model") == (42, 64)
-    assert call(build, offered, {"width": 7, "seed": 1}, where="model") == (1, 7)
+    assert call_factory(build, offered, {}, where="model") == (42, 64)
+    assert call_factory(build, offered, {"width": 7, "seed": 1}, where="model") == (1, 7)
 
 
 def test_a_factory_that_takes_anything_gets_the_arguments_but_not_the_offers() -> None:
     def build(**named: object) -> dict[str, object]:
         return named
 
-    assert call(build, {"seed": 42}, {"depth": 3}, where="model") == {"depth": 3}
+    assert call_factory(build, {"seed": 42}, {"depth": 3}, where="model") == {"depth": 3}
 
 
 def test_an_argument_that_the_factory_does_not_take_gets_a_suggestion() -> None:
     def build(seed: int, width: int = 4) -> None: ...
 
     with pytest.raises(RequestError, match=r"model\.args\.widht: .*build takes no such argument") as refused:
-        call(build, {"seed": 1}, {"widht": 3}, where="model")
+        call_factory(build, {"seed": 1}, {"widht": 3}, where="model")
     assert "did you mean 'width'?" in refused.value.remedy
 
 
@@ -108,7 +108,7 @@ def test_a_parameter_that_nobody_fills_says_how_to_fill_it() -> None:
     def build(heads: int, seed: int) -> None: ...
 
     with pytest.raises(RequestError, match="needs heads") as refused:
-        call(build, {"seed": 1}, {}, where="model")
+        call_factory(build, {"seed": 1}, {}, where="model")
     assert "--set model.args.heads=" in refused.value.remedy
     assert "seed" in refused.value.remedy
 
@@ -118,4 +118,4 @@ def test_a_class_is_a_factory_too() -> None:
         def __init__(self, num_classes: int) -> None:
             self.num_classes = num_classes
 
-    assert call(Net, {"num_classes": 3, "seed": 1}, {}, where="model").num_classes == 3
+    assert call_factory(Net, {"num_classes": 3, "seed": 1}, {}, where="model").num_classes == 3

@@ -6,9 +6,9 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.runtime import precision
-from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agreed_format, choose_format
+from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision, choose_precision
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -17,19 +17,19 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def test_auto_is_full_precision_on_cpu_and_offers_what_is_faster(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    name, because = choose_format("auto", CPU)
+    name, because = choose_precision("auto", CPU)
     assert name == "off"
     assert ("--amp bf16" in because) == native
 
 
 @pytest.mark.parametrize("wanted", ["off", "bf16"])
 def test_what_was_asked_for_is_taken(wanted: str) -> None:
-    assert choose_format(wanted, CPU) == (wanted, f"--amp {wanted}")
+    assert choose_precision(wanted, CPU) == (wanted, f"--amp {wanted}")
 
 
 def test_fp16_on_cpu_is_a_wrong_request() -> None:
     with pytest.raises(RequestError, match="--amp fp16 needs a GPU"):
-        choose_format("fp16", CPU)
+        choose_precision("fp16", CPU)
 
 
 @pytest.mark.parametrize(("native", "name"), [(True, "bf16"), (False, "fp16")])
@@ -42,7 +42,7 @@ def test_auto_on_cuda_asks_for_native_bf16(native: bool, name: str, monkeypatch:
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    assert choose_format("auto", CUDA).name == name
+    assert choose_precision("auto", CUDA).name == name
     assert asked == {"emulation": False}
 
 
@@ -52,29 +52,35 @@ def test_ranks_on_unlike_gpus_take_one_format(ranks: tuple[str, ...], monkeypatc
 
     def work(world: World) -> PrecisionChoice:
         monkeypatch.setattr(
-            precision, "choose_format", lambda wanted, device: PrecisionChoice(ranks[world.rank], "its GPU")
+            precision, "choose_precision", lambda wanted, device: PrecisionChoice(ranks[world.rank], "its GPU")
         )
-        return agreed_format("auto", world, [world.device])
+        return agree_on_precision("auto", world, [world.device])
 
-    found = each_rank(3, work)
+    found = run_on_each_rank(3, work)
     assert {each.name for each in found} == {"fp16" if "fp16" in ranks else "bf16"}
     other = ranks.index("fp16") if "fp16" in ranks else None
     reasons = ["its GPU" if other is None or name == "fp16" else f"rank {other}'s GPU has no bf16" for name in ranks]
-    assert [each.because for each in found] == reasons
+    assert [each.reason for each in found] == reasons
 
 
 def test_what_was_asked_for_needs_no_agreement() -> None:
     alone, two = World(CPU), World(CPU, 0, 2)
-    assert agreed_format("bf16", two, [CPU]) == agreed_format("bf16", alone, [CPU]) == choose_format("bf16", CPU)
-    assert agreed_format("auto", alone, [CPU]) == choose_format("auto", CPU)
+    assert (
+        agree_on_precision("bf16", two, [CPU])
+        == agree_on_precision("bf16", alone, [CPU])
+        == choose_precision("bf16", CPU)
+    )
+    assert agree_on_precision("auto", alone, [CPU]) == choose_precision("auto", CPU)
 
 
 def test_the_gpus_of_one_process_take_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """DataParallel, and the plan of a run that is not started yet."""
     formats = {CUDA: "bf16", torch.device("cuda", 1): "fp16", CPU: "bf16"}
-    monkeypatch.setattr(precision, "choose_format", lambda wanted, device: PrecisionChoice(formats[device], "its own"))
-    assert agreed_format("auto", World(CPU), [CUDA, torch.device("cuda", 1)]) == ("fp16", "cuda:1 has no bf16")
-    assert agreed_format("auto", World(CPU), [CUDA]) == ("bf16", "its own")
+    monkeypatch.setattr(
+        precision, "choose_precision", lambda wanted, device: PrecisionChoice(formats[device], "its own")
+    )
+    assert agree_on_precision("auto", World(CPU), [CUDA, torch.device("cuda", 1)]) == ("fp16", "cuda:1 has no bf16")
+    assert agree_on_precision("auto", World(CPU), [CUDA]) == ("bf16", "its own")
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
@@ -100,7 +106,7 @@ class Step:
         self.model.weight.grad = torch.tensor([gradient])
 
     def commit(self, max_norm: float | None = None) -> list[float]:
-        found = Precision("off", CPU).commit(self.optimizer, list(self.model.parameters()), max_norm)
+        found = Precision("off", CPU).step_optimizer(self.optimizer, list(self.model.parameters()), max_norm)
         return [float(value) for value in found]
 
     @property
@@ -180,7 +186,7 @@ def test_the_norm_is_torchs_to_the_last_bit_and_clipping_to_one_rounding(mixed: 
         for parameter in ours:
             parameter.zero_()
     optimizer = torch.optim.SGD(ours, lr=1.0, fused=True)  # leaves minus the clipped gradient
-    assert torch.equal(Precision("off", CPU).commit(optimizer, ours, max_norm)[0], norm)
+    assert torch.equal(Precision("off", CPU).step_optimizer(optimizer, ours, max_norm)[0], norm)
     for mine, p in zip(ours, theirs, strict=True):
         assert p.grad is not None
         torch.testing.assert_close(-mine, p.grad, rtol=1.5 * torch.finfo(p.dtype).eps, atol=0)

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.preserve import evaluating, preserve_buffers
+from multigpu_cli.runtime.preserve import eval_mode, preserve_buffers
 
 
 class Moving(nn.Module):
@@ -40,7 +40,7 @@ def test_buffers_are_put_back_and_what_was_made_stays() -> None:
 def test_an_evaluation_leaves_each_module_in_its_mode_and_what_it_makes_can_be_trained() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)).train()
     model[0].eval()
-    with evaluating(model):
+    with eval_mode(model):
         assert not model[1].training
         kept = model(torch.randn(4, 3))
     assert [module.training for module in model.modules()] == [True, False, True]

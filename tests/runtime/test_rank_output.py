@@ -6,13 +6,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-from multigpu_cli.runtime.rank_output import last_words, log_of, quoted, who_spoke
+from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path, quote_last_lines, read_last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEAK = """
     import ctypes, os, resource, signal, sys
     from pathlib import Path
-    from multigpu_cli.runtime.rank_output import Aside
+    from multigpu_cli.runtime.rank_output import RankOutput
 
     libc, early = ctypes.CDLL(None), sys.stdout
     def speak(when):
@@ -41,9 +41,9 @@ def test_all_that_is_printed_meanwhile_is_in_the_file_and_the_rest_where_it_was(
         tmp_path,
         """
         for attempt in (0, 1):
-            with Aside(3) as aside:
+            with RankOutput(3) as rank_output:
                 speak("before")
-                aside.begin(Path(), attempt)
+                rank_output.start(Path(), attempt)
                 speak("meanwhile")
                 print("letters: \\udcff ä")
             speak("after")
@@ -54,7 +54,7 @@ def test_all_that_is_printed_meanwhile_is_in_the_file_and_the_rest_where_it_was(
         [f"{who} {when}" for who in ("out", "descriptor", "C", "early") for when in ("before", "after")] * 2
     )
     assert done.stderr == "err before\nerr after\n" * 2
-    first, *lines = log_of(tmp_path, 3).read_text().splitlines()
+    first, *lines = log_path(tmp_path, 3).read_text().splitlines()
     assert first.startswith("--- rank 3, attempt 1, 20")
     half = len(lines) // 2
     assert lines[half].startswith("--- rank 3, attempt 2, 20"), "restarts append"
@@ -66,31 +66,36 @@ def test_a_killed_process_has_left_its_last_words(tmp_path: Path) -> None:
     done = said(
         tmp_path,
         """
-        Aside(1).begin(Path(), 0)
+        RankOutput(1).start(Path(), 0)
         for number in range(9):
             print("line", number, flush=False)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
     assert (done.returncode, done.stdout) == (-9, "")
-    assert last_words(tmp_path, 1, 2) == ["line 7", "line 8"]
-    assert quoted(tmp_path, 1).splitlines() == [
+    assert read_last_lines(tmp_path, 1, 2) == ["line 7", "line 8"]
+    assert quote_last_lines(tmp_path, 1).splitlines() == [
         "", f"  it said last ({tmp_path}/rank_1.log):", *(f"  line {number}" for number in range(5, 9))
     ]  # fmt: skip
-    assert who_spoke(tmp_path, 8) == [1]
+    assert find_ranks_with_output(tmp_path, 8) == [1]
 
 
 def test_nothing_said_is_nothing_to_quote(tmp_path: Path) -> None:
-    said(tmp_path, "with Aside(1) as aside: print('of an earlier attempt') if aside.begin(Path(), 0) is None else 0")
-    said(tmp_path, "with Aside(1) as aside: aside.begin(Path(), 1)")
-    assert log_of(tmp_path, 1).read_text().count("--- rank 1, attempt ") == 2
-    assert last_words(tmp_path, 1) == []
-    assert quoted(tmp_path, 1) == quoted(tmp_path, 2) == quoted(None, 1) == ""
-    assert who_spoke(tmp_path, 8) == []
+    said(
+        tmp_path,
+        "with RankOutput(1) as output: print('of an earlier attempt', output.start(Path(), 0) or '')",
+    )
+    said(tmp_path, "with RankOutput(1) as rank_output: rank_output.start(Path(), 1)")
+    assert log_path(tmp_path, 1).read_text().count("--- rank 1, attempt ") == 2
+    assert read_last_lines(tmp_path, 1) == []
+    assert quote_last_lines(tmp_path, 1) == quote_last_lines(tmp_path, 2) == quote_last_lines(None, 1) == ""
+    assert find_ranks_with_output(tmp_path, 8) == []
 
 
 def test_where_no_file_can_be_opened_nothing_changes(tmp_path: Path) -> None:
-    done = said(tmp_path, "with Aside(1) as aside:\n    aside.begin(Path('nowhere'), 0)\n    print('heard')")
+    done = said(
+        tmp_path, "with RankOutput(1) as rank_output:\n    rank_output.start(Path('nowhere'), 0)\n    print('heard')"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "heard\n", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -100,12 +105,12 @@ def test_what_a_full_disk_does_not_take_stays_on_the_terminal(tmp_path: Path) ->
         tmp_path,
         """
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        with Aside(1) as aside:
-            aside.begin(Path(), 0)
+        with RankOutput(1) as rank_output:
+            rank_output.start(Path(), 0)
             print("in the file")
             resource.setrlimit(resource.RLIMIT_FSIZE, (Path("rank_1.log").stat().st_size,) * 2)
             print("on the terminal")
         """,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "on the terminal\n", "")
-    assert last_words(tmp_path, 1) == ["in the file"]
+    assert read_last_lines(tmp_path, 1) == ["in the file"]

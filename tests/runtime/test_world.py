@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import world as runtime_world
-from multigpu_cli.runtime.collectives import leave_to_watch
+from multigpu_cli.runtime.collectives import disable_collective_timeout
 from multigpu_cli.runtime.handshake import RankGpu
-from multigpu_cli.runtime.world import LaunchEnv, World, check_own_gpus, grouped, joined
+from multigpu_cli.runtime.world import LaunchEnv, World, check_own_gpus, init_process_group, process_group
 from tests.support.fork import exit_code
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 TORCHRUN = {
     "RANK": "5",
@@ -51,9 +51,14 @@ def test_torchruns_variables_are_read() -> None:
 
 def test_another_launcher_may_leave_out_what_is_torchruns_own() -> None:
     plain = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    meeting = LaunchEnv.from_environment(plain)
-    assert meeting is not None
-    assert (meeting.local_size, meeting.attempt, meeting.agent_store, meeting.restarts_left) == (8, 0, False, 0)
+    launch_env = LaunchEnv.from_environment(plain)
+    assert launch_env is not None
+    assert (launch_env.local_size, launch_env.attempt, launch_env.agent_store, launch_env.restarts_left) == (
+        8,
+        0,
+        False,
+        0,
+    )
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -71,12 +76,12 @@ def test_a_variable_that_is_no_number_is_refused(name: str) -> None:
 
 def test_rank_0_is_the_one_that_speaks() -> None:
     cpu = torch.device("cpu")
-    assert World(cpu).main
-    assert not World(cpu, rank=1, size=2).main
+    assert World(cpu).is_main
+    assert not World(cpu, rank=1, size=2).is_main
 
 
 def test_a_world_of_one_needs_no_group() -> None:
-    with joined(None, torch.device("cpu"), timeout=5) as world:
+    with process_group(None, torch.device("cpu"), timeout=5) as world:
         assert world == World(torch.device("cpu"), 0, 1, 0, 1)
         assert not dist.is_initialized()
 
@@ -84,7 +89,7 @@ def test_a_world_of_one_needs_no_group() -> None:
 @pytest.mark.parametrize("agent_store", [False, True])
 def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    meeting = LaunchEnv(
+    launch_env = LaunchEnv(
         rank=0,
         size=1,
         local_rank=0,
@@ -96,13 +101,16 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     )
 
     def work() -> None:
-        with joined(meeting, torch.device("cpu"), timeout=5) as world:
+        with process_group(launch_env, torch.device("cpu"), timeout=5) as world:
             assert world == World(torch.device("cpu"), 0, 1, 0, 1, attempt=3)
             assert world.store is not None
             assert dist.get_backend() == "gloo"
             dist.all_reduce(torch.ones(1))
         assert not dist.is_initialized()
-        with pytest.raises(ZeroDivisionError), joined(replace(meeting, attempt=4), torch.device("cpu"), timeout=5):
+        with (
+            pytest.raises(ZeroDivisionError),
+            process_group(replace(launch_env, attempt=4), torch.device("cpu"), timeout=5),
+        ):
             raise ZeroDivisionError
         assert not dist.is_initialized(), "left also after an error"
 
@@ -130,7 +138,7 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_does(hosts: str, uuids: st
         check_own_gpus(world)
     assert refused.value.shared
     assert "--nproc_per_node=" in refused.value.remedy
-    with pytest.raises(RequestError, match=named), grouped(world, dist.HashStore(), timeout=1):
+    with pytest.raises(RequestError, match=named), init_process_group(world, dist.HashStore(), timeout=1):
         pass
     return None
 
@@ -143,25 +151,25 @@ def test_a_group_of_somebody_else_has_its_own_clock_again_afterwards() -> None:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
     def work(world: World) -> tuple[float, bool, float]:
-        before, meeting = clock(), LaunchEnv(world.rank, 2, world.rank, 2, "", 0, 0, agent_store=False)
-        with joined(meeting, world.device, timeout=30) as ours:
-            leave_to_watch(ours)
+        before, launch_env = clock(), LaunchEnv(world.rank, 2, world.rank, 2, "", 0, 0, agent_store=False)
+        with process_group(launch_env, world.device, timeout=30) as ours:
+            disable_collective_timeout(ours)
             meanwhile = clock()
         return before, meanwhile > before, clock()
 
-    assert each_rank(2, work) == [(30.0, True, 30.0)] * 2
+    assert run_on_each_rank(2, work) == [(30.0, True, 30.0)] * 2
 
 
 def test_a_worker_ends_with_its_agent() -> None:
     """A killed agent must not leave workers behind that train beside the run that follows."""
-    meeting = LaunchEnv(
+    launch_env = LaunchEnv(
         rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=_free_port(), attempt=0, agent_store=False
     )
     read, write = os.pipe()
 
     def agent() -> None:
         if os.fork() == 0:
-            with joined(meeting, torch.device("cpu"), timeout=5):
+            with process_group(launch_env, torch.device("cpu"), timeout=5):
                 os.write(write, b"joined")
                 time.sleep(20)
             os._exit(0)
@@ -212,12 +220,12 @@ def test_a_run_that_fails_waits_for_peers_only_where_they_all_leave(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
     monkeypatch.setattr(runtime_world, "_abort_process_group", lambda: done.append("aborted"))
-    world = World(torch.device("cpu"), generation="of a test")
+    world = World(torch.device("cpu"), store_prefix="of a test")
     with (
         pytest.raises(type(error), match="of the run"),
-        grouped(world, dist.HashStore(), timeout=1, backend=backend),
+        init_process_group(world, dist.HashStore(), timeout=1, backend=backend),
     ):
         raise error
-    with grouped(world, dist.HashStore(), timeout=1, backend=backend):
+    with init_process_group(world, dist.HashStore(), timeout=1, backend=backend):
         pass
     assert done == [end, "destroyed"]

@@ -24,14 +24,14 @@ def samples(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
 def reduce_step(strategy: Strategy, plan: BatchPlan, rank: int, step: int = 0) -> None:
     """Leaves the step's gradient in `.grad` and its statistics in the buffers."""
     inputs, targets = samples(plan.samples, next(strategy_model(strategy).parameters()).dtype)
-    passes = plan.passes(step, rank, strategy.lanes)
-    strategy.begin(-(-len(plan.micro_batches_of(step)) // strategy.lanes))
+    passes = plan.local_forward_passes(step, rank, strategy.replicas_per_process)
+    strategy.begin_step(-(-len(plan.all_micro_batches(step)) // strategy.replicas_per_process))
     for position, (number, start, stop) in enumerate(passes):
-        with strategy.accumulating(last=position == len(passes) - 1):
+        with strategy.accumulate(last=position == len(passes) - 1):
             loss = cross_entropy(strategy.callable(inputs[start:stop]), targets[start:stop], reduction="sum")
-            (loss * (strategy.loss_factor / plan.samples_in(step))).backward()
-        strategy.micro_batch_done(number)
-    strategy.finish(idle=not passes)
+            (loss * (strategy.loss_factor / plan.num_samples(step))).backward()
+        strategy.after_backward(number)
+    strategy.reduce_gradients(idle=not passes)
 
 
 def strategy_model(strategy: Strategy) -> nn.Module:

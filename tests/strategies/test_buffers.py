@@ -31,21 +31,21 @@ class Statistics(nn.Module):
 
 
 def step(buffers: StepBuffers, model: nn.Module, values: Sequence[float]) -> None:
-    buffers.begin(len(values))
+    buffers.begin_step(len(values))
     for value in values:
         model.see(value)
         buffers.collect()
-    buffers.finish()
+    buffers.apply_mean_change()
 
 
 def test_one_micro_batch_is_exactly_what_torch_does() -> None:
     model, plain = Statistics(), Statistics()
     buffers = StepBuffers(model, 1, kept)
     for value in (4.0, 5.0):
-        buffers.begin(1)
+        buffers.begin_step(1)
         model.see(value)
         buffers.collect()
-        buffers.finish()
+        buffers.apply_mean_change()
         plain.see(value)
     assert torch.equal(model.mean, plain.mean)
     assert int(model.count) == 7
@@ -54,13 +54,13 @@ def test_one_micro_batch_is_exactly_what_torch_does() -> None:
 def test_each_micro_batch_starts_from_the_same_statistics() -> None:
     model = Statistics()
     buffers = StepBuffers(model, 1, kept)
-    buffers.begin(3)
+    buffers.begin_step(3)
     for value in (3.0, 6.0, 9.0):
         assert model.mean.tolist() == [1.0, 2.0]
         assert int(model.count) == 5
         model.see(value)
         buffers.collect()
-    buffers.finish()
+    buffers.apply_mean_change()
     assert torch.allclose(model.mean, 0.9 * torch.tensor([1.0, 2.0]) + 0.1 * 6.0)
     assert int(model.count) == 6, "a step counts once"
 
@@ -71,11 +71,11 @@ def test_the_order_of_micro_batches_does_not_matter_and_nothing_stays_from_the_l
         model = Statistics().double()
         buffers = StepBuffers(model, 1, kept)
         for _ in range(2):
-            buffers.begin(3)
+            buffers.begin_step(3)
             for value in order:
                 model.see(value)
                 buffers.collect()
-            buffers.finish()
+            buffers.apply_mean_change()
         ends.append(model.mean)
     assert torch.allclose(*ends, rtol=1e-14)
     expected = 0.9 * (0.9 * torch.tensor([1.0, 2.0]) + 0.6) + 0.6
@@ -93,16 +93,16 @@ def test_workers_add_their_changes_and_an_idle_one_adds_nothing() -> None:
 
     for model, values in zip(models, ([3.0, 6.0], [9.0], []), strict=True):
         buffers = StepBuffers(model, 3, recorded)
-        buffers.begin(3)
+        buffers.begin_step(3)
         for value in values:
             model.see(value)
             buffers.collect()
-        buffers.finish()
+        buffers.apply_mean_change()
     assert len(sent) == 3, "every worker takes part"
     model = Statistics()
     buffers = StepBuffers(model, 3, lambda value: value.copy_(sum(sent)))  # type: ignore[arg-type]
-    buffers.begin(3)
-    buffers.finish()
+    buffers.begin_step(3)
+    buffers.apply_mean_change()
     assert torch.allclose(model.mean, 0.9 * torch.tensor([1.0, 2.0]) + 0.1 * 6.0)
     assert int(model.count) == 6
 
@@ -112,11 +112,11 @@ def test_constants_keep_their_bits() -> None:
     constant = model.constant[:2].clone()
     buffers = StepBuffers(model, 1, kept)
     for _ in range(5):
-        buffers.begin(3)
+        buffers.begin_step(3)
         for _ in range(3):
             model.see(1.0)
             buffers.collect()
-        buffers.finish()
+        buffers.apply_mean_change()
     assert torch.equal(model.constant[:2], constant)
 
 
@@ -124,11 +124,11 @@ def test_masks_and_rotations_stay_as_they_are() -> None:
     """Masks of attention are infinite or bool, and inf minus inf is no change to make; rotations are complex."""
     model, untouched = Statistics(), Statistics()
     buffers = StepBuffers(model, 1, kept)
-    buffers.begin(2)
+    buffers.begin_step(2)
     for _ in range(2):
         model.see(1.0)
         buffers.collect()
-    buffers.finish()
+    buffers.apply_mean_change()
     for name in ("constant", "mask", "rotations"):
         assert torch.equal(getattr(model, name), getattr(untouched, name)), name
 
@@ -137,11 +137,11 @@ def test_a_counter_goes_on_beyond_what_a_float_can_hold() -> None:
     model = Statistics()
     model.count.fill_(2**53 + 1)
     buffers = StepBuffers(model, 1, kept)
-    buffers.begin(2)
+    buffers.begin_step(2)
     for _ in range(2):
         model.see(1.0)
         buffers.collect()
-    buffers.finish()
+    buffers.apply_mean_change()
     assert int(model.count) == 2**53 + 2
 
 
@@ -150,9 +150,9 @@ def test_a_model_without_buffers_sends_nothing() -> None:
         raise AssertionError("nothing to send")
 
     buffers = StepBuffers(nn.Linear(2, 2), 4, refuse)
-    buffers.begin(8)
+    buffers.begin_step(8)
     buffers.collect()
-    buffers.finish()
+    buffers.apply_mean_change()
 
 
 class Rebinding(nn.Module):
@@ -184,11 +184,11 @@ def test_a_replaced_buffer_goes_back_with_a_skipped_step_and_an_abandoned_one() 
     model = Rebinding()
     buffers = StepBuffers(model, 1, kept)
     step(buffers, model, [torch.nan])
-    buffers.undo(torch.tensor(1.0))
+    buffers.rollback(torch.tensor(1.0))
     assert model.mean.tolist() == [1.0, 2.0]
-    buffers.begin(2)
+    buffers.begin_step(2)
     model.see(5.0)
-    buffers.abandon()
+    buffers.abort_step()
     assert model.mean.tolist() == [1.0, 2.0]
 
 
@@ -197,10 +197,10 @@ def test_a_table_that_grows_is_left_to_its_model() -> None:
     model = Rebinding()
     buffers = StepBuffers(model, 2, kept)
     for length in (3, 7, 7):
-        buffers.begin(2)
+        buffers.begin_step(2)
         model.see(1.0, length)
         buffers.collect()
-        buffers.finish()
+        buffers.apply_mean_change()
         assert model.table.tolist() == list(range(length))
 
 
@@ -209,17 +209,17 @@ def test_a_table_that_forward_removes_is_left_to_its_model(workers: int) -> None
     model = nn.Module()
     model.register_buffer("table", torch.zeros(2), persistent=False)
     buffers = StepBuffers(model, workers, kept)
-    buffers.begin(1)
+    buffers.begin_step(1)
     del model.table
     buffers.collect()
-    buffers.finish()
+    buffers.apply_mean_change()
     assert not hasattr(model, "table")
 
 
 def test_a_buffer_of_the_checkpoint_must_keep_its_shape() -> None:
     model = Rebinding()
     buffers = StepBuffers(nn.ModuleDict({"inner": model}), 2, kept)
-    buffers.begin(2)
+    buffers.begin_step(2)
     model.mean = torch.zeros(3)
     with pytest.raises(TrainingError, match=r"inner\.mean from \(2,\) to \(3,\)"):
         buffers.collect()
@@ -232,12 +232,12 @@ def test_a_flag_that_any_micro_batch_changes_changes(before: bool, after: bool, 
         flags = nn.Module()
         flags.register_buffer("flag", torch.tensor([before, before]))
         buffers = StepBuffers(flags, workers, kept)
-        buffers.begin(2)
+        buffers.begin_step(2)
         for changed in changes:
             if changed:
                 flags.flag[1] = after
             buffers.collect()
-        buffers.finish()
+        buffers.apply_mean_change()
         assert flags.flag.tolist() == [before, after]
 
 
@@ -251,14 +251,14 @@ def test_whole_numbers_move_without_rounding(kind: torch.dtype) -> None:
         model = nn.Module()
         model.register_buffer("count", start.clone())
         buffers = StepBuffers(model, 2, lambda value: sent.append(value.clone()) or value)  # type: ignore[func-returns-value]
-        buffers.begin(2)
+        buffers.begin_step(2)
         model.count.copy_(start.long() + torch.tensor(changes))
         buffers.collect()
-        buffers.finish()
+        buffers.apply_mean_change()
     model.count.copy_(start)
     buffers = StepBuffers(model, 2, lambda value: value.copy_(sum(sent)))  # type: ignore[arg-type]
-    buffers.begin(2)
-    buffers.finish()
+    buffers.begin_step(2)
+    buffers.apply_mean_change()
     assert model.count.tolist() == [2 * far, far, 2, 2]
 
 
@@ -269,9 +269,9 @@ def test_a_step_takes_few_kernels_however_many_buffers_there_are(workers: int, m
     assert len(list(model.buffers())) == 108
     buffers = StepBuffers(model, workers, kept)
     with Operations() as seen:
-        buffers.begin(micro_batches)
+        buffers.begin_step(micro_batches)
         for _ in range(micro_batches):
             buffers.collect()
-        buffers.finish()
-        buffers.undo(torch.zeros(()))
+        buffers.apply_mean_change()
+        buffers.rollback(torch.zeros(()))
     assert seen.kernels <= most

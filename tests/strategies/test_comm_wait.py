@@ -11,7 +11,7 @@ from multigpu_cli.strategies.comm_wait import CommWait
 from multigpu_cli.strategies.distributed import Distributed
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.single import Single
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 
 def network() -> nn.Module:
@@ -29,17 +29,17 @@ def test_whoever_is_early_waits_for_whoever_is_late() -> None:
             ("exact", ExactReduction(network(), world)),
         ):
             for _ in range(3):
-                strategy.begin(2)
+                strategy.begin_step(2)
                 time.sleep(0.2 * world.rank)
-                with strategy.accumulating(last=True):
+                with strategy.accumulate(last=True):
                     strategy.callable(torch.ones(4, 8)).sum().backward()
-                strategy.micro_batch_done(world.rank)
-                strategy.finish(idle=False)
-            found[name] = strategy.waited()
-            assert strategy.waited() is None, "nothing has happened since"
+                strategy.after_backward(world.rank)
+                strategy.reduce_gradients(idle=False)
+            found[name] = strategy.read_comm_wait()
+            assert strategy.read_comm_wait() is None, "nothing has happened since"
         return found
 
-    early, late = each_rank(2, work)
+    early, late = run_on_each_rank(2, work)
     for name in ("ddp", "exact"):
         assert early[name] - late[name] == pytest.approx(0.2, abs=0.1)
 
@@ -85,4 +85,4 @@ def test_on_cuda_events_mark_the_wait_and_only_reading_waits_for_the_last(monkey
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:
-    assert Single(network()).waited() is None
+    assert Single(network()).read_comm_wait() is None

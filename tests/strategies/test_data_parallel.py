@@ -11,7 +11,7 @@ TWO = (torch.device("cuda", 0), torch.device("cuda", 1))
 
 def test_a_pass_takes_one_micro_batch_for_each_device() -> None:
     strategy = DataParallel(network(), TWO)
-    assert (strategy.name, strategy.lanes, strategy.loss_factor) == ("dp", 2, 1.0)
+    assert (strategy.name, strategy.replicas_per_process, strategy.loss_factor) == ("dp", 2, 1.0)
     assert isinstance(strategy.callable, nn.DataParallel)
 
 

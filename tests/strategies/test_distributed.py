@@ -11,7 +11,7 @@ from torch import nn
 
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
 from multigpu_cli.faults.replica_check import check_replicas
-from multigpu_cli.models.build import in_channels_last
+from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.models.convnet import build
 from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
@@ -23,7 +23,7 @@ from multigpu_cli.strategies.distributed import Distributed
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.single import Single
 from tests.strategies.one_step import network, reduce_step, state
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 SHARES = {
     "even": BatchPlan(samples=24, micro_batch=4, global_batch=24, workers=3),
@@ -65,7 +65,7 @@ def alone(plan: BatchPlan, *, norm: bool) -> list[dict[str, list[float]]]:
 def test_workers_together_do_what_one_does(share: str, norm: bool) -> None:
     plan = SHARES[share]
     expected = alone(plan, norm=norm)
-    for rank, found in enumerate(each_rank(3, steps(plan, norm=norm))):
+    for rank, found in enumerate(run_on_each_rank(3, steps(plan, norm=norm))):
         for one, other in zip(found, expected, strict=True):
             for name, value in other.items():
                 assert one[name] == pytest.approx(value, rel=1e-12, abs=1e-14), f"rank {rank}: {name}"
@@ -81,12 +81,12 @@ def test_forward_leaves_buffers_to_the_end_of_the_step() -> None:
         buffer.fill_(world.rank)
         seen: list[float] = []
         model.register_forward_pre_hook(lambda *_: seen.append(float(buffer[0])))
-        strategy.begin(2)
-        with strategy.accumulating(last=True):
+        strategy.begin_step(2)
+        with strategy.accumulate(last=True):
             strategy.callable(torch.ones(3, 5, dtype=torch.float64))
         return seen[0]
 
-    assert each_rank(2, work) == [0.0, 1.0]
+    assert run_on_each_rank(2, work) == [0.0, 1.0]
 
 
 def test_buffers_that_forward_replaces_stay_alike() -> None:
@@ -115,7 +115,7 @@ def test_buffers_that_forward_replaces_stay_alike() -> None:
     for share in ("uneven", "idle"):
         expected = work(World(torch.device("cpu")), share)
         assert expected["fresh"] == [0.0]
-        for found in each_rank(3, partial(work, share=share)):
+        for found in run_on_each_rank(3, partial(work, share=share)):
             for name, value in expected.items():
                 assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-14), (share, name)
 
@@ -124,7 +124,7 @@ def test_the_mean_over_workers_is_undone_in_the_loss() -> None:
     def work(world: World) -> float:
         return Distributed(network(), world, CommunicationConfig()).loss_factor
 
-    assert each_rank(2, work) == [2.0, 2.0]
+    assert run_on_each_rank(2, work) == [2.0, 2.0]
 
 
 def test_gradients_travel_only_with_the_last_micro_batch() -> None:
@@ -142,17 +142,17 @@ def test_gradients_travel_only_with_the_last_micro_batch() -> None:
             return done
 
         strategy._ddp.register_comm_hook(None, hook)
-        original = strategy.micro_batch_done
+        original = strategy.after_backward
 
         def counted(number: int) -> None:
             seen.append(f"micro-batch {number}")
             original(number)
 
-        strategy.micro_batch_done = counted  # type: ignore[method-assign]
+        strategy.after_backward = counted  # type: ignore[method-assign]
         reduce_step(strategy, plan, world.rank)
         return seen
 
-    first, second = each_rank(2, work)
+    first, second = run_on_each_rank(2, work)
     assert first == [*(f"micro-batch {number}" for number in range(5)), "sent", "micro-batch 5"]
     assert second == [*(f"micro-batch {number}" for number in range(6, 11)), "sent", "micro-batch 11"]
 
@@ -168,14 +168,14 @@ def test_an_idle_worker_on_cuda_has_something_to_move_to_its_device() -> None:
         return state(model)["0.weight.grad"]
 
     expected = alone(SHARES["idle"], norm=False)[0]["0.weight.grad"]
-    for found in each_rank(3, work):
+    for found in run_on_each_rank(3, work):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_gradients_can_travel_as_fp16() -> None:
     plan = SHARES["uneven"]
     expected = alone(plan, norm=False)[0]
-    compressed = each_rank(3, steps(plan, norm=False, count=1, grad_compression="fp16"))
+    compressed = run_on_each_rank(3, steps(plan, norm=False, count=1, grad_compression="fp16"))
     values = [value for [found] in compressed for value in found["0.weight.grad"]]
     assert values[: len(values) // 3] == values[len(values) // 3 : 2 * len(values) // 3]
     assert compressed[0][0]["0.weight.grad"] == pytest.approx(expected["0.weight.grad"], rel=1e-2, abs=1e-3)
@@ -206,7 +206,7 @@ def test_a_parameter_that_a_step_skips(find: bool) -> None:
             return "find_unused_parameters" if "find_unused_parameters" in str(error) else str(error)
         return "trained"
 
-    assert each_rank(2, work) == (["trained"] * 2 if find else ["find_unused_parameters"] * 2)
+    assert run_on_each_rank(2, work) == (["trained"] * 2 if find else ["find_unused_parameters"] * 2)
 
 
 class Branching(torch.nn.Module):
@@ -238,16 +238,16 @@ def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]
     set_rate(moved, 0.05)
     inputs = torch.randn(30, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for step in BRANCHES:
-        strategy.begin(len(step))
+        strategy.begin_step(len(step))
         mine = range(len(step) * world.rank // world.size, len(step) * (world.rank + 1) // world.size)
         for number in mine:
             model.both = bool(step[number])
-            with strategy.accumulating(last=number == mine[-1]):
+            with strategy.accumulate(last=number == mine[-1]):
                 loss = strategy.callable(inputs[number * 10 : number * 10 + 10]).square().sum()
                 (loss * strategy.loss_factor / 10 / len(step)).backward()
-            strategy.micro_batch_done(number)
-        strategy.finish(idle=not mine)
-        Precision("off", world.device).commit(moved, list(model.parameters()), 1.0)
+            strategy.after_backward(number)
+        strategy.reduce_gradients(idle=not mine)
+        Precision("off", world.device).step_optimizer(moved, list(model.parameters()), 1.0)
     return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
 
 
@@ -257,7 +257,7 @@ def test_a_branch_that_no_worker_used_is_left_alone_as_on_one_worker(workers: in
     """Neither weight decay nor momentum moves it, whether or not some workers are idle."""
     optimizers = ("sgd", "adamw")
     expected = [branching(World(torch.device("cpu")), optimizer, kind) for optimizer in optimizers]
-    for found in each_rank(workers, lambda world: [branching(world, each, kind) for each in optimizers]):
+    for found in run_on_each_rank(workers, lambda world: [branching(world, each, kind) for each in optimizers]):
         for one, other, optimizer in zip(found, expected, optimizers, strict=True):
             for name, value in other.items():
                 assert one[name] == pytest.approx(value, rel=1e-11), f"{optimizer}: {name}"
@@ -268,7 +268,7 @@ def test_buckets_can_be_sized() -> None:
         strategy = Distributed(network(), world, CommunicationConfig(bucket_cap_mb=3))
         return int(strategy._ddp.bucket_bytes_cap)
 
-    assert each_rank(2, work) == [3 * 1024 * 1024] * 2
+    assert run_on_each_rank(2, work) == [3 * 1024 * 1024] * 2
 
 
 def test_kernels_with_channels_last_travel_as_they_lie() -> None:
@@ -277,21 +277,21 @@ def test_kernels_with_channels_last_travel_as_they_lie() -> None:
     def work(world: World) -> bool:
         torch.manual_seed(0)
         model = build((1, 8, 8), 3, width=4)
-        assert in_channels_last(model)
+        assert use_channels_last(model)
         strategy = Distributed(model, world, CommunicationConfig())
         for step in range(3):
-            strategy.begin(2)
+            strategy.begin_step(2)
             idle = world.rank == step == 1
             if not idle:
                 strategy.callable(torch.ones(4, 1, 8, 8)).sum().backward()
-                strategy.micro_batch_done(world.rank)
-            strategy.finish(idle=idle)
+                strategy.after_backward(world.rank)
+            strategy.reduce_gradients(idle=idle)
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.grad = None
         return True
 
-    assert each_rank(2, work) == [True, True]
+    assert run_on_each_rank(2, work) == [True, True]
 
 
 def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_early() -> None:
@@ -307,9 +307,9 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
         model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
         model.size = lambda: 8
         strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
-        with strategy.accumulating(last=True):
+        with strategy.accumulate(last=True):
             strategy.callable(torch.ones(8, 512)).sum().backward()
         return pieces
 
-    [pieces] = each_rank(1, work)
+    [pieces] = run_on_each_rank(1, work)
     assert len(pieces) > 1

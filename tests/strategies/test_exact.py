@@ -15,7 +15,7 @@ from multigpu_cli.strategies.distributed import Distributed
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.reduction_tree import ReductionTree
 from tests.strategies.one_step import network, reduce_step
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 ALONE = World(torch.device("cpu"))
 LEAVES = range(1, 18)
@@ -42,12 +42,12 @@ def leaf(count: int, number: int, size: int = 5) -> Tensor:
 def gradient(strategy: Strategy, model: Vector, count: int, world: World) -> bytes:
     """The reduced gradient of a step of `count` leaves."""
     mine = range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
-    strategy.begin(count)
+    strategy.begin_step(count)
     for position, number in enumerate(mine):
-        with strategy.accumulating(last=position == len(mine) - 1):
+        with strategy.accumulate(last=position == len(mine) - 1):
             (strategy.callable(leaf(count, number)) * strategy.loss_factor).backward()
-        strategy.micro_batch_done(number)
-    strategy.finish(idle=not mine)
+        strategy.after_backward(number)
+    strategy.reduce_gradients(idle=not mine)
     assert model.weight.grad is not None
     found = model.weight.grad.view(torch.uint8).numpy().tobytes()
     model.weight.grad = None
@@ -72,7 +72,7 @@ def test_the_gradient_has_the_bits_of_the_definition_on_every_rank(workers: int)
     """Any number of leaves: more and fewer than workers, a power of two or not."""
     expected = [by_definition(count) for count in LEAVES]
     assert every_count(ALONE) == expected
-    for rank, found in enumerate(each_rank(workers, every_count)):
+    for rank, found in enumerate(run_on_each_rank(workers, every_count)):
         assert found == expected, f"rank {rank}"
 
 
@@ -85,7 +85,7 @@ def test_ddp_has_other_bits() -> None:
         return [gradient(strategy, model, count, world) for count in range(8, 18)]
 
     expected = [by_definition(count) for count in range(8, 18)]
-    found = each_rank(3, ordinary)[0]
+    found = run_on_each_rank(3, ordinary)[0]
     assert sum(one != other for one, other in zip(found, expected, strict=True)) > 5
 
 
@@ -123,7 +123,7 @@ def steps(plan: BatchPlan, kind: Callable[[nn.Module, World], Strategy]) -> Call
 )
 def test_buffers_have_the_bits_of_one_worker_too(workers: int, plan: BatchPlan) -> None:
     expected = steps(plan, ExactReduction)(ALONE)
-    assert each_rank(workers, steps(plan, ExactReduction)) == [expected] * workers
+    assert run_on_each_rank(workers, steps(plan, ExactReduction)) == [expected] * workers
 
 
 def test_it_is_the_gradient_of_the_global_batch() -> None:
@@ -152,17 +152,17 @@ def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:
         return model.unused.grad.tolist()  # type: ignore[no-any-return]
 
     assert work(ALONE) == [0.0, 0.0]
-    assert each_rank(3, work) == [[0.0, 0.0]] * 3
+    assert run_on_each_rank(3, work) == [[0.0, 0.0]] * 3
 
 
 def test_nothing_of_an_abandoned_step_is_left() -> None:
     """As after an out-of-memory in its second micro-batch."""
     model = Vector(5)
     strategy = ExactReduction(model, ALONE)
-    strategy.begin(3)
+    strategy.begin_step(3)
     strategy.callable(leaf(3, 0)).backward()
-    strategy.micro_batch_done(0)
-    strategy.abandon()
+    strategy.after_backward(0)
+    strategy.abort_step()
     assert gradient(strategy, model, 7, ALONE) == by_definition(7)
 
 
@@ -170,15 +170,15 @@ def test_a_nan_reaches_every_rank() -> None:
     def work(world: World) -> list[bool]:
         model = Vector(3)
         strategy = ExactReduction(model, world)
-        strategy.begin(world.size)
+        strategy.begin_step(world.size)
         value = torch.full((3,), torch.nan if world.rank == 1 else 1.0)
         strategy.callable(value).backward()
-        strategy.micro_batch_done(world.rank)
-        strategy.finish(idle=False)
+        strategy.after_backward(world.rank)
+        strategy.reduce_gradients(idle=False)
         assert model.weight.grad is not None
         return model.weight.grad.isnan().tolist()  # type: ignore[no-any-return]
 
-    assert each_rank(4, work) == [[True] * 3] * 4
+    assert run_on_each_rank(4, work) == [[True] * 3] * 4
 
 
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -222,7 +222,7 @@ def each_kind(world: World) -> dict[str, bytes]:
 def test_every_type_of_weight_and_buffer_has_the_bits_of_one_worker(workers: int) -> None:
     expected = each_kind(ALONE)
     assert len(expected) == len(FLOATING) * len(KINDS)
-    for found in each_rank(workers, each_kind):
+    for found in run_on_each_rank(workers, each_kind):
         assert [pair for pair in expected if found[pair] != expected[pair]] == []
 
 
@@ -248,4 +248,4 @@ def test_a_model_in_two_formats() -> None:
         return found
 
     expected = work(ALONE)
-    assert each_rank(4, work) == [expected] * 4
+    assert run_on_each_rank(4, work) == [expected] * 4

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.powersgd import PowerSGD
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 
 def gradients(steps: int, plain_steps: int, *, nan_at: int | None = None) -> list[list[float]]:
@@ -24,7 +24,7 @@ def gradients(steps: int, plain_steps: int, *, nan_at: int | None = None) -> lis
         for step in range(steps):
             bad = step == nan_at
             ddp(inputs[world.rank] * (torch.nan if bad else 1.0)).sum().backward()
-            hook.undo(torch.tensor(float(bad)))
+            hook.rollback(torch.tensor(float(bad)))
             gradient = model.weight.grad
             assert gradient is not None
             sums += torch.zeros_like(gradient) if bad else gradient
@@ -32,7 +32,7 @@ def gradients(steps: int, plain_steps: int, *, nan_at: int | None = None) -> lis
             model.zero_grad(set_to_none=True)
         return found
 
-    return each_rank(2, work)
+    return run_on_each_rank(2, work)
 
 
 def test_the_first_steps_are_plain_and_the_mean_is_kept_afterwards() -> None:
@@ -60,5 +60,5 @@ def test_several_buckets_do_not_wait_for_each_other() -> None:
             model.zero_grad(set_to_none=False)
         return float(next(model.parameters()).detach().sum())
 
-    first, second = each_rank(2, work)
+    first, second = run_on_each_rank(2, work)
     assert first == second

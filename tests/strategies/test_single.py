@@ -35,4 +35,4 @@ def test_one_micro_batch_moves_batchnorm_as_torch_does() -> None:
 
 def test_it_is_one_lane_without_any_averaging() -> None:
     strategy = Single(network())
-    assert (strategy.name, strategy.lanes, strategy.loss_factor) == ("single", 1, 1.0)
+    assert (strategy.name, strategy.replicas_per_process, strategy.loss_factor) == ("single", 1, 1.0)

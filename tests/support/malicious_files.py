@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.checkpoint.manifest import MANIFEST, damage_in, read_manifest, signed
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest, sign_manifest
 
 
 class Evil:
@@ -29,8 +29,8 @@ def poisoned(checkpoint: Path, target: Path) -> Path:
     content = (checkpoint / "state.pt").read_bytes()
     listed = {"state.pt": {"size": len(content), "sha256": sha256(content).hexdigest()}}
     manifest = {name: value for name, value in read_manifest(checkpoint).items() if name != "sha256"}
-    (checkpoint / MANIFEST).write_bytes(signed(manifest | {"files": listed}))
-    assert damage_in(checkpoint) is None, json.dumps(read_manifest(checkpoint))
+    (checkpoint / MANIFEST).write_bytes(sign_manifest(manifest | {"files": listed}))
+    assert find_damage(checkpoint) is None, json.dumps(read_manifest(checkpoint))
     return checkpoint
 
 

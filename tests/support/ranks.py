@@ -21,13 +21,13 @@ TIMEOUT = timedelta(seconds=_SECONDS / 2)
 Join = Callable[[dist.Store, int, int], World]
 
 
-def with_gloo(meeting: dist.Store, rank: int, size: int) -> World:
+def with_gloo(launch_env: dist.Store, rank: int, size: int) -> World:
     """Join the others as a process on the CPU."""
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=launch_env, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(torch.device("cpu"), rank, size, rank, size)
 
 
-def each_rank(size: int, work: Callable[[World], Any], join: Join = with_gloo) -> list[Any]:
+def run_on_each_rank(size: int, work: Callable[[World], Any], join: Join = with_gloo) -> list[Any]:
     """Do `work` on all ranks at once; what it returned (plain values, no tensors), in rank order.
 
     Args:

@@ -46,7 +46,7 @@ class Ended(NamedTuple):
     killed: list[int]
 
 
-def trained(
+def run_training(
     workers: int = 1,
     *,
     sets: Sequence[str] = (),
@@ -168,7 +168,7 @@ def _rank(
     if apart:
         os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
         os.chdir(f"node{rank}")
-    spec.cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
+    spec.count_cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
         prepare()

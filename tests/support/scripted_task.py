@@ -15,7 +15,7 @@ class Planned(Classification):
         super().__init__(source, config)
         self.scores = iter(json.loads(Path("scores.json").read_text()))
 
-    def evaluates(self, epoch: int) -> bool:
+    def should_evaluate(self, epoch: int) -> bool:
         return not Path("even").exists() or epoch % 2 == 0
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
 from multigpu_cli.models.actor_critic import build, build_lstm
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 from tests.support.user_code import Deed
 
 
@@ -54,7 +54,7 @@ class Corridor(EnvironmentGroup):
     def _begin(self, which: Tensor) -> None:
         place, noise = self._place.clone(), self._noise.clone()
         for at in which.nonzero().flatten().tolist():
-            generator = torch.Generator().manual_seed(key(self._seed, self._numbers[at], int(self._episode[at])))
+            generator = torch.Generator().manual_seed(make_key(self._seed, self._numbers[at], int(self._episode[at])))
             place[at], noise[at] = torch.randint(8, (), generator=generator), torch.rand((), generator=generator)
         self._place, self._noise = place, noise
         self._steps = torch.where(which, 0, self._steps)

@@ -106,8 +106,8 @@ class Double(nn.Module):
         super().__init__()
         offered = {"input_shape": input_shape, "num_classes": num_classes}
         small = {"width": 8} if network != "own" else {"norm": normed}
-        factory = net if network == "own" else plugins.find(network, MODELS, flag="--model")
-        self.inner = plugins.call(factory, offered, small, where="model").double()
+        factory = net if network == "own" else plugins.find_factory(network, MODELS, flag="--model")
+        self.inner = plugins.call_factory(factory, offered, small, where="model").double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.inner(inputs.double())

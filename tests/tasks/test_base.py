@@ -16,7 +16,7 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import BatchMetrics, Task
 from multigpu_cli.tasks.classification import Classification
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 CPU = torch.device("cpu")
 ALONE = World(CPU)
@@ -56,7 +56,7 @@ def test_every_sample_counts_once(count: int, batch_size: int) -> None:
 @pytest.mark.parametrize(("count", "batch_size"), [(97, 8), (17, 8), (5, 8)], ids=["many", "few", "idle workers"])
 def test_any_number_of_workers_finds_the_same_bits(workers: int, count: int, batch_size: int) -> None:
     alone = evaluated(count, batch_size)(ALONE)
-    assert each_rank(workers, evaluated(count, batch_size)) == [alone] * workers
+    assert run_on_each_rank(workers, evaluated(count, batch_size)) == [alone] * workers
 
 
 def test_the_batch_size_changes_nothing_but_rounding() -> None:
@@ -119,7 +119,7 @@ def test_workers_add_up_without_a_batch_of_their_own() -> None:
         found, _, _ = counting(world, count=6)
         return found.metrics
 
-    assert each_rank(4, work) == [{"loss": 2.5}] * 4
+    assert run_on_each_rank(4, work) == [{"loss": 2.5}] * 4
 
 
 class Scarce(Counting):
@@ -144,7 +144,7 @@ def test_out_of_memory_on_one_rank_is_known_to_all() -> None:
                 found.append(error.problem)
         return [*found, model.training]
 
-    assert each_rank(2, work) == [["rank 1 ran out of memory: out of memory (played)", 3.5, True]] * 2
+    assert run_on_each_rank(2, work) == [["rank 1 ran out of memory: out of memory (played)", 3.5, True]] * 2
 
 
 class Noisy(Counting):
@@ -166,7 +166,7 @@ def test_what_a_model_draws_in_an_evaluation_does_not_depend_on_the_workers() ->
 
     [alone, again] = work(ALONE)
     assert alone == again
-    assert each_rank(3, work) == [[alone, alone]] * 3
+    assert run_on_each_rank(3, work) == [[alone, alone]] * 3
 
 
 def test_a_loss_that_is_not_finite_is_told_not_hidden() -> None:

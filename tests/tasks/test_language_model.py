@@ -13,7 +13,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.language_model import LanguageModel
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import sentences
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def evaluated(world: World) -> Any:
 
 def test_an_evaluation_is_the_mean_over_tokens_on_any_number_of_workers() -> None:
     alone = evaluated(World(CPU))
-    assert [evaluated_there == alone for evaluated_there in each_rank(3, evaluated)] == [True] * 3
+    assert [evaluated_there == alone for evaluated_there in run_on_each_rank(3, evaluated)] == [True] * 3
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
     inputs, targets = VAL.tensors

@@ -13,8 +13,8 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.language_model import LanguageModel
 from multigpu_cli.tasks.loss_units import LossNormalizer
 from tests.support.op_counter import Operations
-from tests.support.ranks import each_rank
-from tests.support.run_training import trained
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
 from tests.support.user_code import sentences
 
 TEXT = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
@@ -28,7 +28,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(folder: str) -> list[dict[str, Any]]:
-    return [event for event in journal.read(f"{folder}/journal.jsonl") if event["event"] == "train"]
+    return [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "train"]
 
 
 def test_a_step_is_the_mean_over_its_tokens_whoever_has_how_many() -> None:
@@ -44,10 +44,10 @@ def test_a_step_is_the_mean_over_its_tokens_whoever_has_how_many() -> None:
         own = slice(0, 13) if world.rank == 0 else slice(13 * world.size - 13, 60)
         logits = model(inputs[own]).flatten(0, 1)
         loss = cross_entropy(logits, targets[own].flatten(), reduction="sum", ignore_index=-100)
-        (loss / units.expected(60)).backward()
+        (loss / units.divisor(60)).backward()
         for parameter in model.parameters():
             torch.distributed.all_reduce(parameter.grad)
-        units.settle([(targets[own] != -100).sum()], 60, model.parameters())
+        units.rescale_gradients([(targets[own] != -100).sum()], 60, model.parameters())
         assert int(units.last) == int((targets != -100).sum())
         return torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
 
@@ -55,12 +55,12 @@ def test_a_step_is_the_mean_over_its_tokens_whoever_has_how_many() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double()
     cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).tolist()
-    for found in each_rank(2, gradient):
+    for found in run_on_each_rank(2, gradient):
         assert found == pytest.approx(whole, rel=1e-12, abs=1e-15)
 
 
 def test_the_curve_over_tokens_does_not_depend_on_the_workers() -> None:
-    one, many = trained(**RUN, save_dir="one"), trained(3, **RUN, save_dir="many")
+    one, many = run_training(**RUN, save_dir="one"), run_training(3, **RUN, save_dir="many")
     assert not one.error + many.error
     for alone, shared in zip(lines("one"), lines("many"), strict=True):
         assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-4)
@@ -69,7 +69,7 @@ def test_the_curve_over_tokens_does_not_depend_on_the_workers() -> None:
 
 
 def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
-    ended = [trained(workers, **RUN, save_dir=f"run{workers}", exact=True) for workers in (1, 2, 3)]
+    ended = [run_training(workers, **RUN, save_dir=f"run{workers}", exact=True) for workers in (1, 2, 3)]
     assert not any(end.error for end in ended)
     assert len({end.summary["fingerprint"] for end in ended}) == 1
     assert len({str([line["loss"] for line in lines(f"run{workers}")]) for workers in (1, 2, 3)}) == 1
@@ -77,11 +77,11 @@ def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
 
 def test_a_resumed_run_ends_with_the_same_bits() -> None:
     flags = RUN | {"schedule": "constant", "warmup_epochs": 0}  # or a longer run has other rates
-    whole = trained(**flags, save_dir="whole").summary
-    trained(**flags, save_dir="half", max_steps=2)
-    again = trained(2, **flags | {"max_steps": 6}, save_dir="half").summary
-    trained(**flags, save_dir="lone", max_steps=2)
-    lone = trained(**flags | {"max_steps": 6}, save_dir="lone").summary
+    whole = run_training(**flags, save_dir="whole").summary
+    run_training(**flags, save_dir="half", max_steps=2)
+    again = run_training(2, **flags | {"max_steps": 6}, save_dir="half").summary
+    run_training(**flags, save_dir="lone", max_steps=2)
+    lone = run_training(**flags | {"max_steps": 6}, save_dir="lone").summary
     assert again["resumed_from"]
     assert lone["resumed_from"]
     assert lone["fingerprint"] == whole["fingerprint"]
@@ -89,7 +89,7 @@ def test_a_resumed_run_ends_with_the_same_bits() -> None:
 
 
 def test_tokens_a_second_are_journalled() -> None:
-    trained(**RUN, save_dir="run")
+    run_training(**RUN, save_dir="run")
     _, targets = sentences("train", 42).tensors
     for line in lines("run")[:1]:
         assert line["tokens_per_second"] > 0
@@ -110,10 +110,10 @@ def test_gradients_of_one_number_format_are_set_right_by_one_kernel() -> None:
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     with Operations() as seen:
-        units.settle([torch.tensor(7)], 20, weights)
+        units.rescale_gradients([torch.tensor(7)], 20, weights)
     taken = [[tensor.dtype for tensor in inputs] for name, inputs in seen.inputs if name == "_foreach_mul_.Tensor"]
     assert sorted(taken, key=len) == [[torch.float64] * 2, [torch.float32] * 3]
-    ratio = units.expected(20) / 7
+    ratio = units.divisor(20) / 7
     assert torch.cat([weight.grad for weight in weights]).tolist() == pytest.approx([ratio] * 9, rel=1e-6)
 
 
@@ -124,13 +124,13 @@ def test_the_factor_of_16_bit_gradients_is_not_rounded_to_16_bits(number: torch.
         nn.Parameter(torch.ones(1, dtype=number)),
     )
     weight.grad = torch.full_like(weight, 3.0)
-    units.settle([torch.tensor(7)], 20, [weight])
-    assert torch.equal(weight.grad, torch.tensor([3 * units.expected(20) / 7], dtype=number))
+    units.rescale_gradients([torch.tensor(7)], 20, [weight])
+    assert torch.equal(weight.grad, torch.tensor([3 * units.divisor(20) / 7], dtype=number))
 
 
 def test_a_step_without_any_token_moves_nothing_but_decay() -> None:
     units = LossNormalizer(language_model(), World(torch.device("cpu")))
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.zeros(3)
-    units.settle([], 20, [weight])
+    units.rescale_gradients([], 20, [weight])
     assert weight.grad.tolist() == [0.0] * 3

@@ -13,7 +13,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.regression import Regression
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_an_evaluation_agrees_with_scikit_learn_on_any_number_of_workers() -> No
         return components.evaluate(nn.Identity(), loader, world, Precision("off", CPU), 4).metrics
 
     alone = evaluated(World(CPU))
-    assert each_rank(3, evaluated) == [alone] * 3
+    assert run_on_each_rank(3, evaluated) == [alone] * 3
     truth, said = numpy.asarray(targets, dtype=float), numpy.asarray(inputs, dtype=float)
     squared = mean_squared_error(truth, said)
     expected = {"loss": squared, "mae": mean_absolute_error(truth, said), "rmse": squared**0.5}

@@ -14,15 +14,15 @@ from multigpu_cli.commands.bench.overlap import Overlap, measure_overlap, median
 from multigpu_cli.commands.bench.plot import draw_benchmark
 from multigpu_cli.commands.plan.measure import measure_worker
 from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, measure_interconnect
-from multigpu_cli.config.resume_rules import forgotten, with_settings
+from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
-from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.launch import run_cli
-from multigpu_cli.monitor.history import history_of
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.history import load_history
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
-from multigpu_cli.runtime.devices import cores, usable_gpus
+from multigpu_cli.runtime.devices import count_cores, usable_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
 _STEPS, _SECONDS = 64, 4.0  # of a run at least, where nobody says how long it should be
@@ -83,7 +83,7 @@ class Benchmark:
 def parse_worker_counts(text: str | None, config: Config) -> list[int]:
     """Numbers of workers: those asked for, or powers of two up to the GPUs, or the cores, that may be used here."""
     gpus = len(usable_gpus(config.device))
-    most = gpus or min(cores(), 8)
+    most = gpus or min(count_cores(), 8)
     if text is None:
         return [2**power for power in range(most.bit_length()) if 2**power <= most]
     try:
@@ -91,7 +91,7 @@ def parse_worker_counts(text: str | None, config: Config) -> list[int]:
     except ValueError as error:
         raise RequestError(f"--workers {text}", remedy="numbers, as 1,2,4") from error
     if numbers[0] < 1 or (gpus and numbers[-1] > gpus):
-        raise RequestError(f"--workers {text}: only {counted(gpus or cores(), 'device')} to use")
+        raise RequestError(f"--workers {text}: only {pluralize(gpus or count_cores(), 'device')} to use")
     return sorted({1, *numbers})
 
 
@@ -198,7 +198,7 @@ def run_trainer(
     config: Config, strategy: str, workers: int, steps: int, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, float]:
     """The real trainer for some steps; medians of its journal's windows, the first left out."""
-    config = forgotten(config, "nproc_per_node")
+    config = without_setting(config, "nproc_per_node")
     device: dict[str, Any] = {"multi_gpu": "none" if strategy == "single" else strategy}
     if strategy == "ddp":
         device["nproc_per_node"] = workers
@@ -207,12 +207,12 @@ def run_trainer(
     interval = _window_steps(steps)
     length = {"epochs": _ENDLESS, "max_steps": interval * _LINES, "log_interval": interval}
     quiet = {"save_dir": str(folder), "resume": "never", "checkpoint_every": str(_ENDLESS), "warmup_epochs": 0.0}
-    changed = with_settings(config, device | length | quiet)
+    changed = replace_settings(config, device | length | quiet)
     changed = replace(changed, explicit=config.explicit | device.keys() | length.keys() | quiet.keys())
     request = folder.with_suffix(".yaml")
     request.write_text(yaml.safe_dump(explicit_dump(changed)))
     run_cli(["--config", str(request), "--quiet"], environ)
-    lines = [line for _, line in sorted(history_of(folder).train.items())][1:]
+    lines = [line for _, line in sorted(load_history(folder).train.items())][1:]
     medians = {name: statistics.median(line.get(field) or 0.0 for line in lines) for name, field in _FIELDS.items()}
     means = [_mean_of_known(line.get("gpu_utilisation") or line["cpu_utilisation"]) for line in lines]
     busy = [mean for mean in means if not isnan(mean)]
@@ -254,7 +254,7 @@ def write_files(benchmark: Benchmark, folder: Path) -> list[Path]:
         RequestError: they can't be written.
     """
     try:
-        (folder / "bench.json").write_text(valid_json(benchmark.as_dict(), indent=1) + "\n")
+        (folder / "bench.json").write_text(dump_json(benchmark.as_dict(), indent=1) + "\n")
         (folder / "bench.png").write_bytes(
             draw_benchmark([asdict(rung) for rung in benchmark.rungs], str(benchmark.about["model"]))
         )
@@ -269,12 +269,12 @@ def _not_writable(folder: Path, error: OSError) -> RequestError:
 
 def print_benchmark(benchmark: Benchmark, files: Sequence[Path], *, as_json: bool) -> None:
     """Print the table, the comparison with the forecast, and the knob."""
-    print(valid_json(benchmark.as_dict(), indent=2) if as_json else "\n".join(_format_benchmark(benchmark, files)))
+    print(dump_json(benchmark.as_dict(), indent=2) if as_json else "\n".join(_format_benchmark(benchmark, files)))
 
 
 def _format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[str]:
     about = benchmark.about
-    runs = f"{counted(about['repetitions'], 'run')} of {counted(about['steps'], 'step')}"
+    runs = f"{pluralize(about['repetitions'], 'run')} of {pluralize(about['steps'], 'step')}"
     yield f"{about['model']} on {about['data']}, {about['device']}: {runs}"
     yield f"wire: {about['wire']}"
     head = f"{'workers':>12}{'step (lowest to highest)':>32}{'samples/s':>12}"
@@ -299,4 +299,4 @@ def _choose_advice(rung: BenchResult) -> str:
     waits = {name: share for name, share in rung.shares.items() if name != "compute"}
     worst = max(waits, key=lambda name: waits[name])
     name = worst if waits[worst] > 0.1 else "compute"
-    return f"{_KNOBS[name]} ({rung.shares[name]:.0%} of the time with {counted(rung.workers, 'worker')})"
+    return f"{_KNOBS[name]} ({rung.shares[name]:.0%} of the time with {pluralize(rung.workers, 'worker')})"

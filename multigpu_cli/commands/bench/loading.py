@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import open_source
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.devices import cores, cuda, usable_gpus
-from multigpu_cli.tasks.open_data import of_samples
+from multigpu_cli.runtime.devices import count_cores, cuda_devices, usable_gpus
+from multigpu_cli.tasks.open_data import check_has_samples
 
 _SECONDS = 3.0  # of each pass at most
 _ENOUGH = 0.95  # of the best rate
@@ -47,11 +47,13 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
     Raises:
         RequestError: the dataset can't be opened.
     """
-    of_samples(config, "bench --data-only")
+    check_has_samples(config, "bench --data-only")
     source = open_source(config.data, config.reproducibility.seed)
     in_memory = isinstance(source.train, TensorDataset)
-    processes = [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= cores()), cores()})
-    (device,) = cuda(usable_gpus(config.device)[:1]) or (torch.device("cpu"),)
+    processes = (
+        [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= count_cores()), count_cores()})
+    )
+    (device,) = cuda_devices(usable_gpus(config.device)[:1]) or (torch.device("cpu"),)
     size = 32 if config.batch.size == "auto" else int(config.batch.size)
     rates: dict[int, list[float]] = {number: [] for number in processes}
     where = ""
@@ -67,7 +69,7 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
 
 def print_loading(loading: LoadingRates, *, as_json: bool) -> None:
     """Print the rates and the advice."""
-    print(valid_json(loading.as_dict(), indent=2) if as_json else "\n".join(_format_loading(loading)))
+    print(dump_json(loading.as_dict(), indent=2) if as_json else "\n".join(_format_loading(loading)))
 
 
 def _measure_rate(loader: Loader, size: int) -> float:

@@ -17,15 +17,22 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from multigpu_cli.commands.plan.measure import build_rehearsed, iterate_micro_batches, limit_threads, threads_per_worker
-from multigpu_cli.config.resume_rules import forgotten, with_settings
+from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.compute import forward_backward
-from multigpu_cli.runtime.collectives import gathered
-from multigpu_cli.runtime.devices import Placement, choose, cores, cuda, usable_gpus, visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, joined
+from multigpu_cli.runtime.collectives import all_gather
+from multigpu_cli.runtime.devices import (
+    Placement,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+    cuda_devices,
+    usable_gpus,
+)
+from multigpu_cli.runtime.world import LaunchEnv, process_group
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds
@@ -49,7 +56,7 @@ def measure_overlap(config: Config, workers: int) -> Overlap | None:
     wire = config.communication
     if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
         return None
-    devices = cuda(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
+    devices = cuda_devices(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
     return Overlap(*run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0])
 
 
@@ -69,16 +76,16 @@ def _run_worker(config: Config) -> tuple[float, float]:
     Raises:
         TrainingError: as a training would, or the replicas have drifted apart.
     """
-    meeting = LaunchEnv.here()
-    own = with_settings(forgotten(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
-    choice = choose(own.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    launch_env = LaunchEnv.current()
+    own = replace_settings(without_setting(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
+    choice = choose_placement(own.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     device = choice.devices[0]
-    with joined(meeting, device, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as folder:
+    with process_group(launch_env, device, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as folder:
         components, _ = build_rehearsed(own, choice, world, folder)
         with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
             seconds = compare_reductions(components, _STEPS)
         check_replicas(components.state.model, world, _STEPS)
-        all_ranks = torch.stack(gathered(world, torch.tensor(seconds, dtype=torch.float64, device=device)))
+        all_ranks = torch.stack(all_gather(world, torch.tensor(seconds, dtype=torch.float64, device=device)))
         reduction, exposed = (1e3 * each for each in all_ranks.amin(0).tolist())
         return reduction, exposed
 
@@ -97,15 +104,17 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         dist.barrier()
         wait()
         began = time.perf_counter()
-        components.strategy.begin(components.world.size)
+        components.strategy.begin_step(components.world.size)
         forward_backward(components, batch, len(batch.indices) * components.world.size, last=not explicit)
         wait()
         reduced = _reduce_gradients(components, wait) if explicit else (0.0, 0.0)
         ended = time.perf_counter()
-        components.strategy.micro_batch_done(components.world.rank)
-        components.strategy.finish(idle=False)
-        _, skipped = components.state.precision.commit(components.state.optimizer, components.trainable_parameters, 1.0)
-        components.strategy.undo(skipped)
+        components.strategy.after_backward(components.world.rank)
+        components.strategy.reduce_gradients(idle=False)
+        _, skipped = components.state.precision.step_optimizer(
+            components.state.optimizer, components.trainable_parameters, 1.0
+        )
+        components.strategy.rollback_buffers(skipped)
         if number >= _WARM_UP:
             (apart if explicit else overlapped).append(ended - began - reduced[0])
             reductions += [reduced[1]] if explicit else []

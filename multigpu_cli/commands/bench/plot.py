@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from multigpu_cli.monitor.plot_style import STYLE, colour, lettered
+from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text
 
 _SHADES = {"compute": "#9fc3da", "data": "#e0a458", "wire": "#d1495b", "stragglers": "#7b4fa3"}
 
@@ -23,27 +23,29 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         figure = Figure(figsize=(8.8, 6.0), layout="constrained")
         (time, speed), (use, parts) = figure.subplots(2, 2)
         for at, rung in enumerate(rungs):
-            time.plot([at] * len(rung["step_ms"]), rung["step_ms"], "o", color=colour(0), alpha=0.4, markersize=5)
-        time.plot(names, [median(rung["step_ms"]) for rung in rungs], "-", color=colour(0), label="measured")
+            time.plot([at] * len(rung["step_ms"]), rung["step_ms"], "o", color=color_of_run(0), alpha=0.4, markersize=5)
+        time.plot(names, [median(rung["step_ms"]) for rung in rungs], "-", color=color_of_run(0), label="measured")
         time.plot(
-            names, [rung["forecast_ms"] for rung in rungs], "--s", color=colour(1), label="forecast", markersize=4
+            names, [rung["forecast_ms"] for rung in rungs], "--s", color=color_of_run(1), label="forecast", markersize=4
         )
         time.set_title("Time of an optimizer step")
         time.set_ylabel("milliseconds")
-        speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=colour(0), label="measured")
+        speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=color_of_run(0), label="measured")
         speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
         speed.set_title("Speedup")
         speed.set_ylabel("over one worker")
         if of_dp:
             places = [str(rung["workers"]) for rung in of_dp]
-            look: dict[str, Any] = {"color": colour(2), "label": "DataParallel", "markersize": 4}
+            look: dict[str, Any] = {"color": color_of_run(2), "label": "DataParallel", "markersize": 4}
             time.plot(places, [median(rung["step_ms"]) for rung in of_dp], "-^", **look)
             speed.plot(places, [rung["speedup"] for rung in of_dp], "-^", **look)
-        use.bar(names, [100 * rung["efficiency"] for rung in rungs], color=colour(0), width=0.5, label="efficiency")
+        use.bar(
+            names, [100 * rung["efficiency"] for rung in rungs], color=color_of_run(0), width=0.5, label="efficiency"
+        )
         busy = [(name, rung["utilisation"]) for name, rung in zip(names, rungs, strict=True)]
         known = [(name, share) for name, share in busy if share is not None]
         if known:
-            use.plot(*zip(*known, strict=True), "-D", color=colour(1), label="utilisation of the devices")
+            use.plot(*zip(*known, strict=True), "-D", color=color_of_run(1), label="utilisation of the devices")
         use.set_title("Efficiency and utilisation")
         use.set_ylabel("per cent")
         below = [0.0] * len(rungs)
@@ -62,7 +64,7 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         speed.legend(loc="lower right")
         use.set_ylim(top=1.25 * use.get_ylim()[1])
         use.legend(loc="upper left", ncols=2)
-        figure.suptitle(lettered(title), fontweight="bold")
+        figure.suptitle(escape_text(title), fontweight="bold")
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=160)
     return picture.getvalue()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
-from multigpu_cli.runtime.collectives import greatest
-from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
+from multigpu_cli.runtime.collectives import all_reduce_max
+from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.memory import is_out_of_memory
-from multigpu_cli.runtime.world import LaunchEnv, World, joined
+from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 
 LONGEST_WAIT = 60.0  # seconds in a collective
 _ROUNDS = 5
@@ -33,7 +33,9 @@ def measure_allreduce(world: World) -> dict[str, Any]:
         ([one, other, seconds, wrong]) where there are more than two workers.
     """
     sizes = _SIZES["cuda" if world.device.type == "cuda" else "cpu"]
-    wrong = greatest(world, [float(world.rank == rank and not _sums_correctly(world)) for rank in range(world.size)])
+    wrong = all_reduce_max(
+        world, [float(world.rank == rank and not _sums_correctly(world)) for rank in range(world.size)]
+    )
     return {
         "backend": dist.get_backend(),
         "workers": world.size,
@@ -55,9 +57,9 @@ def measure_in_workers(choice: Placement) -> dict[str, Any]:
 
 
 def _run_worker() -> dict[str, Any]:
-    meeting = LaunchEnv.here()
-    choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
-    with joined(meeting, choice.devices[0], timeout=LONGEST_WAIT) as world:
+    launch_env = LaunchEnv.current()
+    choice = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    with process_group(launch_env, choice.devices[0], timeout=LONGEST_WAIT) as world:
         return measure_allreduce(world)
 
 
@@ -166,7 +168,7 @@ def _measure_pairs(world: World, size: int) -> Iterator[list[Any]]:
             value = torch.full((size // 4,), float(world.rank + 1), device=world.device)
             dist.all_reduce(value, group=group)
             wrong = float(not torch.equal(value, torch.full_like(value, float(one + other + 2))))
-        worst = greatest(world, [seconds, wrong])
+        worst = all_reduce_max(world, [seconds, wrong])
         dist.destroy_process_group(group)
         yield [one, other, worst[0], bool(worst[1])]
 

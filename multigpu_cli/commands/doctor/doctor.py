@@ -17,9 +17,9 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import FAILED
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
-from multigpu_cli.monitor.journal import valid_json
-from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, grouped, met
+from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.world import LaunchEnv, init_process_group, rendezvous
 
 _HOME = "checkpoints"
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
@@ -36,9 +36,12 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     """
     facts = gather_facts(environ)
     ddp = replace(config.device, multi_gpu="ddp")
-    choice = choose(ddp, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    choice = choose_placement(ddp, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
     save_dir = Path(config.checkpoint.save_dir or _HOME)
-    findings = [*gpus.check_gpus(facts), *system.check_system(save_dir, cores(), max(choice.launch, facts.visible))]
+    findings = [
+        *gpus.check_gpus(facts),
+        *system.check_system(save_dir, count_cores(), max(choice.launch, facts.visible)),
+    ]
     findings += _check_devices(choice)
     findings += _check_allreduce(choice)
     if config.explicit - _OF_THE_MACHINE:
@@ -46,25 +49,25 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def run_job_checks(config: Config, environ: Mapping[str, str], meeting: LaunchEnv) -> tuple[list[Finding], int]:
+def run_job_checks(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv) -> tuple[list[Finding], int]:
     """What can be found out under torchrun, of all its nodes; for rank 0 to show, and everybody's exit code."""
-    choice = choose(config.device, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
-    if blocked := nodes.check_store_connection(meeting):
+    choice = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    if blocked := nodes.check_store_connection(launch_env):
         return [blocked], FAILED
-    world, store = met(meeting, choice.devices[0], timeout=allreduce.LONGEST_WAIT)
+    world, store = rendezvous(launch_env, choice.devices[0], timeout=allreduce.LONGEST_WAIT)
     assert world.store is not None
     here: list[Finding] = []
     if world.local_rank == 0:
         seen, save_dir = gather_facts(environ), Path(config.checkpoint.save_dir or _HOME)
-        here = [*gpus.check_gpus(seen), *system.check_system(save_dir, cores(), world.local_size)]
+        here = [*gpus.check_gpus(seen), *system.check_system(save_dir, count_cores(), world.local_size)]
     findings = [*here, *nodes.check_nodes(world, config, environ, here)]
     if any(finding.verdict == "fail" for finding in findings[len(here) :]):
         findings.append(Finding("all-reduce", "not checked", "first what is above"))
     else:
-        with grouped(world, store, timeout=allreduce.LONGEST_WAIT):
+        with init_process_group(world, store, timeout=allreduce.LONGEST_WAIT):
             findings += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
     code = FAILED if any(finding.verdict == "fail" for finding in findings) else 0
-    return findings if world.main else [], nodes.agree_on_exit_code(world, code)
+    return findings if world.is_main else [], nodes.agree_on_exit_code(world, code)
 
 
 def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
@@ -77,12 +80,12 @@ def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
         cudnn=str(version) if (version := torch.backends.cudnn.version()) else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         architectures=torch.cuda.get_arch_list(),
-        visible=visible_gpus(),
+        visible=count_visible_gpus(),
         hidden=environ.get("CUDA_VISIBLE_DEVICES"),
-        peers=_list_peer_access(visible_gpus()),
+        peers=_list_peer_access(count_visible_gpus()),
     )
     try:
-        nvml = gpu.opened()
+        nvml = gpu.open_nvml()
     except gpu.NoNvml as reason:
         return replace(facts, no_nvml=str(reason), tenants=find_gpu_processes([]))
     return add_nvml_facts(facts, nvml)
@@ -90,17 +93,17 @@ def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
 
 def add_nvml_facts(facts: MachineFacts, nvml: Any) -> MachineFacts:
     """The facts, and what NVML adds to them."""
-    version, newest = gpu.driver(nvml)
-    on_machine = gpu.gpus(nvml)
-    tenants = find_gpu_processes(tenant.pid for each in on_machine for tenant in each.tenants)
-    wires = gpu.links(nvml)
+    version, newest = gpu.read_driver(nvml)
+    on_machine = gpu.list_gpus(nvml)
+    tenants = find_gpu_processes(tenant.pid for each in on_machine for tenant in each.processes)
+    wires = gpu.read_links(nvml)
     return replace(facts, driver=version, driver_cuda=newest, gpus=on_machine, links=wires, tenants=tenants)
 
 
 def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
     """Print them, and how many are bad."""
     if as_json:
-        print(valid_json({"findings": [finding.as_dict() for finding in findings]}, indent=2))
+        print(dump_json({"findings": [finding.as_dict() for finding in findings]}, indent=2))
         return
     print("\n".join(format_findings(findings)))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from multigpu_cli.errors import counted
+from multigpu_cli.errors import pluralize
 
 Verdict = Literal["ok", "warn", "fail", "not checked"]
 
@@ -43,5 +43,5 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
             shown.append(f"{'':<{wide + 8}}fix: {finding.fix}")
     counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("ok", "warn", "fail")}
     rest = sum(finding.verdict == "not checked" for finding in findings)
-    wrong = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+    wrong = f"{pluralize(counts['warn'], 'warning')}, {pluralize(counts['fail'], 'failure')}"
     return [*shown, f"{counts['ok']} ok, {wrong}, {rest} not checked"]

@@ -132,7 +132,7 @@ def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
         return Finding(
             name, "warn", f"{evidence}\ncut into MIG instances: NCCL can't join those", "one process per instance"
         )
-    users = [_describe_process(tenant.pid, tenant.memory, facts) for tenant in gpu.tenants]
+    users = [_describe_process(tenant.pid, tenant.memory, facts) for tenant in gpu.processes]
     busy = (gpu.utilisation or 0) > 10 or (gpu.memory_used or 0) > _MUCH * (gpu.memory_total or 0)
     if busy and users:
         others = ",".join(str(other.number) for other in facts.gpus if other.number != gpu.number)

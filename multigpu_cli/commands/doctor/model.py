@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from multigpu_cli.commands.doctor.findings import Finding
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.memory_probe import measure_peak_memory, probe_memory
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.devices import choose, cores, visible_gpus
+from multigpu_cli.runtime.devices import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.open_data import acts
+from multigpu_cli.tasks.open_data import uses_environments
 
 _GIB = 2.0**30
 
@@ -27,17 +27,19 @@ def check_model(config: Config) -> Iterator[Finding]:
     Raises:
         RequestError: the settings can't be carried out at all.
     """
-    if acts(config):
+    if uses_environments(config):
         yield Finding("model", "ok", "it acts in environments: nothing to try before there are rollouts")
         return
     alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
-    choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    choice = choose_placement(alone, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
     world = World(choice.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
-        config = with_settings(config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"})
+        config = replace_settings(
+            config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"}
+        )
 
         def tried(size: object) -> TrainComponents:
-            each = with_settings(config, {"batch_size": size, "grad_accum_steps": None})
+            each = replace_settings(config, {"batch_size": size, "grad_accum_steps": None})
             components = build_components(resolve_spec(each, choice, world), world)
             with closing(components.loaders.train):
                 probe_memory(components)
@@ -51,7 +53,7 @@ def check_model(config: Config) -> Iterator[Finding]:
                     return
             components = tried("auto")
             batches = components.plan.batches
-            reason = components.plan.size_because or "the largest that is of use here"
+            reason = components.plan.batch_size_reason or "the largest that is of use here"
             yield Finding("largest batch", "ok", f"--batch-size {batches.micro_batch} a device: {reason}")
         except RequestError:
             raise

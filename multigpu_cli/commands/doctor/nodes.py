@@ -19,9 +19,9 @@ from multigpu_cli.commands.doctor import connectivity
 from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.fingerprint import mark_of
+from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.source import open_source
-from multigpu_cli.errors import RequestError, counted
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.run.data_check import group_ranks
 from multigpu_cli.runtime.world import LaunchEnv, World
 
@@ -53,18 +53,18 @@ def check_nodes(world: World, config: Config, environ: Mapping[str, str], here: 
         return list(judge_nodes(nodes, probe_connections(world, nodes, listener)))
 
 
-def check_store_connection(meeting: LaunchEnv) -> Finding | None:
+def check_store_connection(launch_env: LaunchEnv) -> Finding | None:
     """The agents have met at the rendezvous; the workers' store listens at another port."""
     until = time.monotonic() + _START
-    while (way := connectivity.probe_port(meeting.address, meeting.port)).outcome == "refused":
-        if time.monotonic() > until or meeting.rank == 0:  # rank 0 may be the one who will listen
+    while (way := connectivity.probe_port(launch_env.address, launch_env.port)).outcome == "refused":
+        if time.monotonic() > until or launch_env.rank == 0:  # rank 0 may be the one who will listen
             break
         time.sleep(0.5)
     if way.outcome in ("ok", "refused"):
         return None
-    evidence = f"to rank 0's store ({meeting.address}:{meeting.port}): {_MEANING[way.outcome]}"
+    evidence = f"to rank 0's store ({launch_env.address}:{launch_env.port}): {_MEANING[way.outcome]}"
     return Finding(
-        f"from {os.uname().nodename}", "fail", evidence, _FIX[way.outcome].replace("ADDRESS", meeting.address)
+        f"from {os.uname().nodename}", "fail", evidence, _FIX[way.outcome].replace("ADDRESS", launch_env.address)
     )
 
 
@@ -110,7 +110,7 @@ def list_versions() -> dict[str, str]:
 def _fingerprint_data(config: Config) -> dict[str, Any]:
     seed = config.reproducibility.seed
     try:
-        exact, sums = mark_of(open_source(config.data, seed), seed)
+        exact, sums = compute_fingerprint(open_source(config.data, seed), seed)
     except RequestError as error:
         return {"error": str(error), "exact": [], "sums": []}
     return {"error": "", "exact": exact, "sums": sums}
@@ -178,7 +178,7 @@ def _compare_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             yield Finding(f"{what} versions", "fail", text, f"the same {what} on every node")
     if all(len({node["versions"][what] for node in nodes}) == 1 for what in nodes[0]["versions"]):
         same = ", ".join(f"{name} {version}" for name, version in nodes[0]["versions"].items())
-        yield Finding("versions of all", "ok", f"{counted(len(nodes), 'node')}: {same}")
+        yield Finding("versions of all", "ok", f"{pluralize(len(nodes), 'node')}: {same}")
     if nodes[0]["data"] is None:
         yield Finding("data", "not checked", "--data and --data-dir say which")
         return
@@ -192,7 +192,7 @@ def _compare_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         odd = [node["host"] for node, group in zip(whole, groups, strict=True) if group != usual]
         yield Finding("data", "fail", f"other data on {', '.join(odd)}", "the same files on every node")
     elif not broken:
-        yield Finding("data", "ok", f"the same on {counted(len(nodes), 'node')}")
+        yield Finding("data", "ok", f"the same on {pluralize(len(nodes), 'node')}")
 
 
 def _judge_connections(nodes: Sequence[Mapping[str, Any]], ways: Mapping[str, ConnectionResult]) -> Iterator[Finding]:
@@ -227,7 +227,7 @@ def agree_on_exit_code(world: World, code: int) -> int:
     """One exit code for all: rank 0's; it may host the store, so it leaves last."""
     store = world.store
     assert store is not None
-    if world.main:
+    if world.is_main:
         store.set("code", str(code))
         for rank in range(1, world.size):
             store.get(f"bye-{rank}")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from multigpu_cli.commands.doctor.findings import Finding
-from multigpu_cli.errors import counted
+from multigpu_cli.errors import pluralize
 
 _SHM = Path("/dev/shm")
 _GIB = 2.0**30
@@ -141,7 +141,7 @@ def check_disk(save_dir: Path) -> Finding:
 def check_cores(cores: int, workers: int) -> Finding:
     """Loading and launching need CPU time."""
     evidence = (
-        f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {counted(workers, 'worker')}"
+        f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {pluralize(workers, 'worker')}"
     )
     few = cores < 2 * workers
     fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may be what limits"

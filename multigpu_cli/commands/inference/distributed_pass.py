@@ -7,20 +7,20 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.data import Dataset
 
-from multigpu_cli.checkpoint.export import trained_weights
+from multigpu_cli.checkpoint.export import load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.unlabeled import unanswered
+from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_cli_in_workers
 from multigpu_cli.run.build import build_task
-from multigpu_cli.runtime.collectives import together
+from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import choose, cores, visible_gpus
-from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agreed_format
-from multigpu_cli.runtime.world import LaunchEnv, World, joined
+from multigpu_cli.runtime.devices import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
+from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 from multigpu_cli.tasks.base import Task
 
 Result = TypeVar("Result")
@@ -68,29 +68,31 @@ def run_distributed(
     Raises:
         RequestError: the run can't be restored, or has no such split; the same on every rank.
     """
-    meeting = LaunchEnv.from_environment(environ)
+    launch_env = LaunchEnv.from_environment(environ)
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
-    choice = choose(wanted, gpus=visible_gpus(), cpus=cores(), meeting=meeting)
+    choice = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     if choice.launch > 1:
         run_cli_in_workers(choice, argv)
         return None
-    with joined(meeting, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
-        share_threads(world.local_size, cores(), exact=False)
-        weights = together(world, lambda: trained_weights(request.run))
-        run = together(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
+    with process_group(launch_env, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
+        share_threads(world.local_size, count_cores(), exact=False)
+        weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
+        run = run_on_all_ranks(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
         number = _format(run.config, world)
-        part = together(world, lambda: _prepare_pass(request, str(weights.origin), run, world, number, judged=judged))
+        part = run_on_all_ranks(
+            world, lambda: _prepare_pass(request, str(weights.origin), run, world, number, judged=judged)
+        )
         try:
             result = work(part)
         finally:
             part.loader.close()
-        return result if world.main else None
+        return result if world.is_main else None
 
 
 def _format(config: Config, world: World) -> PrecisionChoice:
     """The same on every worker; fp16 of a run on GPUs is no format for CPUs."""
     amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
-    return agreed_format(amp, world, [world.device])
+    return agree_on_precision(amp, world, [world.device])
 
 
 def _prepare_pass(
@@ -98,7 +100,7 @@ def _prepare_pass(
 ) -> InferencePass:
     config, name = run.config, _choose_split(run.source, request.split, judged=judged)
     split: Dataset[Any] = getattr(run.source, name)
-    guessing = None if judged or name == "new" else unanswered(split, run.source.train)
+    guessing = None if judged or name == "new" else wrap_unlabeled(split, run.source.train)
     changed: dict[str, Any] = {name: guessing} if guessing else {}
     source = replace(run.source, **changed)
     task = build_task(config, source)

@@ -6,7 +6,7 @@ from typing import Any
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.monitor import format
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.journal import dump_json
 
 
 def evaluate_run(request: InferenceRequest, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -27,13 +27,15 @@ def _compute_metrics(part: InferencePass) -> dict[str, Any]:
 def print_metrics(metrics: dict[str, Any], *, as_json: bool) -> None:
     """Print the metrics, and the tables that the task has."""
     if as_json:
-        print(valid_json(metrics, indent=2))
+        print(dump_json(metrics, indent=2))
         return
     tables = {"per_class", "confusion"}
-    print(format.eval_line({name: value for name, value in metrics.items() if name not in tables | {"world_size"}}))
+    print(
+        format.format_eval_line({name: value for name, value in metrics.items() if name not in tables | {"world_size"}})
+    )
     if rows := metrics.get("per_class"):
         names = [str(row["class"]) for row in rows]
-        for line in format.class_table(rows, names):
+        for line in format.format_class_table(rows, names):
             print(line)
-        for line in format.confusion_table(metrics["confusion"], names) if "confusion" in metrics else ():
+        for line in format.format_confusion_table(metrics["confusion"], names) if "confusion" in metrics else ():
             print(line)

@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, trained_weights
+from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.run.build import first_batch
-from multigpu_cli.tasks.open_data import of_samples
+from multigpu_cli.tasks.open_data import check_has_samples
 
 _SAMPLES = 9
 
@@ -47,7 +47,7 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
         RequestError: nothing was written.
         TrainingError: the file was not what it should be, and is gone.
     """
-    weights = trained_weights(Path(checkpoint))
+    weights = load_trained_weights(Path(checkpoint))
     weights_only = target.suffix in (".safetensors", ".pt")
     model, inputs = (None, None) if weights_only else _rebuild_model(weights, data_dir, own_code=own_code)
     try:
@@ -67,7 +67,7 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
 def print_export(export: Export, *, as_json: bool) -> None:
     """Print what was written and how it was checked."""
     if as_json:
-        print(valid_json(asdict(export), indent=2))
+        print(dump_json(asdict(export), indent=2))
         return
     print(f"{export.file}  {export.bytes / 1e6:.1f} MB, weights from {export.origin}")
     print(export.checked)
@@ -76,7 +76,7 @@ def print_export(export: Export, *, as_json: bool) -> None:
 def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
     """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
     run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
-    of_samples(run.config, "export to this format (.safetensors and .pt do not)")
+    check_has_samples(run.config, "export to this format (.safetensors and .pt do not)")
     inputs = _load_samples(run.config, run.source)
     if not isinstance(inputs, Tensor):
         raise RequestError("the model's input is not one tensor", remedy="--to ….safetensors, for the weights alone")

@@ -11,14 +11,14 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.checkpoint.export import TrainedWeights
 from multigpu_cli.checkpoint.weights import check_fit
 from multigpu_cli.config.own_code import check_code
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.vocabulary import recalled
+from multigpu_cli.data.vocabulary import restore_vocabulary
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build import init_model
-from multigpu_cli.tasks.open_data import opened
+from multigpu_cli.tasks.open_data import open_data
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: b
     """
     config = _merge_config(weights, changes)
     check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
-    source = opened(config)
+    source = open_data(config)
     before = weights.settings.get("learned")
-    if before is not None and before != source.learned():
+    if before is not None and before != source.signature():
         raise RequestError(
             f"--data {config.data.name}: its training part gives other classes, scales or tokens than those that "
             f"{weights.origin} was trained with",
@@ -68,12 +68,12 @@ def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedR
     if not built_for:
         raise RequestError(f"{weights.origin} does not say what it was built for", remedy="weights of a newer run")
     config = _merge_config(weights, {})
-    config = with_settings(config, {"model": config.model.name or built_for["model"]})
+    config = replace_settings(config, {"model": config.model.name or built_for["model"]})
     command = _make_command_config({}, own_code=own_code)
     check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
     tokens, shape = built_for.pop("vocabulary", None), tuple(built_for.pop("input_shape"))
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
-    known = recalled(tokens) if tokens else None
+    known = restore_vocabulary(tokens) if tokens else None
     source = DataSource(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
     return _load_weights(config, source, weights)
 
@@ -86,7 +86,7 @@ def _load_weights(config: Config, source: DataSource, found: TrainedWeights) -> 
 
 
 def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Config:
-    return with_settings(Config(), {**changes, "own_code": own_code})
+    return replace_settings(Config(), {**changes, "own_code": own_code})
 
 
 def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config:
@@ -96,6 +96,6 @@ def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config
     if changes.get("data", known.get("data")) != known.get("data"):
         known["data.args"] = {}  # they were meant for the run's own dataset
     args = known.get("data.args", {}) | changes.get("data.args", {})
-    config = with_settings(Config(), known | dict(changes) | {"data.args": args})
+    config = replace_settings(Config(), known | dict(changes) | {"data.args": args})
     plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=(), init_from=None)
     return replace(config, model=plain, data=replace(config.data, num_workers=0))

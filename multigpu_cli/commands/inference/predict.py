@@ -12,7 +12,7 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import from_main, together
+from multigpu_cli.runtime.collectives import broadcast_object, run_on_all_ranks
 
 Columns = dict[str, list[Any]]
 
@@ -39,7 +39,7 @@ def predict_run(
 
     def write(part: InferencePass) -> Prediction:
         columns = _gather_columns(part)
-        if part.world.main:
+        if part.world.is_main:
             try:
                 publish(target, _format_csv(columns))
             except OSError as error:
@@ -57,10 +57,10 @@ def print_prediction(prediction: Prediction) -> None:
 
 def _gather_columns(part: InferencePass) -> Columns:
     """Everybody's rows; ranks have contiguous shares, so their order is that of the samples."""
-    share = together(part.world, lambda: _predict_share(part))
+    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
     whole: Columns = {}
     for rank in range(part.world.size):
-        for name, values in from_main(part.world, share, source=rank).items():
+        for name, values in broadcast_object(part.world, share, source=rank).items():
             whole.setdefault(name, []).extend(values)
     return whole
 
@@ -68,7 +68,7 @@ def _gather_columns(part: InferencePass) -> Columns:
 @torch.inference_mode()
 def _predict_share(part: InferencePass) -> Columns:
     rows: Columns = {}
-    for batch in part.loader.held_out(part.batch_size, part.world.rank, part.world.size):
+    for batch in part.loader.eval_batches(part.batch_size, part.world.rank, part.world.size):
         with part.precision.autocast():
             columns = part.task.predictions(part.model, batch)
         numbers = batch.indices.tolist()

@@ -2,7 +2,7 @@
 
 import torch
 
-from multigpu_cli.checkpoint.export import trained_weights
+from multigpu_cli.checkpoint.export import load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run_without_data
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.data.vocabulary import Numbers
@@ -18,7 +18,7 @@ def generate_text(
     Raises:
         RequestError: the run is none of a language model, or the prompt holds what it does not know.
     """
-    weights = trained_weights(request.run)
+    weights = load_trained_weights(request.run)
     task = weights.settings.get("built_for", {}).get("task", "language-model")
     if task != "language-model":
         raise RequestError(f"{request.run}: only a language model writes text, and this run's task is {task}")

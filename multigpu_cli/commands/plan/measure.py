@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.optimizers import set_rate
-from multigpu_cli.planning.memory import Memory, line_through
+from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.memory_probe import probe_memory
 from multigpu_cli.run.profile import MicroBatchProfile, profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.collectives import gathered, greatest
-from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, World, joined
-from multigpu_cli.strategies.buckets import measured_cap
-from multigpu_cli.tasks.open_data import of_samples
+from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
+from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.strategies.buckets import measure_cap
+from multigpu_cli.tasks.open_data import check_has_samples
 
 _SECONDS, _WARM_UP = 3.0, 3
 _WINDOW, _WINDOWS = 8, 9  # steps, and at most so many of them
@@ -59,7 +59,7 @@ class SingleWorkerProfile:
 
 def threads_per_worker(workers: int) -> int:
     """CPU threads that each of so many workers has; a lone one keeps what the user set."""
-    return min(torch.get_num_threads(), cores()) if workers == 1 else max(1, cores() // workers)
+    return min(torch.get_num_threads(), count_cores()) if workers == 1 else max(1, count_cores() // workers)
 
 
 def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
@@ -68,12 +68,12 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
     Raises:
         RequestError, TrainingError: as a training would.
     """
-    of_samples(config, "a forecast")
+    check_has_samples(config, "a forecast")
     alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
-    choice = choose(alone, gpus=visible_gpus(), cpus=cores(), meeting=None)
+    choice = choose_placement(alone, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
     world = World(choice.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
-        own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
+        own = replace_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         components, note = build_rehearsed(own, choice, world, folder)
         with closing(components.loaders.train):
             size = components.plan.batches.micro_batch
@@ -96,13 +96,13 @@ def _measure_on_cores(
     """
     works, wire = {}, None
     for workers in counts:
-        if 1 < workers <= cores():
+        if 1 < workers <= count_cores():
             works[workers], wire = _measure_together(config, workers)
         else:
             with limit_threads(threads_per_worker(workers)):
                 works[workers] = _measure_alone(components)
-    if wire is None and max(counts) > cores() > 1:
-        _, wire = _measure_together(config, cores())
+    if wire is None and max(counts) > count_cores() > 1:
+        _, wire = _measure_together(config, count_cores())
     return works, wire
 
 
@@ -123,7 +123,7 @@ def _measure_together(config: Config, workers: int) -> tuple[StepTimes, Link]:
     points = list(zip(_message_sizes(messages, after), sent, strict=True))
     reduction = sum(sent if after else sent[:-1])  # training does not send those 8 bytes
     work = StepTimes(data, forward, backward, commit, messages, after, reduction)
-    return work, Link.measured("gloo, between steps", workers, points, overlaps=False)
+    return work, Link.from_measurements("gloo, between steps", workers, points, overlaps=False)
 
 
 def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
@@ -142,7 +142,7 @@ def _messages_of_step(components: TrainComponents, world: World | None = None) -
         return (), float(gradient + sum(buffer.nbytes for buffer in model.buffers()))
     cap: Any = config.communication.bucket_cap_mb
     if cap == "auto":
-        cap = measured_cap(model, world) if world else None
+        cap = measure_cap(model, world) if world else None
     share = 0.5 if config.communication.grad_compression in ("fp16", "bf16") else 1.0
     return tuple(share * size for size in buckets(gradient, cap)), 8.0 * sum(b.numel() for b in model.buffers())
 
@@ -150,20 +150,23 @@ def _messages_of_step(components: TrainComponents, world: World | None = None) -
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
     """Take steps together with the other workers: bytes of the messages, of what follows them, and the times."""
     cpu = torch.device("cpu")
-    with joined(LaunchEnv.here(), cpu, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as place:
-        own = with_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
+    with (
+        process_group(LaunchEnv.current(), cpu, timeout=_LONGEST_WAIT) as world,
+        tempfile.TemporaryDirectory() as place,
+    ):
+        own = replace_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
         alone = World(cpu, local_size=world.size)  # among as many that want loader processes
         components, _ = build_rehearsed(own, Placement("single", (cpu,), 0, "plan"), alone, place)
         with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
             messages, after = _messages_of_step(components, world)
             tensors = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
-            times = torch.stack(gathered(world, _time_steps(components, world, tensors)))
+            times = torch.stack(all_gather(world, _time_steps(components, world, tensors)))
         return messages, after, median_step(times)
 
 
 def build_rehearsed(config: Config, choice: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
-    spec = resolve_spec(with_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
+    spec = resolve_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
     components = build_components(spec, world)
     return components, "; ".join(probe_memory(components))
 
@@ -205,7 +208,7 @@ def _time_steps(components: TrainComponents, world: World | None = None, message
     for window in range(1, _WINDOWS + 1):
         times += islice(rows, _WINDOW)
         spent = time.perf_counter() - began
-        spent = greatest(world, [spent])[0] if world else spent
+        spent = all_reduce_max(world, [spent])[0] if world else spent
         if window % 2 and spent > _SECONDS:
             break
     return torch.tensor(times[_WARM_UP:], dtype=torch.float64)
@@ -254,15 +257,15 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         timer.mark()
         batch = next(stream)
         timer.mark()
-        strategy.begin(workers)
+        strategy.begin_step(workers)
         forward_backward(components, batch, len(batch.indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)
             timer.mark()
-        strategy.micro_batch_done(batch.index)
-        strategy.finish(idle=False)
-        _, skipped = state.precision.commit(state.optimizer, components.trainable_parameters, 1.0)
-        strategy.undo(skipped)
+        strategy.after_backward(batch.index)
+        strategy.reduce_gradients(idle=False)
+        _, skipped = state.precision.step_optimizer(state.optimizer, components.trainable_parameters, 1.0)
+        strategy.rollback_buffers(skipped)
         timer.mark()
         data, forward, backward, *sent, commit = timer.read()
         yield [data, forward, backward, commit, *sent]
@@ -282,7 +285,7 @@ def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half:
     model = components.state.model
     states = [value for state in components.state.optimizer.state.values() for value in state.values()]
     points = [(each.samples, float(each.activations)) for each in (half, whole)]
-    fixed, slope = line_through(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
+    fixed, slope = fit_line(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
     return Memory(
         weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
         gradients=sum(p.nbytes for p in components.trainable_parameters),

@@ -13,10 +13,10 @@ from multigpu_cli.commands.doctor.allreduce import measure_in_workers
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
 from multigpu_cli.commands.requests import parse_positive
 from multigpu_cli.config.schema import Config, DeviceConfig
-from multigpu_cli.errors import RequestError, counted, did_you_mean
-from multigpu_cli.monitor.format import duration
+from multigpu_cli.errors import RequestError, did_you_mean, pluralize
+from multigpu_cli.monitor.format import format_duration
 from multigpu_cli.monitor.history import PLAN
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.planning.speedup import (
     ASSUMED,
@@ -24,10 +24,10 @@ from multigpu_cli.planning.speedup import (
     ForecastRow,
     Interconnect,
     Link,
+    find_scaling_limit,
     forecast,
-    where_it_ends,
 )
-from multigpu_cli.runtime.devices import Placement, cores, cuda, usable_gpus
+from multigpu_cli.runtime.devices import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
 _GIB = 2.0**30
@@ -139,10 +139,12 @@ def forecast_rows(
 def measure_interconnect(workers: int, device: DeviceConfig) -> Link:
     """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
     ids = usable_gpus(device)
-    devices = cuda(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, cores()))
+    devices = (
+        cuda_devices(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, count_cores()))
+    )
     measured = measure_in_workers(Placement("ddp", devices, len(devices), "plan"))
     points = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])]
-    return Link.measured(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
+    return Link.from_measurements(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
 
 
 def save_plan(forecast: Forecast, folder: Path) -> None:
@@ -153,14 +155,14 @@ def save_plan(forecast: Forecast, folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        publish(folder / PLAN, valid_json(forecast.as_dict(), indent=1).encode())
+        publish(folder / PLAN, dump_json(forecast.as_dict(), indent=1).encode())
     except OSError as error:
         raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another folder") from error
 
 
 def print_plan(forecast: Forecast, *, as_json: bool) -> None:
     """Print the plan."""
-    print(valid_json(forecast.as_dict(), indent=2) if as_json else "\n".join(_format_plan(forecast)))
+    print(dump_json(forecast.as_dict(), indent=2) if as_json else "\n".join(_format_plan(forecast)))
 
 
 def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Interconnect, str]:
@@ -187,15 +189,17 @@ def _collect_notes(
 ) -> Iterator[str]:
     if alone.note:
         yield alone.note
-    if alone.components.world.device.type == "cpu" and max(request.workers) > cores():
-        yield f"more workers than the {cores()} cores here: those rows are for machines with a core for each worker"
+    if alone.components.world.device.type == "cpu" and max(request.workers) > count_cores():
+        yield (
+            f"more workers than the {count_cores()} cores here: those rows are for machines with a core for each worker"
+        )
     if config.batch.global_size is None and request.noise_scale is None:
         yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
     if config.communication.grad_compression == "powersgd":
         yield "PowerSGD sends less than this: gradients are counted whole, as in its first steps"
-    end = where_it_ends(rows)
+    end = find_scaling_limit(rows)
     if end < rows[-1].workers:
-        yield f"beyond {counted(end, 'worker')}, the next row saves less than a tenth of the time"
+        yield f"beyond {pluralize(end, 'worker')}, the next row saves less than a tenth of the time"
 
 
 def _format_plan(forecast: Forecast) -> Iterator[str]:
@@ -204,7 +208,7 @@ def _format_plan(forecast: Forecast) -> Iterator[str]:
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     listed = ", ".join(f"{_format_bytes(value)} {name}" for name, value in parts.items())
     kept = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
-    yield f"memory   {_format_bytes(memory.total(size))} a device: {listed}, {kept}"
+    yield f"memory   {_format_bytes(memory.total_bytes(size))} a device: {listed}, {kept}"
     if forecast.capacity:
         fits = memory.largest_batch(0.9 * forecast.capacity)
         total = _format_bytes(forecast.capacity)
@@ -220,7 +224,7 @@ def _format_plan(forecast: Forecast) -> Iterator[str]:
     for row in forecast.rows:
         cost = "" if row.cost is None else f"  {row.cost:.2f}"
         times = f"{1e3 * row.step:>9.2f} ms{1e3 * row.waiting:>7.2f} ms{row.samples_per_second:>12,.0f}"
-        gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {duration(row.seconds):>14}"
+        gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {format_duration(row.seconds):>14}"
         yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain}{cost}"
     yield from (f"note: {note}" for note in forecast.notes)
 

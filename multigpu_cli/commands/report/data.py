@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.resume_rules import settings
+from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.monitor.history import PLAN, History, history_of
+from multigpu_cli.monitor.history import PLAN, History, load_history
 
 Series = tuple[list[float], list[float]]
 _MOST_POINTS = 1500
@@ -85,7 +85,7 @@ def load_runs(folders: Sequence[Path]) -> list[RunData]:
         RunData(
             name,
             folder,
-            history_of(folder),
+            load_history(folder),
             _read_json(folder / "summary.json"),
             _read_settings(folder),
             _read_json(folder / PLAN),
@@ -133,4 +133,4 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     file = folder / "config.yaml"
-    return settings(resolve({}, [], str(file))) if file.is_file() else {}
+    return flatten_settings(resolve({}, [], str(file))) if file.is_file() else {}

@@ -9,7 +9,7 @@ from multigpu_cli.commands.report import tables
 from multigpu_cli.commands.report.data import RunData
 from multigpu_cli.commands.report.plots import Picture
 from multigpu_cli.commands.report.tables import ReportTable, pick_headline
-from multigpu_cli.monitor.plot_style import colour
+from multigpu_cli.monitor.plot_style import color_of_run
 
 _CSS = """
 :root { color-scheme: light; --ink: #22303c; --soft: #5d6d7e; --line: #dfe4e8; --back: #f5f7f8; }
@@ -63,7 +63,8 @@ def _render_body(runs: Sequence[RunData], pictures: Sequence[Picture], title: st
     yield f"<p>{escape(contents)}<br>report of {time.strftime('%Y-%m-%d %H:%M')}</p>"
     if len(runs) > 1:
         chips = (
-            f'<span><i style="background:{colour(at)}"></i>{escape(run.name)}</span>' for at, run in enumerate(runs)
+            f'<span><i style="background:{color_of_run(at)}"></i>{escape(run.name)}</span>'
+            for at, run in enumerate(runs)
         )
         yield f'<div class="runs">{"".join(chips)}</div>'
     else:

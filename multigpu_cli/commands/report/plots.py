@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from multigpu_cli.commands.report.data import RunData, Series, smooth_values
-from multigpu_cli.monitor.plot_style import INK, STYLE, colour, lettered
+from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run, escape_text
 
 _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
 _SIZE = (4.4, 2.9)  # inches
@@ -99,9 +99,9 @@ def _draw_losses(axes: Axes, runs: Sequence[RunData], by: str) -> None:
     for number, run in enumerate(runs):
         alone = len(runs) == 1
         trained = run.curve("mean_loss", by=by)
-        _draw_noisy(axes, trained, colour(number), "training" if alone else lettered(run.name))
+        _draw_noisy(axes, trained, color_of_run(number), "training" if alone else escape_text(run.name))
         look = {"label": "validation"} if alone else {}
-        shade = colour(1) if alone else colour(number)
+        shade = color_of_run(1) if alone else color_of_run(number)
         _draw_line(axes, run.evaluated("loss", by=by), shade, linestyle="--", marker="o", markersize=3, **look)
     _use_log_if_wide(axes)
 
@@ -117,7 +117,7 @@ def _list_measures(runs: Sequence[RunData], by: str) -> Iterator[tuple[str, str,
         def draw(axes: Axes, name: str = name, factor: float = 100.0 if share else 1.0) -> None:
             for number, run in enumerate(runs):
                 series = run.evaluated(name, by=by, factor=factor)
-                _draw_line(axes, series, colour(number), marker="o", markersize=3, label=lettered(run.name))
+                _draw_line(axes, series, color_of_run(number), marker="o", markersize=3, label=escape_text(run.name))
 
         yield f"val_{name}", title, draw
 
@@ -126,9 +126,9 @@ def _draw_curves(axes: Axes, runs: Sequence[RunData], field: str, by: str, *, fa
     for number, run in enumerate(runs):
         series = run.curve(field, by=by)
         if field == "lr":
-            _draw_line(axes, series, colour(number), label=lettered(run.name))
+            _draw_line(axes, series, color_of_run(number), label=escape_text(run.name))
         else:
-            _draw_noisy(axes, series, colour(number), lettered(run.name))
+            _draw_noisy(axes, series, color_of_run(number), escape_text(run.name))
     if faint:
         _use_log_if_wide(axes)
     elif axes.has_data():
@@ -138,8 +138,8 @@ def _draw_curves(axes: Axes, runs: Sequence[RunData], field: str, by: str, *, fa
 def _draw_waits(axes: Axes, runs: Sequence[RunData], by: str) -> None:
     for number, run in enumerate(runs):
         for at, (field, reason) in enumerate(_WAITS):
-            shade = colour(at) if len(runs) == 1 else colour(number)
-            label = reason if len(runs) == 1 else f"{lettered(run.name)}, {reason}"
+            shade = color_of_run(at) if len(runs) == 1 else color_of_run(number)
+            label = reason if len(runs) == 1 else f"{escape_text(run.name)}, {reason}"
             series = run.curve(field, by=by, factor=100.0)
             _draw_line(axes, series, shade, linestyle=("-", "--", ":")[at], label=label, linewidth=1.4)
     if axes.has_data():
@@ -151,9 +151,9 @@ def _draw_per_worker(axes: Axes, runs: Sequence[RunData], field: str, by: str, f
         every = run.per_worker(field, by=by, factor=factor)
         for rank, series in enumerate(every):
             alone = len(runs) == 1
-            name = lettered(run.name) if rank == 0 and not alone else None
+            name = escape_text(run.name) if rank == 0 and not alone else None
             label = f"rank {rank}" if alone and len(every) <= 8 else name
-            _draw_line(axes, series, colour(rank if alone else number), label=label, linewidth=1.4)
+            _draw_line(axes, series, color_of_run(rank if alone else number), label=label, linewidth=1.4)
     if axes.has_data():
         axes.set_ylim(bottom=0)
 
@@ -199,7 +199,7 @@ def _draw_timeline(runs: Sequence[RunData]) -> Iterator[Picture]:
     longest = max(run.history.attempts[-1].last - run.history.attempts[0].start["time"] for run in lanes)
     unit, size = next((name, size) for name, size in _UNITS if longest >= 3 * size or size == 1)
     for lane, run in enumerate(lanes):
-        zero, shade = run.history.attempts[0].start["time"], colour(runs.index(run))
+        zero, shade = run.history.attempts[0].start["time"], color_of_run(runs.index(run))
         for attempt in run.history.attempts:
             begun = (attempt.start["time"] - zero) / size
             axes.barh(lane, max(attempt.last - attempt.start["time"], 0) / size, 0.5, begun, color=shade, alpha=0.35)
@@ -211,7 +211,7 @@ def _draw_timeline(runs: Sequence[RunData]) -> Iterator[Picture]:
         _draw_marks(
             axes, lane, [(event["time"] - zero) / size for event in run.history.faults], "X", "#c81d25", "fault"
         )
-    axes.set_yticks(range(len(lanes)), [lettered(run.name) for run in lanes])
+    axes.set_yticks(range(len(lanes)), [escape_text(run.name) for run in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"{unit} since the first start")
@@ -237,7 +237,7 @@ def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
         return
     names = [str(row.get("class", at)) for at, row in enumerate(run.summary.get("per_class") or [{}] * len(counts))]
     few = len(counts) <= 12
-    figure, axes = _new_figure(f"Confusion{'' if alone else f': {lettered(run.name)}'}", height=4.0)
+    figure, axes = _new_figure(f"Confusion{'' if alone else f': {escape_text(run.name)}'}", height=4.0)
     shares = [[count / (sum(row) or 1) for count in row] for row in counts]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for true, row in enumerate(counts if few else []):
@@ -245,7 +245,7 @@ def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
             if count:
                 ink = "white" if shares[true][predicted] > 0.6 else INK
                 axes.text(predicted, true, str(count), ha="center", va="center", color=ink, fontsize=8)
-    short = [lettered(name if len(name) <= 12 else name[:11] + "…") for name in names]
+    short = [escape_text(name if len(name) <= 12 else name[:11] + "…") for name in names]
     if len(counts) <= 40:
         axes.set_xticks(range(len(counts)), short, rotation=90 if max(map(len, short)) > 2 else 0)
         axes.set_yticks(range(len(counts)), short)

@@ -9,7 +9,7 @@ from multigpu_cli.commands.report.html import render_page
 from multigpu_cli.commands.report.plots import draw_plots
 from multigpu_cli.commands.status import find_runs
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.journal import valid_json
+from multigpu_cli.monitor.journal import dump_json
 
 _MOST = 8  # colours that can be told apart
 
@@ -67,6 +67,6 @@ def _not_writable(folder: Path, error: OSError) -> RequestError:
 def print_report(written: ReportFiles, *, as_json: bool) -> None:
     """Print where the report is."""
     if as_json:
-        print(valid_json(written._asdict(), indent=2))
+        print(dump_json(written._asdict(), indent=2))
         return
     print(f"{written.page}\n  with {len(written.pictures)} pictures, also as PNG files beside it")

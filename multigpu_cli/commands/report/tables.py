@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from multigpu_cli.commands.report.data import RunData
-from multigpu_cli.config.resume_rules import settings
+from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import counted
-from multigpu_cli.monitor.format import duration, label, measure, number
+from multigpu_cli.errors import pluralize
+from multigpu_cli.monitor.format import format_duration, format_label, format_metric, format_number
 from multigpu_cli.planning.memory import Memory
 
 Row = tuple[str, list[str]]
@@ -30,7 +30,7 @@ def tabulate_outcome(runs: Sequence[RunData]) -> ReportTable:
     names = dict.fromkeys(name for each in final for name, value in each.items() if value is not None)
     ordered = sorted(names, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
     rows: list[Row] = [("status", [run.status for run in runs])]
-    rows += [(label(name), [_format_measure(name, each.get(name)) for each in final]) for name in ordered]
+    rows += [(format_label(name), [_format_measure(name, each.get(name)) for each in final]) for name in ordered]
     rows += [
         ("best epoch", [_format_cell((run.summary.get("best") or {}).get("epoch")) for run in runs]),
         ("optimizer steps", [f"{run.history.steps_taken:,}" for run in runs]),
@@ -71,7 +71,11 @@ def tabulate_plan(run: RunData) -> ReportTable:
         ("samples per micro-batch", plan.get("batch_size"), now.get("batch_size")),
         ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
         ("optimizer steps", plan.get("total_steps"), history.steps_taken),
-        ("epochs", number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)), number(steps / per_epoch)),
+        (
+            "epochs",
+            format_number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)),
+            format_number(steps / per_epoch),
+        ),
         ("greatest learning rate, of the steps logged", plan.get("learning_rate"), max(rates, default=None)),
         ("precision", plan.get("precision"), run.summary.get("precision")),
         ("steps done twice after a restart", 0, _count_repeated_steps(run)),
@@ -89,7 +93,7 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
     if every and not row:
         yield "forecast", [f"of other numbers: {', '.join(str(each['workers']) for each in every)} workers", ""]
     waits = [event["comm_share"] * event["step_ms"] for event in run.history.train.values() if event.get("comm_share")]
-    needs = Memory(**run.forecast["memory"]).total(run.forecast["micro_batch"]) if row else None
+    needs = Memory(**run.forecast["memory"]).total_bytes(run.forecast["micro_batch"]) if row else None
     memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
     rows_of = {
         "step, median": ("ms", 1e3 * row["step"] if row else None, last.get("step_p50_ms")),
@@ -113,7 +117,7 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
 
 
 def _format_with_unit(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{number(float(value))} {unit}".strip()
+    return "" if value is None else f"{format_number(float(value))} {unit}".strip()
 
 
 def tabulate_events(run: RunData) -> ReportTable:
@@ -125,7 +129,7 @@ def tabulate_events(run: RunData) -> ReportTable:
     for count, attempt in enumerate(run.history.attempts, 1):
         plan, at = attempt.start.get("plan", {}), attempt.resumed_at
         going_on = f", goes on from step {at}" if at else ""
-        text = f"attempt {count} starts: {plan.get('strategy')}, {counted(plan.get('workers'), 'worker')}{going_on}"
+        text = f"attempt {count} starts: {plan.get('strategy')}, {pluralize(plan.get('workers'), 'worker')}{going_on}"
         events.append((attempt.start["time"], text))
         if attempt.end:
             events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
@@ -133,11 +137,10 @@ def tabulate_events(run: RunData) -> ReportTable:
             events.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
     events += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
     for back in run.history.recoveries:
-        cost = (
-            f"{duration(back['seconds'])} after the attempt before had stopped, {counted(back['lost_steps'], 'step')}"
-        )
+        after, again = format_duration(back["seconds"]), pluralize(back["lost_steps"], "step")
+        cost = f"{after} after the attempt before had stopped, {again}"
         events.append((back["time"], f"at work again, {cost} done again ({back['cause']})"))
-    rows = [(f"+ {duration(when - zero)}", [what]) for when, what in sorted(events)]
+    rows = [(f"+ {format_duration(when - zero)}", [what]) for when, what in sorted(events)]
     first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(zero))
     return ReportTable(run.name, [f"first start {first}"], rows)
 
@@ -155,7 +158,7 @@ def tabulate_classes(run: RunData) -> ReportTable:
 
 def tabulate_settings(runs: Sequence[RunData]) -> tuple[ReportTable, str]:
     """The settings in which some run differs from the defaults, and the others in one text."""
-    defaults = settings(Config())
+    defaults = flatten_settings(Config())
     names = [name for name in defaults if any(name in run.settings for run in runs)]
     changed = [name for name in names if any(run.settings.get(name) != defaults[name] for run in runs)]
     rows = [
@@ -213,11 +216,11 @@ def _format_class_cell(value: Any) -> str:
 
 
 def _format_measure(name: str, value: Any) -> str:
-    return "" if value is None else measure(name, value)
+    return "" if value is None else format_metric(name, value)
 
 
 def _format_seconds(value: Any) -> str:
-    return "" if value is None else duration(value)
+    return "" if value is None else format_duration(value)
 
 
 def _format_whole(value: Any) -> str:

@@ -76,9 +76,9 @@ class _CountingLoader(Loader):
 
     seen: list[int]
 
-    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         self.seen = []
-        for batch in super().held_out(batch_size, rank, workers):
+        for batch in super().eval_batches(batch_size, rank, workers):
             self.seen += batch.indices.tolist()
             yield batch
 
@@ -96,7 +96,7 @@ def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
         seed=seed,
         workers_here=here,
     )
-    model = components.state.for_use()
+    model = components.state.eval_model()
     result = components.task.evaluate(model, counted, process.world, components.state.precision, components.eval_batch)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 

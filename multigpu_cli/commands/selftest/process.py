@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.loader import Batch
@@ -17,7 +17,7 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.run.session import assemble_run
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import Placement, cores
+from multigpu_cli.runtime.devices import Placement, count_cores
 from multigpu_cli.runtime.world import World
 
 Measured = dict[str, Any]
@@ -49,14 +49,14 @@ class SelftestProcess:
     @property
     def alone(self) -> "SelftestProcess":
         """The same without the other workers."""
-        config, device = with_settings(self.config, {"num_workers": 0}), self.world.device
+        config, device = replace_settings(self.config, {"num_workers": 0}), self.world.device
         return replace(self, config=config, choice=Placement("single", (device,), 0, "selftest"), world=World(device))
 
     def components(self, **overrides: Any) -> TrainComponents:
         """Everything that learns, built afresh."""
-        config = with_settings(self.config, overrides)
+        config = replace_settings(self.config, overrides)
         spec = resolve_spec(config, self.choice, self.world, source=self.source)
-        share_threads(self.workers, cores(), exact=config.reproducibility.exact)
+        share_threads(self.workers, count_cores(), exact=config.reproducibility.exact)
         components = build_components(spec, self.world)
         warm_up(components)
         return components

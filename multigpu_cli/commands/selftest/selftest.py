@@ -11,12 +11,12 @@ import yaml
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.serialize import packed, unpacked
+from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, run_checks
 from multigpu_cli.commands.selftest.measure import measure_all
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
 from multigpu_cli.config import rules
-from multigpu_cli.config.resume_rules import with_settings
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.config.types import integer
@@ -29,10 +29,10 @@ from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_cli_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.devices import Placement, choose, cores, visible_gpus
-from multigpu_cli.runtime.precision import agreed_format
-from multigpu_cli.runtime.world import LaunchEnv, World, joined
-from multigpu_cli.tasks.open_data import of_samples
+from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.precision import agree_on_precision
+from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.tasks.open_data import check_has_samples
 from multigpu_cli.tasks.registry import TASKS
 
 _WORKERS = 2
@@ -84,8 +84,8 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     """
     length, choice = _parse_steps(steps), _choose_devices(config)
     workers, device = choice.launch, choice.devices[0]
-    precision = agreed_format(config.precision.amp, World(device), choice.devices).name
-    config = replace(with_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
+    precision = agree_on_precision(config.precision.amp, World(device), choice.devices).name
+    config = replace(replace_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepare_run(config, workers, length)
     no_exact = _why_no_exact(fixed)
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
@@ -120,22 +120,22 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
 
 def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None:
     """What a started worker does: join the others, and take part."""
-    meeting = LaunchEnv.from_environment(environ)
-    if meeting is None:
+    launch_env = LaunchEnv.from_environment(environ)
+    if launch_env is None:
         raise RequestError("--results is for the workers that selftest starts", remedy="leave it out")
-    choice = choose(DeviceConfig(), gpus=visible_gpus(), cpus=cores(), meeting=meeting)
-    with joined(meeting, choice.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)) as world:
+    choice = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    with process_group(launch_env, choice.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)) as world:
         measure_as_worker(config, folder, choice, world)
 
 
 def measure_as_worker(config: Config, folder: Path, choice: Placement, world: World) -> None:
     """Measure as one of several workers, and leave what was found in the folder."""
     task = json.loads((folder / "task.json").read_text())
-    batch = Batch(**unpacked((folder / "batch.pt").read_bytes(), "batch.pt"))
+    batch = Batch(**deserialize((folder / "batch.pt").read_bytes(), "batch.pt"))
     source, fixed = prepare_run(config, world.size, task["steps"])
     process = _make_process(fixed, source, choice, world, world.size, task["steps"], folder)
     file = folder / f"rank_{world.rank}.pt"
-    measure_all(replace(process, exact=task["exact"], batch=batch), lambda measured: publish(file, packed(measured)))
+    measure_all(replace(process, exact=task["exact"], batch=batch), lambda measured: publish(file, serialize(measured)))
 
 
 def print_report(report: Report, *, as_json: bool) -> None:
@@ -165,7 +165,7 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
     Raises:
         RequestError: the batch does not fit the data or the workers.
     """
-    of_samples(config, "selftest")
+    check_has_samples(config, "selftest")
     if config.batch.size == "auto":
         raise RequestError("selftest with --batch-size auto", remedy="a number: --batch-size 32")
     micro_batch = int(config.batch.size)
@@ -176,7 +176,7 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
     batches = plan_batches(samples=size, micro_batch=micro_batch, workers=workers, global_batch=whole, drop_last=drop)
     epochs = max(config.length.epochs, -(-steps // batches.steps_per_epoch))
     plan = {"global_batch_size": whole, "grad_accum_steps": None, "max_steps": None, "epochs": epochs}
-    fixed = with_settings(config, plan | {"trace_samples": False, "resume": "never"})
+    fixed = replace_settings(config, plan | {"trace_samples": False, "resume": "never"})
     explicit = config.explicit - _OF_A_LAUNCH | {"global_batch_size", "epochs", "resume"}
     return source, replace(fixed, explicit=explicit - {"save_dir"})
 
@@ -219,17 +219,19 @@ def _choose_devices(config: Config) -> Placement:
         )
     if config.device.multi_gpu == "dp":
         raise RequestError("selftest tests ddp against one worker, not --multi-gpu dp", remedy="leave it out")
-    workers, ids, gpus = config.device.nproc_per_node or _WORKERS, config.device.gpu_ids, visible_gpus()
+    workers, ids, gpus = config.device.nproc_per_node or _WORKERS, config.device.gpu_ids, count_visible_gpus()
     if workers < 2:
         raise RequestError("--nproc-per-node 1 leaves nothing to compare", remedy="--nproc-per-node 2 or more")
     wanted = DeviceConfig(multi_gpu="ddp", gpu_ids=ids, nproc_per_node=workers)
-    return choose(wanted, gpus=gpus if ids or gpus >= workers else 0, cpus=cores(), meeting=None)
+    return choose_placement(wanted, gpus=gpus if ids or gpus >= workers else 0, cpus=count_cores(), launch_env=None)
 
 
 def _why_no_exact(config: Config) -> str:
     """Why --exact is out of the question for these settings; empty where it is not."""
-    tried = with_settings(config, {"exact": True})
-    faults = rules.broken(tried, datasets=DATASETS, environments=ENVIRONMENTS, models=MODELS, tasks=TASKS, environ={})
+    tried = replace_settings(config, {"exact": True})
+    faults = rules.find_rule_errors(
+        tried, datasets=DATASETS, environments=ENVIRONMENTS, models=MODELS, tasks=TASKS, environ={}
+    )
     return faults[0].problem if faults else ""
 
 
@@ -247,15 +249,15 @@ def _measure_workers(
 ) -> list[Measured]:
     """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
     if any(alone["reference"][which]["missing"] for which in ("first", "last")):
-        config = with_settings(config, {"find_unused_parameters": True})
+        config = replace_settings(config, {"find_unused_parameters": True})
         config = replace(config, explicit=config.explicit | {"find_unused_parameters"})
     exact = bool(alone["exact"]) and "refused" not in alone["exact"]
     (folder / "task.json").write_text(json.dumps({"steps": steps, "exact": exact}))
-    publish(folder / "batch.pt", packed(vars(batch)))
+    publish(folder / "batch.pt", serialize(vars(batch)))
     try:
         start(config, choice, folder)
     except WorkersFailed as failure:
         if failure.exit_code == WRONG_REQUEST:
             raise
     files = [folder / f"rank_{rank}.pt" for rank in range(choice.launch)]
-    return [dict(unpacked(file.read_bytes(), file.name)) if file.exists() else {} for file in files]
+    return [dict(deserialize(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

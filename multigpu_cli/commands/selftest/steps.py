@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.serialize import packed, unpacked
+from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.compute import forward_backward
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.collectives import from_main, gathered
+from multigpu_cli.runtime.collectives import all_gather, broadcast_object
 from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 
 _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
@@ -69,12 +69,12 @@ def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
     limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
     run.spec = replace(run.spec, config=limited)
     clipped, clipped_norm = _capture_gradient(run, 0)
-    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.main else {}
-    shares = [run.plan.batches.share(last, rank) for rank in range(run.plan.batches.workers)]
+    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.is_main else {}
+    shares = [run.plan.batches.local_micro_batches(last, rank) for rank in range(run.plan.batches.workers)]
     return tensors | {
         "limit": limit,
         "norm": clipped_norm,
-        "left_over": run.plan.batches.samples_in(last),
+        "left_over": run.plan.batches.num_samples(last),
         "shares": [sum(stop - start for _, start, stop in share) for share in shares],
     }
 
@@ -93,7 +93,7 @@ def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
         seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
 
     hook = optimizer.register_step_pre_hook(note)
-    epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.lanes)
+    epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.replicas_per_process)
     outcome = train_step(run, *next(epoch))
     hook.remove()
     return seen, float(outcome.norm)
@@ -113,7 +113,9 @@ def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
     half = process.steps // 2
     whole = process.run(stack)
     advance(whole, half)
-    state = from_main(process.world, unpacked(packed(whole.state.capture()), "selftest"))  # as a checkpoint would
+    state = broadcast_object(
+        process.world, deserialize(serialize(whole.state.capture()), "selftest")
+    )  # as a checkpoint would
     advance(whole, process.steps)
     again = process.run(stack)
     again.state.restore(state, "selftest")
@@ -142,7 +144,9 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
             raise
         return {"refused": str(error).splitlines()[0]}
     assert run.loaders.val is not None
-    result = run.task.evaluate(run.state.for_use(), run.loaders.val, process.world, run.state.precision, run.eval_batch)
+    result = run.task.evaluate(
+        run.state.eval_model(), run.loaders.val, process.world, run.state.precision, run.eval_batch
+    )
     return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
 
 
@@ -151,9 +155,11 @@ def advance(run: Run, until: int) -> list[float]:
     batches, progress, losses = run.plan.batches, run.progress, []
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, run.strategy.lanes):
+        for layout, work in run.loaders.train.epoch(
+            batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
+        ):
             sums = train_step(run, layout, work).slots(run.world.device)
-            losses.append(fsum(torch.cat(gathered(run.world, sums)).tolist()) / max(1, int(run.units.last)))
+            losses.append(fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.units.last)))
             progress.step += 1
             if progress.step == until:
                 break

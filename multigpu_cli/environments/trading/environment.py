@@ -15,7 +15,7 @@ from torch import Tensor
 from multigpu_cli.environments.base import Box, EnvironmentGroup, StepReturn
 from multigpu_cli.environments.trading.equity import EquityCurves, figures
 from multigpu_cli.environments.trading.market import Market
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 
 _ALL = 1e18  # shares: to be sold on days of unrest
 _LEAST = 1e-300  # of cash: never 0, so that it may be divided by a bill of 0
@@ -87,7 +87,7 @@ class Trading(EnvironmentGroup):
         count = len(market.symbols)
         shape = (self._features.shape[1] + 1 + count,)
         self.observation_shape = shape if rules.window is None else (rules.window, *shape)
-        self.action, self.remark = Box((count,), -1.0, 1.0), market.shown()
+        self.action, self.remark = Box((count,), -1.0, 1.0), market.describe()
         each = torch.ones(count, dtype=torch.float64, device=device)
         self._each, self._bids, self._asks = each, (1 - rules.cost) * each, (1 + rules.cost) * each
         self._nobody = torch.zeros(len(self._numbers), dtype=torch.bool, device=device)
@@ -95,7 +95,7 @@ class Trading(EnvironmentGroup):
         self._curves: EquityCurves | None = None
 
     def reset(self) -> Tensor:
-        return self._begun(0)
+        return self._begin_episodes(0)
 
     def step(self, actions: Tensor) -> StepReturn:
         self._trade(actions)
@@ -110,8 +110,8 @@ class Trading(EnvironmentGroup):
         if self._recording:
             self._values[:, self._elapsed] = worth
         if self._elapsed == self._days:
-            self._figures = self._measured()
-            return StepReturn(self._begun(self._episode + 1), reward, self._nobody, ~self._nobody, observation)
+            self._figures = self._compute_figures()
+            return StepReturn(self._begin_episodes(self._episode + 1), reward, self._nobody, ~self._nobody, observation)
         if ahead == _AHEAD:
             self._look_ahead(self._shares())
         return StepReturn(observation, reward, self._nobody, self._nobody, observation)
@@ -133,7 +133,7 @@ class Trading(EnvironmentGroup):
         if self._recording:
             self._trades.add_(change.count_nonzero(1))
 
-    def _begun(self, episode: int) -> Tensor:
+    def _begin_episodes(self, episode: int) -> Tensor:
         """Start everybody's episode of that number with nothing but cash; the first observations."""
         count, symbols = len(self._numbers), len(self._each)
         self._episode, self._elapsed = episode, 0
@@ -150,7 +150,7 @@ class Trading(EnvironmentGroup):
     def _first_day(self, number: int) -> int:
         """Where an environment's episode begins."""
         beginnings = self._span[1] - self._days - self._span[0] + 1
-        drawn = key(self._seed, number, self._episode) % beginnings if self._rules.start == "random" else 0
+        drawn = make_key(self._seed, number, self._episode) % beginnings if self._rules.start == "random" else 0
         return self._span[0] + drawn
 
     def _look_ahead(self, shares: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Trading(EnvironmentGroup):
         ahead = self._elapsed - self._looked
         return self._held_so_far[:, ahead : ahead + (self._rules.window or 1)]
 
-    def _measured(self) -> dict[str, Tensor]:
+    def _compute_figures(self) -> dict[str, Tensor]:
         """Figures of the episodes that have just ended."""
         if not self._recording:
             return {"cumulative_return": self._worth / self._rules.cash - 1}
@@ -194,7 +194,7 @@ class Trading(EnvironmentGroup):
         return self._figures
 
     def details(self) -> dict[str, Any]:
-        return {"equity_curve": self._curves.told()} if self._curves else {}
+        return {"equity_curve": self._curves.as_dict()} if self._curves else {}
 
     def state(self) -> dict[str, Tensor]:
         told = [self._episode, self._elapsed, self._days, self.market.mark]
@@ -207,7 +207,7 @@ class Trading(EnvironmentGroup):
         there = {name: tensor.to(self._device, copy=True) for name, tensor in state.items()}
         self._episode, self._elapsed, days, mark = there["numbers"][0].tolist()
         if (days, mark) != (self._days, self.market.mark):  # somebody has brought other prices
-            return self._begun(self._episode), len(self._numbers)
+            return self._begin_episodes(self._episode), len(self._numbers)
         self._first, self._trades, self._values = there["first"], there["trades"], there["values"]
         self._cash, self._held, self._worth = there["cash"], there["held"], there["worth"]
         return self._look_ahead(there["shares"]), 0

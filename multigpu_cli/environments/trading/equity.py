@@ -46,7 +46,7 @@ def figures(values: Tensor) -> dict[str, Tensor]:
     }
 
 
-def bought_once(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
+def buy_and_hold(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
     """(T,): what equal sums in each of n symbols are worth, bought on the first day and kept.
 
     Args:
@@ -57,18 +57,18 @@ def bought_once(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor
     return torch.cat([close.new_tensor([cash]), close[1:] @ held])
 
 
-def equal_shares(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
+def hold_equal_shares(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
     """(T,): the same, brought back to equal sums in each symbol every day, and paying for it."""
     held, values = torch.zeros_like(fill[0]), [close.new_tensor(cash)]
     for prices, later in zip(fill[:-1], close[1:], strict=True):
         worths = held * prices
         purse = cash + worths.sum()  # the cash is spent on the first day
-        held, cash = _balanced(worths, purse, cost) / prices, 0.0
+        held, cash = _rebalance(worths, purse, cost) / prices, 0.0
         values.append(held @ later)
     return torch.stack(values)
 
 
-def _balanced(worths: Tensor, total: Tensor, cost: float) -> Tensor:
+def _rebalance(worths: Tensor, total: Tensor, cost: float) -> Tensor:
     """(n,): the equal sums s that total pays for, so that n s + cost · Σ |s - worth| = total."""
     share = total / len(worths)
     for _ in range(60):  # each round is wrong by at most `cost` times what the last one was
@@ -100,20 +100,20 @@ class EquityCurves:
         """A policy's values (T,) from a day of the market on, beside its rivals'."""
         days = slice(first, first + len(policy))
         fill, close = torch.from_numpy(market.fill[days]), torch.from_numpy(market.close[days])
-        once, equal = bought_once(fill, close, cash, cost), equal_shares(fill, close, cash, cost)
+        once, equal = buy_and_hold(fill, close, cash, cost), hold_equal_shares(fill, close, cash, cost)
         return cls(market.dates[days], policy, once, equal, market.remark)
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_curves(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("policy", self.policy), ("buy_and_hold", self.buy_and_hold), ("equal_weight", self.equal_weight))
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Plain values: the dates, what each portfolio was worth on them, and what the prices are."""
-        values = {name: found.tolist() for name, found in self.named()}
+        values = {name: found.tolist() for name, found in self.iterate_curves()}
         return {"dates": [str(day) for day in self.dates], "values": values, "prices": self.remark}
 
     def rivals(self) -> dict[str, float]:
         """Figures of the two that need no policy, by name."""
         found: dict[str, float] = {}
-        for rival, values in list(self.named())[1:]:
+        for rival, values in list(self.iterate_curves())[1:]:
             found |= {f"{rival}_{name}": float(value) for name, value in figures(values).items()}
         return found

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 
-def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
+def smooth(values: np.ndarray, weight: float) -> np.ndarray:
     """Exponential smoothing: each day moves by this share of the way to the new value."""
     found = np.empty_like(values)
     found[0] = values[0]
@@ -18,14 +18,14 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
 
 def macd(close: np.ndarray, fast: int = 12, slow: int = 26) -> np.ndarray:
     """Moving average convergence divergence (Appel): the fast exponential average less the slow one, in price units."""
-    difference: np.ndarray = smoothed(close, 2 / (fast + 1)) - smoothed(close, 2 / (slow + 1))
+    difference: np.ndarray = smooth(close, 2 / (fast + 1)) - smooth(close, 2 / (slow + 1))
     return difference
 
 
 def rsi(close: np.ndarray, period: int) -> np.ndarray:
     """Relative strength index (Wilder 1978), 0 … 100; 50 where nothing has moved."""
     change = np.diff(close, axis=0, prepend=close[:1])
-    gain, loss = (smoothed(np.maximum(moved, 0), 1 / period) for moved in (change, -change))
+    gain, loss = (smooth(np.maximum(moved, 0), 1 / period) for moved in (change, -change))
     return 100 * _share(gain, gain + loss, 0.5)
 
 
@@ -50,9 +50,9 @@ def adx(high: np.ndarray, low: np.ndarray, close: np.ndarray, period: int) -> np
     rising = np.where((up > down) & (up > 0), up, 0.0)
     falling = np.where((down > up) & (down > 0), down, 0.0)
     true_range = np.maximum(high, before) - np.minimum(low, before)
-    spread = smoothed(true_range, 1 / period)
-    plus, minus = (_share(smoothed(moved, 1 / period), spread, 0.0) for moved in (rising, falling))
-    return smoothed(100 * _share(np.abs(plus - minus), plus + minus, 0.0), 1 / period)
+    spread = smooth(true_range, 1 / period)
+    plus, minus = (_share(smooth(moved, 1 / period), spread, 0.0) for moved in (rising, falling))
+    return smooth(100 * _share(np.abs(plus - minus), plus + minus, 0.0), 1 / period)
 
 
 def turbulence(close: np.ndarray, window: int) -> np.ndarray:

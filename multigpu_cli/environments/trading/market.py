@@ -48,7 +48,7 @@ class Market:
         told = [self.close.tobytes(), self.fill.tobytes(), repr((self.symbols, self.dates, self.days)).encode()]
         return int.from_bytes(sha256(b"".join(told)).digest()[:8]) >> 1
 
-    def shown(self) -> str:
+    def describe(self) -> str:
         """The prices and the splits in words, for the plan."""
         spans = (f"{name} {self.dates[first]} to {self.dates[last]}" for name, (first, last) in self.days.items())
         return "; ".join([self.remark, *spans])

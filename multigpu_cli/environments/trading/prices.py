@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from multigpu_cli.errors import RequestError, all_wrong, counted, did_you_mean
+from multigpu_cli.errors import RequestError, combine_errors, did_you_mean, pluralize
 
 _COLUMNS = ("open", "high", "low", "close")
 _ADJUSTED = ("adj close", "adj_close", "adjclose", "adjusted close")
@@ -39,7 +39,7 @@ class Prices:
         return len(self.dates)
 
 
-def read(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = True) -> Prices:
+def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = True) -> Prices:
     """The files of a folder, on the dates that all of them have.
 
     Args:
@@ -58,21 +58,21 @@ def read(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = True) -
         except RequestError as fault:
             faults.append(fault)
     if faults:
-        raise faults[0] if len(faults) == 1 else all_wrong(faults)
+        raise faults[0] if len(faults) == 1 else combine_errors(faults)
     common = sorted(set.intersection(*(set(table) for table in tables)))
     if len(common) < 2:
         spans = "\n".join(f"  {file}: {min(table)} to {max(table)}" for file, table in zip(files, tables, strict=True))
         raise RequestError(
-            f"--data trading: the symbols share {counted(len(common), 'date')}\n{spans}",
+            f"--data trading: the symbols share {pluralize(len(common), 'date')}\n{spans}",
             remedy="--set data.args.symbols=[…] with those that were traded on the same dates",
         )
     rows = np.array([[table[day] for table in tables] for day in common])  # (T, n, 5)
     with_dividends = adjusted and bool(np.isfinite(rows[..., 4]).all())
     factor = rows[..., 4] / rows[..., 3] if with_dividends else 1.0
     left_out = max(map(len, tables)) - len(common)
-    remark = f"{counted(len(files), 'symbol')}, {counted(len(common), 'date')}, {common[0]} to {common[-1]}"
+    remark = f"{pluralize(len(files), 'symbol')}, {pluralize(len(common), 'date')}, {common[0]} to {common[-1]}"
     remark += ", adjusted for dividends" if with_dividends else ", dividends left out"
-    remark += f"; {counted(left_out, 'date')} that not all of them have left out" if left_out else ""
+    remark += f"; {pluralize(left_out, 'date')} that not all of them have left out" if left_out else ""
     opened, high, low, close = (rows[..., at] * factor for at in range(len(_COLUMNS)))
     names = tuple(file.stem for file in files)
     return Prices(names, tuple(common), open=opened, high=high, low=low, close=close, remark=remark)
@@ -107,7 +107,7 @@ def _table(file: Path) -> dict[date, tuple[float, ...]]:
                     continue
                 where = f"{file}:{lines.line_num}"
                 if len(row) != len(head):
-                    raise _wrong(where, f"{counted(len(row), 'cell')} for {counted(len(head), 'column')}")
+                    raise _wrong(where, f"{pluralize(len(row), 'cell')} for {pluralize(len(head), 'column')}")
                 day = _day(where, row[places[0]])
                 if last is not None and day <= last:
                     fault = "comes twice" if day == last else f"comes after {last}"

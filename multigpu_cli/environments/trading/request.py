@@ -40,7 +40,7 @@ def group(
     Args:
         data_dir: folder of CSV files, one a symbol; None makes prices up, and says so.
         symbols: names of the files (default: all); of made-up prices how many (default: 5).
-        adjusted: see prices.read.
+        adjusted: see prices.read_prices.
         made_days, made_seed: of made-up prices; all seeds of a run meet the same ones.
         val_from, test_from, turbulence, turbulence_window, period, fill: see market.build.
         length, start, window, cash, max_shares, cost, reward_scale: see trading.Rules; the first two of training.
@@ -78,10 +78,10 @@ def _prices(
     if data_dir is None:
         if symbols is not None and not isinstance(symbols, int):
             raise RequestError("data.args.symbols: made-up prices have no such names", remedy="--data-dir, or a number")
-        return synthetic_prices.drawn(seed, 5 if symbols is None else symbols, days)
+        return synthetic_prices.draw_prices(seed, 5 if symbols is None else symbols, days)
     if isinstance(symbols, int):
         raise RequestError(f"data.args.symbols: {symbols} is no name of a file", remedy="names, without .csv")
-    return prices.read(data_dir, symbols or (), adjusted=adjusted)
+    return prices.read_prices(data_dir, symbols or (), adjusted=adjusted)
 
 
 def _check(given: Mapping[str, Any]) -> None:

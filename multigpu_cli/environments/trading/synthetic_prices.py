@@ -13,7 +13,7 @@ _TRADING_DAYS = 252
 _FIRST = date(2000, 1, 3)
 
 
-def drawn(seed: int, symbols: int = 5, days: int = 1500) -> Prices:
+def draw_prices(seed: int, symbols: int = 5, days: int = 1500) -> Prices:
     """Geometric Brownian motion with one common factor: nothing in the past tells of the future.
 
     What a policy earns on such prices beyond their drift is luck.

@@ -12,9 +12,9 @@ from multigpu_cli.data.base import DataSource
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime import plugins
-from multigpu_cli.tasks.ppo.policy import policy_of
+from multigpu_cli.tasks.ppo.policy import build_policy
 from multigpu_cli.tasks.ppo.settings import PPOSettings
 
 _SPLITS = {"train": 0, "val": 1, "test": 2}
@@ -57,8 +57,8 @@ def open_environments(config: Config) -> EnvSource:
     Raises:
         RequestError: there are no such ones, or numbers that don't go together.
     """
-    settings: PPOSettings = plugins.call(PPOSettings, {}, config.task.args, where="task")
-    make = partial(_group, config, *maker(config))
+    settings: PPOSettings = plugins.call_factory(PPOSettings, {}, config.task.args, where="task")
+    make = partial(_group, config, *find_group_factory(config))
     probe = make("train", range(1), torch.device("cpu"))
     environments, group, micro_batch = _sizes(config, settings)
     rollout = group * settings.rollout
@@ -73,10 +73,10 @@ def open_environments(config: Config) -> EnvSource:
         val=episodes,
         test=episodes,
         input_shape=probe.observation_shape,
-        num_classes=policy_of(probe.action).outputs,
-        offers={"action": probe.action},
-        remark=f"{environments} environments in groups of {group}, {settings.rollout} steps a rollout{more}: ",
-        pieces=(micro_batch, environments * settings.rollout // (rollout // micro_batch)),
+        num_classes=build_policy(probe.action).outputs,
+        model_kwargs={"action": probe.action},
+        note=f"{environments} environments in groups of {group}, {settings.rollout} steps a rollout{more}: ",
+        fixed_batch_sizes=(micro_batch, environments * settings.rollout // (rollout // micro_batch)),
         epochs=iterations,
         model="actor-critic",
         task="ppo",
@@ -88,25 +88,25 @@ def open_environments(config: Config) -> EnvSource:
     )
 
 
-def maker(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
+def find_group_factory(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
     """What makes a group, and what its name says beside the arguments (gym:ID)."""
     name, _, rest = config.data.name.partition(":")
     if name in ENVIRONMENTS:
-        return plugins.find(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
-    return plugins.find(config.data.name, ENVIRONMENTS, flag="--data"), {}
+        return plugins.find_factory(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
+    return plugins.find_factory(config.data.name, ENVIRONMENTS, flag="--data"), {}
 
 
 def _group(
     config: Config,
     factory: Callable[..., Any],
-    told: Mapping[str, Any],
+    named_args: Mapping[str, Any],
     split: str,
     numbers: range,
     device: torch.device,
 ) -> EnvironmentGroup:
-    seed = key(config.reproducibility.seed, _SPLITS[split])
+    seed = make_key(config.reproducibility.seed, _SPLITS[split])
     offered = {"split": split, "data_dir": config.data.dir, "numbers": tuple(numbers), "seed": seed, "device": device}
-    found = plugins.call(factory, offered, {**told, **config.data.args}, where="data")
+    found = plugins.call_factory(factory, offered, {**named_args, **config.data.args}, where="data")
     if not isinstance(found, EnvironmentGroup):
         raise RequestError(
             f"--data {config.data.name}: the factory returned a {type(found).__name__}, not an EnvironmentGroup",

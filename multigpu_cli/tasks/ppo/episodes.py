@@ -32,7 +32,7 @@ class Episodes:
     def close(self) -> None:
         """Nothing is open."""
 
-    def held_out(self, batch_size: int, rank: int, workers: int) -> NoReturn:
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> NoReturn:
         """There are no samples to have in batches.
 
         Raises:
@@ -40,7 +40,7 @@ class Episodes:
         """
         raise RequestError("--task ppo has episodes, not samples with predictions", remedy="multigpu evaluate")
 
-    def played(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
+    def play(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
         """Numbers of the episodes of each group of this worker, and their figures, (E,) each: reward, length, …
 
         The likeliest action is taken everywhere.
@@ -68,7 +68,7 @@ def _first_episodes(
     found = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in ("reward", "length")}
     for _ in range(_LONGEST):
         outputs, _, state = network(observation[None], begun[None], state)
-        stepped = environments.step(policy.acted(policy.chosen(outputs[0].float(), None)))
+        stepped = environments.step(policy.to_env_actions(policy.choose_actions(outputs[0].float(), None)))
         found["reward"] += torch.where(running, stepped.reward, 0.0)
         found["length"] += running
         over = stepped.terminated | stepped.truncated

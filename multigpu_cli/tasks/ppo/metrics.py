@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.runtime.collectives import gathered, total
+from multigpu_cli.runtime.collectives import all_gather, all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.env_source import EnvSource
 from multigpu_cli.tasks.ppo.objective import FIGURES
@@ -29,9 +29,9 @@ class PPOMetrics:
         self._own_steps, self._own_seconds, self._steps_before = 0, 0.0, 0
 
     @property
-    def taken(self) -> int:
+    def steps_taken(self) -> int:
         """Optimizer steps: all of them learn from equally many decisions."""
-        return self.decisions // self._source.pieces[1]  # type: ignore[index]
+        return self.decisions // self._source.fixed_batch_sizes[1]  # type: ignore[index]
 
     def state(self) -> dict[str, Any]:
         """The counts."""
@@ -41,13 +41,13 @@ class PPOMetrics:
         self.decisions, self.steps, self.episodes = (int(state[name]) for name in ("decisions", "steps", "episodes"))
         self._steps_before = self.steps
 
-    def rollout(self, groups: int, seconds: float) -> None:
+    def record_rollout(self, groups: int, seconds: float) -> None:
         """This worker has acted in so many groups."""
         self._own_steps += groups * self._source.group * self._source.settings.rollout
         self._own_seconds += seconds
         self.steps += self._source.steps
 
-    def learned(self, ended: Tensor, returns: Tensor, values: Tensor) -> None:
+    def record_returns(self, ended: Tensor, returns: Tensor, values: Tensor) -> None:
         """What all workers' rollouts have come to.
 
         Args:
@@ -58,11 +58,11 @@ class PPOMetrics:
         self.episodes += int(ended[0])
         spread = returns.double().var()
         self._explained = 1 - (returns - values).double().var() / spread
-        steps = self._source.samples // self._source.pieces[1]  # type: ignore[index]
+        steps = self._source.samples // self._source.fixed_batch_sizes[1]  # type: ignore[index]
         size = (steps, self._source.groups, 1 + len(FIGURES))
         self._slots = torch.zeros(size, dtype=torch.float64, device=self._world.device)
 
-    def step(self, slot: int, micro_batch: int, figures: Tensor) -> None:
+    def record_step(self, slot: int, micro_batch: int, figures: Tensor) -> None:
         """FIGURES of a micro-batch's decisions, (5, …)."""
         if self._slots.numel():  # before the first rollout the network is only tried out
             self._slots[slot, micro_batch, 0] = figures[0].numel()
@@ -70,7 +70,7 @@ class PPOMetrics:
 
     def divergence(self, slots: range) -> float:
         """Mean of those steps, over all workers."""
-        sums = total(self._world, self._slots[slots.start : slots.stop].clone()).sum((0, 1))
+        sums = all_reduce_sum(self._world, self._slots[slots.start : slots.stop].clone()).sum((0, 1))
         return float(sums[1] / sums[0])
 
     def read(self, seconds: float) -> dict[str, Any]:
@@ -81,16 +81,16 @@ class PPOMetrics:
         """
         fields: dict[str, Any] = {"env_steps": self.steps, "episodes": self.episodes}
         if self._source.settings.target_kl:
-            fields["steps_taken"] = self.taken
+            fields["steps_taken"] = self.steps_taken
         if self._ended[0]:
             count, rewards, lengths = self._ended
             fields |= {"episode_reward": rewards / count, "episode_length": lengths / count}
         if self._slots.numel():
-            sums = total(self._world, self._slots.clone()).sum((0, 1)).tolist()
+            sums = all_reduce_sum(self._world, self._slots.clone()).sum((0, 1)).tolist()
             fields |= {name: value / max(1.0, sums[0]) for name, value in zip(FIGURES, sums[1:], strict=True)}
             fields["explained_variance"] = float(self._explained)  # type: ignore[arg-type]
         own = torch.tensor([self._own_steps, self._own_seconds], dtype=torch.float64, device=self._world.device)
-        everyone = torch.stack(gathered(self._world, own)).tolist()
+        everyone = torch.stack(all_gather(self._world, own)).tolist()
         rates = [steps / seconds if seconds else 0.0 for steps, seconds in everyone]
         fields["env_steps_per_second"] = (self.steps - self._steps_before) / seconds if seconds else 0.0
         fields["rollout_steps_per_second"] = rates

@@ -24,18 +24,18 @@ class Policy(ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """(*shape, *noise) random numbers on the CPU, for so many choices."""
 
     @abstractmethod
-    def chosen(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
+    def choose_actions(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
         """An action for each output, the likeliest where there is no noise; not clipped to any bounds."""
 
     @abstractmethod
-    def judged(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """(…,) logarithms of the actions' probabilities (or densities), and (…,) entropies of the policy."""
 
-    def acted(self, actions: Tensor) -> Tensor:
+    def to_env_actions(self, actions: Tensor) -> Tensor:
         """The actions as the environment takes them."""
         return actions
 
@@ -46,14 +46,14 @@ class Categorical(Policy):
     def __init__(self, space: Discrete) -> None:
         self.outputs, self.noise, self.shape, self.dtype = space.n, (space.n,), (), torch.int64
 
-    def drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise: the greatest of logits plus such noise is a draw from their softmax."""
         return torch.empty(*shape, *self.noise).exponential_(generator=generator).log_().neg_()
 
-    def chosen(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
+    def choose_actions(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
         return (outputs if noise is None else outputs + noise).argmax(-1)
 
-    def judged(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         logarithms = outputs.log_softmax(-1)
         entropy = -(logarithms.exp() * logarithms).sum(-1)
         return logarithms.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
@@ -67,15 +67,15 @@ class Gaussian(Policy):
         self.size = math.prod(space.shape)
         self.outputs, self.noise, self.shape, self.dtype = 2 * self.size, (self.size,), space.shape, torch.float32
 
-    def drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.randn(*shape, *self.noise, generator=generator)
 
-    def chosen(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
+    def choose_actions(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
         mean, log_deviation = outputs.split(self.size, -1)
         flat: Tensor = mean if noise is None else mean + log_deviation.exp() * noise
         return flat.reshape(*flat.shape[:-1], *self.space.shape)
 
-    def judged(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_deviation = outputs.split(self.size, -1)
         flat = actions.reshape(mean.shape)
         away = (flat - mean) * (-log_deviation).exp()
@@ -83,10 +83,10 @@ class Gaussian(Policy):
         entropy = log_deviation + 0.5 * (1 + math.log(2 * math.pi))
         return density.sum(-1), entropy.sum(-1)
 
-    def acted(self, actions: Tensor) -> Tensor:
+    def to_env_actions(self, actions: Tensor) -> Tensor:
         return self.space.clip(actions)
 
 
-def policy_of(space: Discrete | Box) -> Policy:
+def build_policy(space: Discrete | Box) -> Policy:
     """The policy over this space of actions."""
     return Categorical(space) if isinstance(space, Discrete) else Gaussian(space)

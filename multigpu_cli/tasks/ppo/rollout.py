@@ -70,7 +70,7 @@ class Collector:
             setattr(self, f"_{name}", state[name].to(self._device))
         return anew
 
-    def promised(self, rollout: Rollout, gamma: float) -> Tensor:
+    def discount_returns(self, rollout: Rollout, gamma: float) -> Tensor:
         """(T, E): at each step of its last rollout, the discounted sum of the episode's rewards so far."""
         sums = torch.empty_like(rollout.rewards)
         over = rollout.terminated | rollout.truncated
@@ -86,16 +86,16 @@ class Collector:
             The rollout, and (3,) of the episodes that ended in it: their number, and sums of rewards and lengths.
         """
         steps, size = len(noise), self._size
-        rollout = self._room(steps, policy)
+        rollout = self._allocate(steps, policy)
         said = torch.zeros(steps, size, policy.outputs, device=self._device)
         ended = torch.zeros(3, dtype=torch.float64, device=self._device)
         with torch.no_grad():
             for step in range(steps):
-                outputs, values, memory = self._looked(network, self._observation, self._begun)
-                actions = policy.chosen(outputs, noise[step])
+                outputs, values, memory = self._forward(network, self._observation, self._begun)
+                actions = policy.choose_actions(outputs, noise[step])
                 rollout.observations[step], rollout.begun[step] = self._observation, self._begun
                 said[step], rollout.actions[step], rollout.values[step] = outputs, actions, values
-                stepped = self.environments.step(policy.acted(actions))
+                stepped = self.environments.step(policy.to_env_actions(actions))
                 self._memory = memory
                 over = stepped.terminated | stepped.truncated
                 rollout.rewards[step] = stepped.reward
@@ -105,20 +105,20 @@ class Collector:
                 if bool(over.any()):
                     if bool(stepped.truncated.any()):
                         going_on = torch.zeros(size, device=self._device)
-                        rollout.cut_values[step] = self._looked(network, stepped.last_observation, going_on)[1]
+                        rollout.cut_values[step] = self._forward(network, stepped.last_observation, going_on)[1]
                     ended[0] += over.sum()
                     ended[1:] += self._tally[:, over].sum(1)
                     self._tally[:, over] = 0
                 self._observation, self._begun = stepped.observation, over.to(torch.float32)
-            rollout.log_probabilities.copy_(policy.judged(said, rollout.actions)[0])
-            rollout.after.copy_(self._looked(network, self._observation, self._begun)[1])
+            rollout.log_probabilities.copy_(policy.evaluate_actions(said, rollout.actions)[0])
+            rollout.after.copy_(self._forward(network, self._observation, self._begun)[1])
         return rollout, ended
 
-    def _looked(self, network: Network, observation: Tensor, begun: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, network: Network, observation: Tensor, begun: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         outputs, values, memory = network(observation[None], begun[None], self._memory)
         return outputs[0].float(), values[0].float(), memory
 
-    def _room(self, steps: int, policy: Policy) -> Rollout:
+    def _allocate(self, steps: int, policy: Policy) -> Rollout:
         size, device = self._size, self._device
 
         def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,7 +16,7 @@ class RunningMoments:
         self.state = torch.zeros(1 + 2 * size, dtype=torch.float64)
 
     def add(self, parts: Tensor) -> None:
-        """Take over what `summed` found, (parts, 1 + 2k): one row after the other, whoever found it."""
+        """Take over what `sum_moments` found, (parts, 1 + 2k): one row after the other, whoever found it."""
         for count, mean, squares in (row.split([1, self.size, self.size]) for row in parts.cpu()):
             before, old_mean, old_squares = self.state.split([1, self.size, self.size])
             if not count:
@@ -42,7 +42,7 @@ class RunningMoments:
         return torch.where(variance > 1e-12, variance, 1.0).sqrt()
 
 
-def summed(values: Tensor) -> Tensor:
+def sum_moments(values: Tensor) -> Tensor:
     """(1 + 2k,) float64: count, mean and squared deviations of (n, k)."""
     wide = values.double()
     mean = wide.mean(0)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from multigpu_cli.data.loader import Batch, StepWork
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.planning.rng_keys import key
-from multigpu_cli.runtime.collectives import total
+from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve import evaluating
+from multigpu_cli.runtime.preserve import eval_mode
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.advantages import advantages
 from multigpu_cli.tasks.ppo.env_source import EnvSource
@@ -21,7 +21,7 @@ from multigpu_cli.tasks.ppo.metrics import PPOMetrics
 from multigpu_cli.tasks.ppo.objective import RolloutBatch
 from multigpu_cli.tasks.ppo.policy import Policy
 from multigpu_cli.tasks.ppo.rollout import Collector, Rollout
-from multigpu_cli.tasks.ppo.statistics import RunningMoments, summed
+from multigpu_cli.tasks.ppo.statistics import RunningMoments, sum_moments
 
 _CHOICES, _ORDER = 0xAC7, 0x08D  # keep these random streams apart
 
@@ -53,7 +53,9 @@ class RolloutStream:
         moved: called at each step of the environments.
     """
 
-    whole_epochs = True  # what was decided belongs to the weights of that moment: an epoch is not begun in its middle
+    resumable_only_at_epoch = (
+        True  # what was decided belongs to the weights of that moment: an epoch is not begun in its middle
+    )
 
     def __init__(
         self, source: EnvSource, policy: Policy, world: World, seed: int, moved: Callable[[], None] = lambda: None
@@ -62,7 +64,7 @@ class RolloutStream:
         self.size, self.where = source.samples, f"made by the policy in {source.environments} environments"
         groups = source.groups
         self.mine = range(groups * world.rank // world.size, groups * (world.rank + 1) // world.size)
-        self.told = PPOMetrics(source, world)
+        self.metrics = PPOMetrics(source, world)
         self._seen = RunningMoments(prod(source.input_shape))
         self._paid = RunningMoments(1)
         self._collectors: list[Collector] = []
@@ -71,7 +73,7 @@ class RolloutStream:
         self._orders = self._shift = self._scale = torch.empty(0)
         self._far = False  # the epoch has moved the policy too far and is over
 
-    def begin(self, model: nn.Module, precision: Precision) -> None:
+    def start(self, model: nn.Module, precision: Precision) -> None:
         """Take the network that acts and learns, and begin the environments of this worker."""
         self._model, self._precision = model, precision
         self._memory = int(model.memory_size)  # type: ignore[arg-type]
@@ -83,11 +85,11 @@ class RolloutStream:
     def close(self) -> None:
         """Nothing is open."""
 
-    def order(self, epoch: int) -> Tensor:
+    def sample_order(self, epoch: int) -> Tensor:
         """(samples,) int64: decisions are numbered in the order in which they are learned from."""
         return torch.arange(self.size)
 
-    def held_out(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """One batch of that size with nothing in it, to try a network out before there is anything to learn from."""
         steps = self.source.settings.rollout if batch_size % self.source.settings.rollout == 0 else 1
         shape, device = (steps, batch_size // steps) if self._memory else (1, batch_size), self.world.device
@@ -97,7 +99,9 @@ class RolloutStream:
         seen = PolicyInput(observations, nothing, torch.zeros(shape[1], self._memory, device=device), 0)
         yield Batch(seen, RolloutBatch(actions, *[nothing] * 4), torch.arange(batch_size), 0)
 
-    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, lanes: int) -> Iterator[StepWork]:
+    def epoch(
+        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
+    ) -> Iterator[StepWork]:
         """The steps of an update: the layout of each, and this worker's micro-batches.
 
         Args:
@@ -111,26 +115,26 @@ class RolloutStream:
                 return
             if step == start or step % self._parts == 0:
                 self._deal(epoch, step // self._parts)
-            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, lanes)
+            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
             yield layout, (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in layout.passes)
 
-    def follows(self, step: int, plan: BatchPlan) -> int:
+    def next_step(self, step: int, plan: BatchPlan) -> int:
         """The step after this one: the next epoch's first where a pass has moved the policy too far; the same on all
         ranks, which ask together."""
         within, settings = step % plan.steps_per_epoch, self.source.settings
-        self.told.decisions += plan.samples_in(within)
+        self.metrics.decisions += plan.num_samples(within)
         if not settings.target_kl or (within + 1) % self._parts:
             return step + 1
-        self._far = self.told.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
+        self._far = self.metrics.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
         return step - within + plan.steps_per_epoch if self._far else step + 1
 
     def steps_after(self, step: int, plan: BatchPlan) -> int:
         """Optimizer steps taken up to this place in the schedule, without those that a moved policy left out."""
-        return self.told.taken
+        return self.metrics.steps_taken
 
     def samples_after(self, step: int, plan: BatchPlan) -> int:
         """Decisions that the optimizer has learned from, each as often as it did."""
-        return self.told.decisions
+        return self.metrics.decisions
 
     def state(self) -> dict[str, Any]:
         """What `load_state` needs of this worker."""
@@ -138,7 +142,7 @@ class RolloutStream:
             "groups": [collector.state() for collector in self._collectors],
             "seen": self._seen.state,
             "paid": self._paid.state,
-            "told": self.told.state(),
+            "told": self.metrics.state(),
         }
 
     def load_state(self, groups: list[dict[str, Any]], shared: dict[str, Any]) -> int:
@@ -149,12 +153,12 @@ class RolloutStream:
             shared: what `state` says on any rank.
         """
         self._seen.state, self._paid.state = shared["seen"], shared["paid"]
-        self.told.load_state(shared["told"])
+        self.metrics.load_state(shared["told"])
         return sum(collector.load_state(groups[collector.number]) for collector in self._collectors)
 
     @property
     def _parts(self) -> int:
-        return self.source.group * self.source.settings.rollout // self.source.pieces[0]  # type: ignore[index]
+        return self.source.group * self.source.settings.rollout // self.source.fixed_batch_sizes[0]  # type: ignore[index]
 
     def _collect(self, epoch: int) -> None:
         """Act for one rollout everywhere, and agree on what it was worth."""
@@ -162,20 +166,20 @@ class RolloutStream:
         if settings.normalize_observations:
             self._model.normalizer.adopt(self._seen.mean, self._seen.deviation)  # type: ignore[union-attr, operator]
         began, self._rollouts, found = time.perf_counter(), [], []
-        with evaluating(self._model):
+        with eval_mode(self._model):
             for collector in self._collectors:
-                generator = torch.Generator().manual_seed(key(self.seed, _CHOICES, epoch, collector.number))
-                noise = self.policy.drawn(shape, generator).to(self.world.device)
+                generator = torch.Generator().manual_seed(make_key(self.seed, _CHOICES, epoch, collector.number))
+                noise = self.policy.sample_noise(shape, generator).to(self.world.device)
                 rollout, ended = collector.collect(self._network, self.policy, noise)
                 found.append(torch.cat([ended, self._moments(collector, rollout)]))
                 self._rollouts.append(rollout)
-        self.told.rollout(len(self.mine), time.perf_counter() - began)
+        self.metrics.record_rollout(len(self.mine), time.perf_counter() - began)
         sizes = [3, self._seen.state.numel(), self._paid.state.numel()]
-        ended, seen, paid = self._shared(found, (sum(sizes),)).split(sizes, 1)
+        ended, seen, paid = self._all_reduce_groups(found, (sum(sizes),)).split(sizes, 1)
         self._seen.add(seen)
         self._paid.add(paid)
-        self._judge()
-        self.told.learned(ended.sum(0), self._returns, self._returns - self._advantages)
+        self._compute_advantages()
+        self.metrics.record_returns(ended.sum(0), self._returns, self._returns - self._advantages)
 
     def _network(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._moved()
@@ -187,12 +191,12 @@ class RolloutStream:
         settings, device = self.source.settings, self.world.device
         seen, paid = (torch.zeros_like(moments.state) for moments in (self._seen, self._paid))
         if settings.normalize_observations:
-            seen = summed(rollout.observations.flatten(0, 1).flatten(1))
+            seen = sum_moments(rollout.observations.flatten(0, 1).flatten(1))
         if settings.normalize_rewards:
-            paid = summed(collector.promised(rollout, settings.gamma).view(-1, 1))
+            paid = sum_moments(collector.discount_returns(rollout, settings.gamma).view(-1, 1))
         return torch.cat([seen.to(device), paid.to(device)])
 
-    def _judge(self) -> None:
+    def _compute_advantages(self) -> None:
         """Advantages and returns of all workers' decisions: (groups, T, E) each, on every rank."""
         settings, found = self.source.settings, []
         for rollout in self._rollouts:
@@ -209,14 +213,16 @@ class RolloutStream:
             )
             found.append(torch.stack([better, better + rollout.values]))
         shape = (2, settings.rollout, self.source.group)
-        self._advantages, self._returns = self._shared(found, shape, torch.float32).unbind(1)
+        self._advantages, self._returns = self._all_reduce_groups(found, shape, torch.float32).unbind(1)
 
-    def _shared(self, found: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    def _all_reduce_groups(
+        self, found: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+    ) -> Tensor:
         """(groups, *shape): what each worker found of its groups, on every rank; nothing is added but zeros."""
         slots = torch.zeros(self.source.groups, *shape, dtype=dtype, device=self.world.device)
         for number, value in zip(self.mine, found, strict=True):
             slots[number] = value
-        return total(self.world, slots)
+        return all_reduce_sum(self.world, slots)
 
     def _deal(self, epoch: int, pass_: int) -> None:
         """Which decisions of each group make the minibatches of a pass, and how advantages are normalised in each.
@@ -226,7 +232,7 @@ class RolloutStream:
         group, steps, parts = self.source.group, self.source.settings.rollout, self._parts
         dealt = []
         for number in range(self.source.groups):
-            generator = torch.Generator().manual_seed(key(self.seed, _ORDER, epoch, pass_, number))
+            generator = torch.Generator().manual_seed(make_key(self.seed, _ORDER, epoch, pass_, number))
             if self._memory:
                 columns = torch.randperm(group, generator=generator).view(parts, 1, -1)
                 dealt.append(torch.arange(steps).view(1, -1, 1) * group + columns)

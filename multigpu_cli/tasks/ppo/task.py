@@ -12,15 +12,15 @@ from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import collected, together, total
+from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve import evaluating
+from multigpu_cli.runtime.preserve import eval_mode
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import BatchMetrics, Evaluation, Task
 from multigpu_cli.tasks.ppo.env_source import EnvSource
 from multigpu_cli.tasks.ppo.episodes import Episodes
 from multigpu_cli.tasks.ppo.objective import losses
-from multigpu_cli.tasks.ppo.policy import policy_of
+from multigpu_cli.tasks.ppo.policy import build_policy
 from multigpu_cli.tasks.ppo.settings import PPOSettings
 from multigpu_cli.tasks.ppo.stream import RolloutStream
 
@@ -36,22 +36,24 @@ class PPO(Task):
         RequestError: the source is a dataset.
     """
 
-    expects = "outputs (T, n, k), values (T, n) and memory (n, S), for observations (T, n, …), begun (T, n), memory"
+    expected_shapes = (
+        "outputs (T, n, k), values (T, n) and memory (n, S), for observations (T, n, …), begun (T, n), memory"
+    )
 
     def __init__(self, source: DataSource, config: TaskConfig, **args: Any) -> None:
         super().__init__(source, config)
         if not isinstance(source, EnvSource):
             raise RequestError("--task ppo acts in environments, and there is only a dataset", remedy="another --task")
-        self.acting, self.settings, self.policy = source, PPOSettings(**args), policy_of(source.action)
+        self.acting, self.settings, self.policy = source, PPOSettings(**args), build_policy(source.action)
 
-    def feed(self, config: DataConfig, world: World, seed: int) -> BatchStream:
+    def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
         self.rollouts = RolloutStream(self.acting, self.policy, world, seed, lambda: self.moved())
         return self.rollouts
 
     def loader(self, split: str, config: DataConfig, world: World, seed: int) -> Episodes:
         return Episodes(self.acting, split, world, self.settings.evaluate_episodes)
 
-    def begin(self, model: nn.Module, precision: Precision) -> None:
+    def check_model(self, model: nn.Module, precision: Precision) -> None:
         """Raises RequestError where the network is no actor-critic, or its sequences can't be dealt out."""
         if not isinstance(memory := getattr(model, "memory_size", None), int):
             raise RequestError(
@@ -63,21 +65,21 @@ class PPO(Task):
                 f"task.args.normalize_observations: a {type(model).__name__} has no normalizer to keep the statistics",
                 remedy="leave it out, or self.normalizer = multigpu_cli.models.normalizer.Normalizer(input_shape)",
             )
-        parts = self.acting.group * self.settings.rollout // self.acting.pieces[0]  # type: ignore[index]
+        parts = self.acting.group * self.settings.rollout // self.acting.fixed_batch_sizes[0]  # type: ignore[index]
         if memory and self.acting.group % parts:
             raise RequestError(
                 f"--env-group {self.acting.group}: a network with a memory learns from whole sequences, and {parts} "
                 "minibatches do not divide the environments of a group",
                 remedy="fewer task.args.minibatches (a larger --batch-size), or a larger --env-group",
             )
-        self.rollouts.begin(model, precision)
+        self.rollouts.start(model, precision)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         seen, then = batch.inputs, batch.targets
         outputs, values, _ = model(seen.observations, seen.begun, seen.memory)
-        log_probabilities, entropies = self.policy.judged(outputs.float(), then.actions)
+        log_probabilities, entropies = self.policy.evaluate_actions(outputs.float(), then.actions)
         loss, figures = losses(log_probabilities, entropies, values.float(), then, self.settings)
-        self.rollouts.told.step(seen.slot, batch.index, figures)
+        self.rollouts.metrics.record_step(seen.slot, batch.index, figures)
         return loss.sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
@@ -92,24 +94,28 @@ class PPO(Task):
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["reward"],)
 
-    def evaluates(self, epoch: int) -> bool:
+    def should_evaluate(self, epoch: int) -> bool:
         return epoch % self.settings.evaluate_every == 0
 
-    def enough(self) -> str:
+    def stop_reason(self) -> str:
         wanted = self.config.episodes
-        return f"{self.rollouts.told.episodes:,} episodes" if wanted and self.rollouts.told.episodes >= wanted else ""
+        return (
+            f"{self.rollouts.metrics.episodes:,} episodes"
+            if wanted and self.rollouts.metrics.episodes >= wanted
+            else ""
+        )
 
-    def told(self, seconds: float) -> dict[str, Any]:
-        return self.rollouts.told.read(seconds)
+    def log_fields(self, seconds: float) -> dict[str, Any]:
+        return self.rollouts.metrics.read(seconds)
 
     def state(self, world: World) -> dict[str, Any]:
         mine = self.rollouts.state()
-        groups = [group for part in collected(world, mine.pop("groups")) for group in part]
+        groups = [group for part in all_gather_object(world, mine.pop("groups")) for group in part]
         return mine | {"groups": groups}
 
     def load_state(self, state: dict[str, Any], world: World) -> str:
         anew = torch.tensor(float(self.rollouts.load_state(state["groups"], state)), device=world.device)
-        count = int(total(world, anew))
+        count = int(all_reduce_sum(world, anew))
         return f"{count} environments could not be brought back and began their episode anew" if count else ""
 
     def evaluate(
@@ -121,21 +127,26 @@ class PPO(Task):
             with precision.autocast():
                 return model(observations, begun, memory)  # type: ignore[no-any-return]
 
-        with evaluating(model):
+        with eval_mode(model):
             size = int(model.memory_size)  # type: ignore[arg-type]
-            played = together(world, lambda: list(loader.played(network, self.policy, size)))
-        names = next(part for part in collected(world, [list(found) for _, found in played]) if part)[0]
+            played = run_on_all_ranks(world, lambda: list(loader.play(network, self.policy, size)))
+        names = next(part for part in all_gather_object(world, [list(found) for _, found in played]) if part)[0]
         slots = torch.zeros(len(names), loader.size, dtype=torch.float64, device=world.device)
         for numbers, found in played:
             for row, name in zip(slots, names, strict=True):
                 row[numbers.start : numbers.stop] = found[name]
-        means = {name: fsum(row) / loader.size for name, row in zip(names, total(world, slots).tolist(), strict=True)}
-        details: dict[str, Any] = next(filter(None, collected(world, loader.details())), {})
+        means = {
+            name: fsum(row) / loader.size
+            for name, row in zip(names, all_reduce_sum(world, slots).tolist(), strict=True)
+        }
+        details: dict[str, Any] = next(filter(None, all_gather_object(world, loader.details())), {})
         return Evaluation(means, loader.size, details)
 
-    def pictures(self, found: dict[str, Any]) -> dict[str, bytes]:
+    def plots(self, found: dict[str, Any]) -> dict[str, bytes]:
         if "equity_curve" not in found:
             return {}
-        from multigpu_cli.monitor.equity_plot import drawn  # matplotlib, and only where there is something to draw
+        from multigpu_cli.monitor.equity_plot import (
+            draw_equity,  # matplotlib, and only where there is something to draw
+        )
 
-        return {"equity_curve.png": drawn(**found["equity_curve"])}
+        return {"equity_curve.png": draw_equity(**found["equity_curve"])}

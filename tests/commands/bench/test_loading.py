@@ -13,7 +13,7 @@ from multigpu_cli.errors import RequestError
 
 def test_a_planted_millisecond_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone at most a thousand samples a second; two processes fetch more than one."""
-    monkeypatch.setattr(loading, "cores", lambda: 2)
+    monkeypatch.setattr(loading, "count_cores", lambda: 2)
     found = measure_loading(resolve({"data": "tests.support.user_code:SlowItems", "batch_size": "5"}, [], None), 1)
     assert list(found.rates) == [0, 1, 2]
     assert 200 < found.rates[0][0] < 1000

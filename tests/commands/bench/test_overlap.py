@@ -16,7 +16,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 OWN = {
     "data": "tests.support.user_code:tensors",
@@ -41,13 +41,13 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
         components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
         first = [p.detach().clone() for p in components.trainable_parameters]
         strategy = components.strategy
-        around = strategy.accumulating
+        around = strategy.accumulate
 
         def accumulating(*, last: bool) -> Any:
             now[0] += 120 if last else 100
             return around(last=last)
 
-        strategy.accumulating = accumulating  # type: ignore[method-assign]
+        strategy.accumulate = accumulating  # type: ignore[method-assign]
         monkeypatch.setattr(overlap_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         monkeypatch.setattr(dist, "all_reduce", slow)
         reduction, exposed = compare_reductions(components, 8)
@@ -58,7 +58,7 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
         )
         return [reduction, exposed, moved]
 
-    assert each_rank(2, work) == [[50, 20, True]] * 2
+    assert run_on_each_rank(2, work) == [[50, 20, True]] * 2
     assert not (tmp_path / "run").exists()
 
 
@@ -69,14 +69,14 @@ def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypa
             components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
             if not apart:  # every step is DDP's own
                 strategy = components.strategy
-                real = strategy.accumulating
-                strategy.accumulating = lambda *, last, real=real: real(last=True)  # type: ignore[method-assign]
+                real = strategy.accumulate
+                strategy.accumulate = lambda *, last, real=real: real(last=True)  # type: ignore[method-assign]
                 monkeypatch.setattr(overlap_module, "_reduce_gradients", lambda *_: (0.0, 0.0))
             compare_reductions(components, 4)
             found.append(torch.cat([p.detach().flatten() for p in components.trainable_parameters]).tolist())
         return found
 
-    for explicit, overlapped in each_rank(2, work):
+    for explicit, overlapped in run_on_each_rank(2, work):
         assert explicit == pytest.approx(overlapped, rel=1e-5, abs=1e-7)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from multigpu_cli.commands.doctor import allreduce
 from multigpu_cli.commands.doctor.allreduce import judge_allreduce, measure_allreduce
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 
 def test_three_workers_measure_themselves_and_their_pairs() -> None:
-    found, other, _ = each_rank(3, measure_allreduce)
+    found, other, _ = run_on_each_rank(3, measure_allreduce)
     assert (found["workers"], found["backend"], found["wrong"]) == (3, "gloo", [])
     assert 0 < found["latency"] < found["by_size"][-1][1]
     assert [(one, two, wrong) for one, two, _, wrong in found["pairs"]] == [(0, 1, False), (0, 2, False), (1, 2, False)]
@@ -33,7 +33,7 @@ def test_a_planted_delay_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "all_reduce", late)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**10, 2**10)})
-    found = each_rank(2, measure_allreduce)[0]
+    found = run_on_each_rank(2, measure_allreduce)[0]
     assert 0.01 <= found["latency"] < 0.03
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_sum_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         return measure_allreduce(world)
 
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**10, 2**10)})
-    found = each_rank(2, wrong)[0]
+    found = run_on_each_rank(2, wrong)[0]
     assert found["wrong"] == [1]
     assert next(judge_allreduce(found)).verdict == "fail"
 

@@ -16,7 +16,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.runtime.devices import Placement
 from tests.support.fake_nvml import Nvml, a100
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
@@ -24,7 +24,7 @@ OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_c
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def workers(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(each_rank(choice.launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.launch, allreduce.measure_allreduce)))
 
     monkeypatch.setattr(allreduce, "run_in_workers", workers)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})

@@ -7,7 +7,7 @@ import pytest
 
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.commands.doctor.gpus import GpuProcessInfo, MachineFacts, check_gpus
-from multigpu_cli.monitor.gpu import driver, gpus, links
+from multigpu_cli.monitor.gpu import list_gpus, read_driver, read_links
 from tests.support.fake_nvml import GIB, Nvml, a100, t4
 
 SOFTWARE = MachineFacts(
@@ -20,8 +20,8 @@ def machine(
     cards: list[dict[str, Any]], *, levels: dict[tuple[int, int], int] | None = None, **known: Any
 ) -> MachineFacts:
     nvml = Nvml(cards, levels=levels)
-    version, newest = driver(nvml)
-    asked = {"driver": version, "driver_cuda": newest, "gpus": gpus(nvml), "links": links(nvml)}
+    version, newest = read_driver(nvml)
+    asked = {"driver": version, "driver_cuda": newest, "gpus": list_gpus(nvml), "links": read_links(nvml)}
     return replace(SOFTWARE, **({"visible": len(cards)} | asked | known))
 
 

@@ -9,7 +9,7 @@ import torch
 
 import main_multi_gpu
 from tests.commands.several import outputs
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 OWN = ["--own-code", "--json"]
 
@@ -17,7 +17,7 @@ OWN = ["--own-code", "--json"]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"
-    assert trained(save_dir=str(run), batch_size=5, epochs=3, lr=0.05).error == ""
+    assert run_training(save_dir=str(run), batch_size=5, epochs=3, lr=0.05).error == ""
     return run
 
 
@@ -107,7 +107,7 @@ def test_a_policy_plays_the_episodes_of_the_run_again(
         "num_envs": 2,
         "epochs": 1,
     }
-    final = trained(**acting, save_dir="acted", sets=["task.args.rollout=16"]).summary["final"]
+    final = run_training(**acting, save_dir="acted", sets=["task.args.rollout=16"]).summary["final"]
     found = told(capsys, "acted", *OWN)
     assert (found["samples"], found["reward"], found["length"]) == (20, final["test_reward"], final["test_length"])
     assert main_multi_gpu.run(["predict", "acted", "--own-code", "--out", "said.csv"]) == 2

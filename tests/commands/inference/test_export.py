@@ -11,14 +11,14 @@ import main_multi_gpu
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.commands.inference.export import export_run
 from multigpu_cli.errors import RequestError
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 from tests.support.user_code import net
 
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"
-    assert trained(save_dir=str(run), batch_size=10, epochs=2, ema=0.9, grad_checkpointing=True).error == ""
+    assert run_training(save_dir=str(run), batch_size=10, epochs=2, ema=0.9, grad_checkpointing=True).error == ""
     return run
 
 

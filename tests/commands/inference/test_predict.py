@@ -11,7 +11,7 @@ import pytest
 import main_multi_gpu
 from tests.commands.several import outputs
 from tests.distributed.launcher import alone, ran
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    ended = trained(save_dir="run", batch_size=5, epochs=3, lr=0.05, num_workers=0, **flags)
+    ended = run_training(save_dir="run", batch_size=5, epochs=3, lr=0.05, num_workers=0, **flags)
     assert not ended.error, ended.error
     return ended.summary
 
@@ -167,7 +167,9 @@ def test_labels_and_tokens_have_tables_too() -> None:
     assert {"target 0", "probability 2"} <= set(rows("labels.csv")[0])
     tokens = np.arange(400).reshape(40, 10) % 7
     np.savez("data.npz", X=tokens, y=(tokens + 1) % 7)
-    trained(save_dir="lm", data="npz", data_dir=".", model="gpt", epochs=1, sets=["model.width=8", "model.heads=2"])
+    run_training(
+        save_dir="lm", data="npz", data_dir=".", model="gpt", epochs=1, sets=["model.width=8", "model.heads=2"]
+    )
     assert main_multi_gpu.run(["predict", "lm", "--out", "tokens.csv"]) == 0
     table = rows("tokens.csv")
     final = json.loads(Path("lm/summary.json").read_text())["final"]

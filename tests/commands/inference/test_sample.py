@@ -9,7 +9,7 @@ from torch import nn
 
 import main_multi_gpu
 from multigpu_cli.models.generate import generate
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 
 class Next(nn.Module):
@@ -45,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     Path("text/input.txt").write_text("abcdef\n" * 300)
     flags = {"data": "text", "data_dir": "text", "model": "gpt", "save_dir": "run", "num_workers": 0}
     sets = ["data.block=12", "model.depth=1", "model.width=16", "model.heads=2"]
-    assert not trained(1, **flags, sets=sets, epochs=5, base_lr="2e-2").error
+    assert not run_training(1, **flags, sets=sets, epochs=5, base_lr="2e-2").error
     return "run"
 
 
@@ -65,6 +65,6 @@ def test_a_run_continues_a_prompt_in_its_own_characters(run: str, capsys: pytest
 
 
 def test_only_a_language_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(save_dir=str(tmp_path / "run"), epochs=1)
+    run_training(save_dir=str(tmp_path / "run"), epochs=1)
     assert main_multi_gpu.run(["sample", str(tmp_path / "run")]) == 2, "before its network is made"
     assert "this run's task is classification" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Link
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_profile:plain"}
 
@@ -47,7 +47,7 @@ def test_a_planted_sleep_is_in_the_time_of_forward(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "cores", lambda: 8)
+    monkeypatch.setattr(measure, "count_cores", lambda: 8)
     assert [threads_per_worker(count) for count in (2, 4, 8, 16)] == [4, 2, 1, 1]
     assert threads_per_worker(1) == torch.get_num_threads(), "a lone worker keeps what the user set"
 
@@ -67,7 +67,7 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
 
 def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
-    monkeypatch.setattr(measure, "cores", lambda: 2)
+    monkeypatch.setattr(measure, "count_cores", lambda: 2)
     alone = measure_worker(
         resolve(OWN | {"model": "tests.support.user_code:net", "batch_size": "20"}, [], None), [1, 2, 4]
     )
@@ -100,7 +100,7 @@ def test_a_step_sends_what_the_settings_say(flags: dict[str, Any], messages: tup
 
 
 def test_the_size_of_buckets_is_measured_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measured_cap", lambda model, world: world.size)
+    monkeypatch.setattr(measure, "measure_cap", lambda model, world: world.size)
     config = resolve(OWN | {"batch_size": "4"}, [f"model.args.width={2**17}"], None)
     messages, _ = measure._messages_of_step(measure_worker(config, [1]).components, World(torch.device("cpu"), size=2))
     assert [size / 2**20 for size in messages] == [2, 2, 0.5]
@@ -113,7 +113,7 @@ def test_a_network_without_buffers_sends_its_gradients_alone(
     """A step of four phases of a second each, a bucket of two seconds, and the buffers, or a mere word, of one."""
 
     monkeypatch.setattr(measure, "_SECONDS", 0)
-    monkeypatch.setattr(measure, "cores", lambda: 2)
+    monkeypatch.setattr(measure, "count_cores", lambda: 2)
     answer = ((576.0,), after, [1.0] * 4 + [2.0, 1.0])
     monkeypatch.setattr(measure, "run_in_workers", lambda choice, function, config: dict.fromkeys(range(2), answer))
     work = measure_worker(resolve(OWN | {"batch_size": "20"}, [], None), [2]).works[2]
@@ -129,7 +129,7 @@ def test_workers_beyond_the_cores_have_the_wire_of_those_that_have_one_each(monk
         return None, f"between {workers}"
 
     monkeypatch.setattr(measure, "_SECONDS", 0)
-    monkeypatch.setattr(measure, "cores", lambda: 2)
+    monkeypatch.setattr(measure, "count_cores", lambda: 2)
     monkeypatch.setattr(measure, "_measure_together", crowded)
     config = resolve(OWN | {"batch_size": "20"}, [], None)
     assert measure_worker(config, [4]).wire == "between 2"
@@ -163,14 +163,14 @@ def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytes
             return torch.tensor(list(rows)).median(0).values.tolist()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(torch.distributed, "all_reduce", late)
-    for *own, first, second in each_rank(2, taken):
+    for *own, first, second in run_on_each_rank(2, taken):
         assert second > 0.1
         assert first + sum(own) < 0.1
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measure, "_SECONDS", 0)
-    monkeypatch.setattr(measure, "cores", lambda: 1)
+    monkeypatch.setattr(measure, "count_cores", lambda: 1)
     words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
     more = ["--workers", "2,4", "--interconnect", "ethernet-25", "--gpus-per-node", "2", "--price-per-gpu-hour", "3"]
     assert main_multi_gpu.run(["plan", *words, *more, "--json"]) == 0
@@ -193,7 +193,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
     def forked(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(each_rank(choice.launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.launch, allreduce.measure_allreduce)))
 
     real = torch.distributed.all_reduce
 

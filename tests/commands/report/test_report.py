@@ -9,7 +9,7 @@ import pytest
 import main_multi_gpu
 from multigpu_cli.commands.report.report import make_report_dir, write_report
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.plot_style import colour
+from multigpu_cli.monitor.plot_style import color_of_run
 from tests.commands.runs import interrupted_run, run_folder
 from tests.support.browser import pixels, screenshot
 
@@ -61,7 +61,7 @@ def test_the_page_shows_curves(tmp_path: Path) -> None:
     shown = [screenshot(both, tmp_path / f"{width}.png", width=width) for width in (800, 500)]
     alone = screenshot(write_report(folders[:1], None).page.as_uri(), tmp_path / "alone.png")
     nothing = screenshot(empty.as_uri(), tmp_path / "nothing.png")
-    assert pixels(nothing, colour(0)) + pixels(nothing, colour(1)) < 50
-    assert pixels(alone, colour(0)) > 3000
+    assert pixels(nothing, color_of_run(0)) + pixels(nothing, color_of_run(1)) < 50
+    assert pixels(alone, color_of_run(0)) > 3000
     for image in shown:
-        assert min(pixels(image, colour(0)), pixels(image, colour(1))) > 1500
+        assert min(pixels(image, color_of_run(0)), pixels(image, color_of_run(1))) > 1500

@@ -27,7 +27,7 @@ from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.runtime.devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
-from tests.support.ranks import each_rank
+from tests.support.ranks import run_on_each_rank
 
 ROOT = Path(main_multi_gpu.__file__).parent
 HERE = f"{__name__}"
@@ -107,7 +107,7 @@ def in_forks(config: Config, choice: Placement, folder: Path) -> None:
         measure_as_worker(config, folder, Placement("ddp", choice.devices[:1], 0, "a test"), world)
 
     try:
-        each_rank(choice.launch, worker)
+        run_on_each_rank(choice.launch, worker)
     except AssertionError as failure:
         raise WorkersFailed(1) from failure
 

@@ -6,12 +6,12 @@ from benchmarks.trading_loop import TradingLoop
 from multigpu_cli.environments.trading.environment import Trading, TradingRules
 from multigpu_cli.environments.trading.equity import figures
 from multigpu_cli.environments.trading.market import build
-from multigpu_cli.environments.trading.synthetic_prices import drawn
-from multigpu_cli.planning.rng_keys import key
+from multigpu_cli.environments.trading.synthetic_prices import draw_prices
+from multigpu_cli.planning.rng_keys import make_key
 from tests.environments.trading.test_market import shuffled_after
 
 CPU = torch.device("cpu")
-PRICES = drawn(1, symbols=3, days=300)
+PRICES = draw_prices(1, symbols=3, days=300)
 MARKET = build(PRICES, window=5, period=10, turbulence_window=30, turbulence=0.8)
 TRAIN = MARKET.days["train"]
 
@@ -33,7 +33,7 @@ def test_every_environment_is_the_same_as_a_plain_loop(window, fill):
     rules = {"cash": 60_000.0, "cost": 0.004, "window": window}  # little cash: purchases have to shrink
     group = trading(range(6), market, length=90, dtype=torch.float64, **rules)
     observation = group.reset()
-    begins = [TRAIN[0] + key(7, number, 0) % (TRAIN[1] - TRAIN[0] - 90 + 1) for number in range(6)]
+    begins = [TRAIN[0] + make_key(7, number, 0) % (TRAIN[1] - TRAIN[0] - 90 + 1) for number in range(6)]
     loops = [TradingLoop(market, first, first + 90, dtype=np.float64, **rules) for first in begins]
     expected = np.stack([loop.reset()[0] for loop in loops])
     shrunk = stopped = 0
@@ -156,7 +156,7 @@ def test_it_goes_on_exactly_from_its_state(window, recording, at):
 
 
 def test_where_prices_have_changed_the_episode_begins_anew():
-    changed = build(drawn(2, symbols=3, days=300), period=10, turbulence=None)
+    changed = build(draw_prices(2, symbols=3, days=300), period=10, turbulence=None)
     group, other = trading(length=20), trading(length=20, market=changed)
     group.reset()
     for action in actions(27, 4):

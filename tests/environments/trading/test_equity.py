@@ -7,9 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigpu_cli.environments.trading.equity import EquityCurves, bought_once, cumulative_return, equal_shares, figures
+from multigpu_cli.environments.trading.equity import (
+    EquityCurves,
+    buy_and_hold,
+    cumulative_return,
+    figures,
+    hold_equal_shares,
+)
 from multigpu_cli.environments.trading.market import build
-from multigpu_cli.environments.trading.synthetic_prices import drawn
+from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 
 CURVES = st.lists(st.floats(0.01, 1e6), min_size=2, max_size=40)
 
@@ -70,21 +76,21 @@ def test_a_curve_that_stands_still_or_only_rises():
 @pytest.mark.parametrize("fill", ["close", "open"])
 @pytest.mark.parametrize("cost", [0.0, 0.001, 0.3])
 def test_rivals_equal_slow_loops(fill, cost):
-    market = build(drawn(2, symbols=3, days=200), period=10, turbulence_window=20, fill=fill)
+    market = build(draw_prices(2, symbols=3, days=200), period=10, turbulence_window=20, fill=fill)
     fills, closes = market.fill[100:140], market.close[100:140]
     tensors = torch.from_numpy(fills), torch.from_numpy(closes)
     shares = [1000 / 3 / (price * (1 + cost)) for price in fills[0]]
     once = [1000.0] + [sum(np.multiply(shares, close)) for close in closes[1:]]
-    np.testing.assert_allclose(bought_once(*tensors, 1000.0, cost), once, rtol=1e-12)
+    np.testing.assert_allclose(buy_and_hold(*tensors, 1000.0, cost), once, rtol=1e-12)
     expected = slow_equal_shares(fills.tolist(), closes.tolist(), 1000.0, cost)
-    np.testing.assert_allclose(equal_shares(*tensors, 1000.0, cost), expected, rtol=1e-10)
+    np.testing.assert_allclose(hold_equal_shares(*tensors, 1000.0, cost), expected, rtol=1e-10)
 
 
 def test_curves_cover_the_dates_of_the_policy():
-    market = build(drawn(2, symbols=3, days=200), period=10, turbulence_window=20)
+    market = build(draw_prices(2, symbols=3, days=200), period=10, turbulence_window=20)
     curves = EquityCurves.over(market, 120, torch.full((30,), 500.0, dtype=torch.float64), 500.0, 0.001)
     assert curves.dates == market.dates[120:150]
-    assert [len(values) for _, values in curves.named()] == [30, 30, 30]
+    assert [len(values) for _, values in curves.iterate_curves()] == [30, 30, 30]
     assert set(curves.rivals()) == {
         f"{rival}_{figure}"
         for rival in ("buy_and_hold", "equal_weight")

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from multigpu_cli.environments.trading import indicators
-from multigpu_cli.environments.trading.synthetic_prices import drawn
+from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 
-PRICES = drawn(1, symbols=3, days=120)
+PRICES = draw_prices(1, symbols=3, days=120)
 INDICATORS = {
     "macd": lambda prices: indicators.macd(prices.close),
     "rsi": lambda prices: indicators.rsi(prices.close, 14),
@@ -101,7 +101,7 @@ def test_prices_that_stand_still_have_quiet_indicators():
 
 @pytest.mark.parametrize("name", INDICATORS)
 def test_no_indicator_knows_the_future(name):
-    day, shuffled = 70, drawn(1, symbols=3, days=120)
+    day, shuffled = 70, draw_prices(1, symbols=3, days=120)
     order = np.random.default_rng(0).permutation(np.arange(day + 1, 120))
     for table in (shuffled.open, shuffled.high, shuffled.low, shuffled.close):
         table[day + 1 :] = table[order]

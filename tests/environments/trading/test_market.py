@@ -5,10 +5,10 @@ import pytest
 
 from multigpu_cli.environments.trading import indicators
 from multigpu_cli.environments.trading.market import build
-from multigpu_cli.environments.trading.synthetic_prices import drawn
+from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.errors import RequestError
 
-PRICES = drawn(1, symbols=3, days=300)
+PRICES = draw_prices(1, symbols=3, days=300)
 SMALL = {"period": 10, "turbulence_window": 30}
 
 
@@ -64,7 +64,7 @@ def test_splits_follow_one_another_by_share_or_by_date():
     assert market.days == {"train": (25, 216), "val": (217, 258), "test": (259, 299)}  # of 275 dates: 70, 15, 15 %
     by_date = build(PRICES, val_from=str(PRICES.dates[100]), test_from=PRICES.dates[200], **SMALL)
     assert by_date.days == {"train": (20, 99), "val": (100, 199), "test": (200, 299)}
-    said = by_date.shown()
+    said = by_date.describe()
     assert f"test {PRICES.dates[200]} to {PRICES.dates[299]}" in said
     assert "synthetic" in said
 

@@ -17,7 +17,7 @@ def asked(split="train", data_dir=None, numbers=range(2), seed=1, **args):
 def test_without_a_folder_prices_are_made_up_alike_for_all_splits_and_seeds():
     train, test = asked(), asked("test", seed=5)
     assert np.array_equal(train.market.close, test.market.close)
-    assert "synthetic" in train.market.shown()
+    assert "synthetic" in train.market.describe()
     assert train.observation_shape == (5 * 5 + 1 + 1 + 5,)
     assert train.action.shape == (5,)
     assert asked(symbols=3, window=7).observation_shape == (7, 3 * 5 + 1 + 1 + 3)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 SMALL = ["made_days=160", "symbols=2", "period=5", "turbulence_window=20", "length=24", "window=3"]
 SETS = [*(f"data.args.{each}" for each in SMALL), "task.args.rollout=16", "task.args.evaluate_episodes=1"]
@@ -14,10 +14,10 @@ FEW = ["model.args.features=4", "model.args.hidden=4", "task.args.minibatches=1"
 
 
 def test_another_number_of_workers_and_a_resume_within_episodes_change_nothing(tmp_path: Path) -> None:
-    whole = trained(1, sets=SETS + FEW, save_dir=str(tmp_path / "whole"), env_steps=192, **TRADING, **STEADY)
-    begun = trained(2, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=64, **TRADING, **STEADY)
+    whole = run_training(1, sets=SETS + FEW, save_dir=str(tmp_path / "whole"), env_steps=192, **TRADING, **STEADY)
+    begun = run_training(2, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=64, **TRADING, **STEADY)
     assert_the_equity_curve_is_there(tmp_path / "run")  # the second worker has played it
-    again = trained(1, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=192, **TRADING, **STEADY)
+    again = run_training(1, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=192, **TRADING, **STEADY)
     assert [whole.error, begun.error, again.error] == [""] * 3
     assert again.summary["resumed_from"]
     assert not again.summary["faults"], "no episode had to begin anew"

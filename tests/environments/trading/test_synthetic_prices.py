@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from multigpu_cli.environments.trading.synthetic_prices import drawn
+from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.errors import RequestError
 
 
 def test_the_seed_decides_and_the_plan_is_told_that_no_market_is_meant():
-    one, same, other = drawn(1), drawn(1), drawn(2)
+    one, same, other = draw_prices(1), draw_prices(1), draw_prices(2)
     assert np.array_equal(one.close, same.close)
     assert not np.array_equal(one.close, other.close)
     assert one.close.shape == (1500, 5)
@@ -14,7 +14,7 @@ def test_the_seed_decides_and_the_plan_is_told_that_no_market_is_meant():
 
 
 def test_the_days_are_possible_ones():
-    found = drawn(3, symbols=4, days=700)
+    found = draw_prices(3, symbols=4, days=700)
     assert (found.low <= np.minimum(found.open, found.close)).all()
     assert (found.high >= np.maximum(found.open, found.close)).all()
     assert (found.low > 0).all()
@@ -23,7 +23,7 @@ def test_the_days_are_possible_ones():
 
 
 def test_returns_have_the_deviation_and_correlation_that_they_should():
-    returns = np.diff(np.log(drawn(4, symbols=3, days=20_000).close), axis=0)
+    returns = np.diff(np.log(draw_prices(4, symbols=3, days=20_000).close), axis=0)
     np.testing.assert_allclose(returns.std(0) * np.sqrt(252), (0.12**2 + 0.20**2) ** 0.5, rtol=0.03)
     np.testing.assert_allclose(np.corrcoef(returns.T)[0, 1], 0.12**2 / (0.12**2 + 0.20**2), atol=0.03)
     following = np.corrcoef(returns[:-1, 0], returns[1:, 0])[0, 1]
@@ -33,4 +33,4 @@ def test_returns_have_the_deviation_and_correlation_that_they_should():
 @pytest.mark.parametrize("wrong", [{"symbols": 0}, {"days": 1}, {"days": 2.5}, {"symbols": True}])
 def test_sizes_that_make_no_market(wrong):
     with pytest.raises(RequestError, match=f"data.args.{next(iter(wrong))}"):
-        drawn(1, **wrong)
+        draw_prices(1, **wrong)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli import engine
-from multigpu_cli.checkpoint.serialize import tensors_in
+from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.monitor import journal
 from multigpu_cli.runtime.devices import Placement
@@ -34,7 +34,7 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
         def save(run: Any, live: dict[int, list[Tensor]] = live, real: Any = real) -> None:
             torch.cuda.synchronize()
             parts = [run.state.model.state_dict(), run.state.average.state_dict(), run.state.optimizer.state_dict()]
-            live[run.progress.step] = [tensor.detach().cpu().clone() for tensor in tensors_in(parts)]
+            live[run.progress.step] = [tensor.detach().cpu().clone() for tensor in iterate_tensors(parts)]
             real(run)
 
         engine.save_checkpoint = save
@@ -53,7 +53,7 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
 
 def _same_bytes(folder: Path, live: list[Tensor]) -> None:
     state = Checkpoint(folder, {}).state()
-    stored = list(tensors_in([state["model"], state["average"], state["optimizer"]]))
+    stored = list(iterate_tensors([state["model"], state["average"], state["optimizer"]]))
     assert len(stored) == len(live), f"{folder.name}: {len(stored)} tensors, {len(live)} are live"
     wrong = [
         index
@@ -95,7 +95,7 @@ def _interrupted(folder: Path, number: signal.Signals, code: int) -> dict[str, A
 def _wait_for_checkpoint(lines: Path) -> None:
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
-        if lines.exists() and any(event["event"] == "checkpoint" for event in journal.read(lines)):
+        if lines.exists() and any(event["event"] == "checkpoint" for event in journal.read_events(lines)):
             return
         time.sleep(0.05)
     raise AssertionError(f"no checkpoint after {_PATIENCE:.0f} s")

@@ -60,11 +60,11 @@ def data_parallel_twice(folder: Path) -> dict[str, Any]:
 
 def one_of_two_ranks(folder: str) -> None:
     """What torchrun starts for `two_gloo_ranks_on_one_gpu`."""
-    meeting = LaunchEnv.here()
+    launch_env = LaunchEnv.current()
     config = resolve({"amp": "bf16", "batch_size": "16", "save_dir": folder, **DIGITS}, [], None)
     choice = Placement("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
-    console = Console("silent" if meeting and meeting.rank else "normal", json=True)
-    engine.run(config, choice, meeting, console, last_words=raise_again)
+    console = Console("silent" if launch_env and launch_env.rank else "normal", json=True)
+    engine.run(config, choice, launch_env, console, last_words=raise_again)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from tests.gpu.simulated.machine import Machine
 from tests.gpu.simulated.record import Event
 from tests.support import ranks
 from tests.support.run_training import Ended
-from tests.support.run_training import trained as trained_anywhere
+from tests.support.run_training import run_training as trained_anywhere
 
 TWO = Machine()
 _ROOT = Path(__file__).resolve().parents[3]
@@ -49,26 +49,26 @@ _ROOT = Path(__file__).resolve().parents[3]
 def alone(work: Callable[[Simulated], Any], machine: Machine = TWO) -> Any:
     """Do `work` in a process without ranks; what it returned (plain values, no tensors)."""
 
-    def join(meeting: dist.Store, rank: int, size: int) -> Any:
+    def join(launch_env: dist.Store, rank: int, size: int) -> Any:
         return install(machine)
 
     _required()
-    return ranks.each_rank(1, work, join)[0]  # type: ignore[arg-type]
+    return ranks.run_on_each_rank(1, work, join)[0]  # type: ignore[arg-type]
 
 
 def each_rank(size: int, work: Callable[[Simulated, World], Any], machine: Machine = TWO) -> list[Any]:
     """Do `work` on all ranks at once; what it returned (plain values, no tensors), in rank order."""
 
-    def join(meeting: dist.Store, rank: int, size: int) -> Any:
+    def join(launch_env: dist.Store, rank: int, size: int) -> Any:
         sim, device = install(machine), torch.device("cuda", rank)
         torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl", store=meeting, rank=rank, world_size=size, timeout=ranks.TIMEOUT, device_id=device
+            "nccl", store=launch_env, rank=rank, world_size=size, timeout=ranks.TIMEOUT, device_id=device
         )
         return sim, World(device, rank, size, rank, size)
 
     _required()
-    return ranks.each_rank(size, lambda joined: work(*joined), join)  # type: ignore[misc]
+    return ranks.run_on_each_rank(size, lambda joined: work(*joined), join)  # type: ignore[misc]
 
 
 def trained(

@@ -20,7 +20,7 @@ class Gpu:
     Attributes:
         memory: bytes; an allocation beyond them is out of memory.
         capability: compute capability; from (8, 0) on there is bf16.
-        nvml: what NVML says of it, as a field of tests/support/fake_nvml.py's `a100`; None is "not supported", an
+        nvml: what NVML says of it, as a field of fake_nvml's `a100`; None is "not supported", an
             Exception's text under "lost" makes every question about this GPU fail with it.
     """
 

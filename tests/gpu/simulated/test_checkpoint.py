@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from multigpu_cli import engine
-from multigpu_cli.checkpoint.serialize import packed
+from multigpu_cli.checkpoint.serialize import serialize
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
-from multigpu_cli.checkpoint.weights import fingerprint, host_copy, read_weights
+from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
-from multigpu_cli.optimizers import averaged, build_optimizer, set_rate
+from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, trained
 from tests.gpu.simulated.install import Simulated
@@ -23,13 +23,13 @@ from tests.gpu.simulated.install import Simulated
 def kept(device: torch.device, optimizer: str, precision: str) -> TrainState:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
     built = build_optimizer(model, OptimizerConfig(name=optimizer))
-    return TrainState(model, built, Precision(precision, device), averaged(model, 0.9), Progress())
+    return TrainState(model, built, Precision(precision, device), build_ema(model, 0.9), Progress())
 
 
 def train(live: TrainState) -> None:
     live.precision.backward(live.model(torch.randn(8, 3, device=live.precision.device)).square().mean())
     set_rate(live.optimizer, 0.05)
-    live.precision.commit(live.optimizer, list(live.model.parameters()), 1.0)
+    live.precision.step_optimizer(live.optimizer, list(live.model.parameters()), 1.0)
     assert live.average is not None
     live.average.update_parameters(live.model)
 
@@ -40,15 +40,15 @@ def captures(sim: Simulated, live: TrainState) -> None:
     for _ in range(3):
         train(live)
         model, averages = (each.state_dict() for each in (live.model, live.average) if each is not None)
-        before = packed(host_copy([model, live.optimizer.state_dict(), averages]))
+        before = serialize(copy_to_host([model, live.optimizer.state_dict(), averages]))
         with sim.record.watching() as events, Writer() as writer:
             snapshot = live.begin_capture(captured)
             writer.submit(snapshot.finish, lambda: None)
             live.model(torch.randn(8, 3, device=live.precision.device))  # BatchNorm's buffers move
-            writer.let_copy()
-            assert writer.settle() is None
+            writer.wait_for_staging()
+            assert writer.wait() is None
         captured = snapshot.state
-        assert packed([captured[name] for name in ("model", "optimizer", "average")]) == before
+        assert serialize([captured[name] for name in ("model", "optimizer", "average")]) == before
         beside = [event for event in events if event.thread.startswith("checkpoint")]
         copied = {(event.device, event.stream) for event in beside if event.kind == "copy"}
         waited = {(event.device, event.stream) for event in beside if event.what == "Stream.synchronize"}

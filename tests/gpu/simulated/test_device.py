@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from multigpu_cli.checkpoint.weights import host_copy
+from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.monitor import gpu as nvml
 from multigpu_cli.runtime.world import World
 from tests.gpu.simulated import build
@@ -158,7 +158,7 @@ def test_a_line_of_ours_that_waits_is_named() -> None:
     def work(sim: Simulated) -> list[str]:
         loss = torch.ones((), device="cuda")
         with sim.record.watching() as events:
-            host_copy({"loss": loss})
+            copy_to_host({"loss": loss})
         return [event.place for event in events]
 
     (place,) = alone(work)
@@ -370,7 +370,7 @@ def test_unlike_gpus_and_what_nvml_says_of_them() -> None:
         assert [torch.cuda.get_device_name(n) for n in range(3)] == ["Tesla T4", Gpu().name, Gpu().name]
         assert torch.cuda.get_device_capability(0) == (7, 5)
         assert [torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.is_available()] == [False, True]
-        library = nvml.opened()
+        library = nvml.open_nvml()
         uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
         handle = library.nvmlDeviceGetHandleByUUID(uuid)
         assert library.nvmlDeviceGetUtilizationRates(handle).gpu == 40

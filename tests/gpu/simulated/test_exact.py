@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu.simulated import gpus
 from tests.gpu.simulated.machine import Gpu, Machine
-from tests.support.run_training import trained
+from tests.support.run_training import run_training
 
 SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
 RUNS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ EXACT: dict[str, Any] = {"exact": True, "amp": "off", "batch_size": 5, "global_b
 @pytest.mark.parametrize("what", RUNS)
 def test_gpus_come_to_the_bits_of_the_cpu(what: str, tmp_path: Path) -> None:
     flags = EXACT | RUNS[what]
-    on_cpu = trained(1, **flags, save_dir=str(tmp_path / "cpu"))
+    on_cpu = run_training(1, **flags, save_dir=str(tmp_path / "cpu"))
     on_gpus = [
         gpus.trained(count, machine=Machine.of(count), **flags, save_dir=str(tmp_path / f"gpu{count}"))
         for count in (1, 2)

@@ -9,7 +9,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.open_data import acts
+from multigpu_cli.tasks.open_data import uses_environments
 from multigpu_cli.tasks.ppo.env_source import EnvSource, open_environments
 
 OWN = {"data": "tests.support.toy_env:corridor", "task": "ppo"}
@@ -24,14 +24,14 @@ def opened(*sets: str, **flags: Any) -> EnvSource:
 
 
 def test_what_is_a_matter_of_acting() -> None:
-    assert acts(resolve({"data": "gym:CartPole-v1"}, (), None))
-    assert acts(request())
-    assert not acts(resolve({}, (), None))
+    assert uses_environments(resolve({"data": "gym:CartPole-v1"}, (), None))
+    assert uses_environments(request())
+    assert not uses_environments(resolve({}, (), None))
 
 
 def test_an_epoch_is_one_update() -> None:
     source = opened("task.args.rollout=32", "task.args.passes=3", num_envs=24, env_group=4, env_steps=2000)
-    assert (source.samples, source.pieces) == (24 * 32 * 3, (32, 6 * 32))
+    assert (source.samples, source.fixed_batch_sizes) == (24 * 32 * 3, (32, 6 * 32))
     assert (source.groups, source.steps, source.epochs) == (6, 768, 3)
     assert (source.action, source.num_classes, source.input_shape) == (Discrete(2), 2, (2,))
 
@@ -48,7 +48,7 @@ def test_real_actions_have_means_and_deviations() -> None:
 
 
 def test_the_batch_size_says_how_many_minibatches() -> None:
-    assert opened(num_envs=8, env_group=4, batch_size=64).pieces == (64, 128)
+    assert opened(num_envs=8, env_group=4, batch_size=64).fixed_batch_sizes == (64, 128)
 
 
 def test_splits_have_other_randomness() -> None:

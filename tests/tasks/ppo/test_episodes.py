@@ -8,7 +8,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo import episodes
 from multigpu_cli.tasks.ppo.episodes import Episodes
-from multigpu_cli.tasks.ppo.policy import policy_of
+from multigpu_cli.tasks.ppo.policy import build_policy
 from tests.tasks.ppo.test_env_source import opened
 
 CPU = torch.device("cpu")
@@ -21,8 +21,8 @@ def rightwards(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Ten
 def played(rank: int = 0, workers: int = 1) -> list[tuple[range, dict[str, Tensor]]]:
     source = opened("task.args.evaluate_episodes=70")
     made = Episodes(source, "val", World(CPU, rank, workers, rank, workers), 70)
-    first = list(made.played(rightwards, policy_of(source.action), 0))
-    again = list(made.played(rightwards, policy_of(source.action), 0))
+    first = list(made.play(rightwards, build_policy(source.action), 0))
+    again = list(made.play(rightwards, build_policy(source.action), 0))
     assert [numbers for numbers, _ in first] == [numbers for numbers, _ in again]
     assert all(torch.equal(one["length"], two["length"]) for (_, one), (_, two) in zip(first, again, strict=True))
     return first

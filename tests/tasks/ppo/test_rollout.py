@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.environments.base import Discrete
-from multigpu_cli.tasks.ppo.policy import policy_of
+from multigpu_cli.tasks.ppo.policy import build_policy
 from multigpu_cli.tasks.ppo.rollout import Collector
 from tests.support.toy_env import Corridor
 
 CPU = torch.device("cpu")
-POLICY = policy_of(Discrete(2))
+POLICY = build_policy(Discrete(2))
 
 
 def collector(limit: int = 5) -> Collector:
@@ -31,7 +31,7 @@ def count(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, 
 
 
 def noise(steps: int) -> Tensor:
-    return POLICY.drawn((steps, 3), torch.Generator().manual_seed(0))
+    return POLICY.sample_noise((steps, 3), torch.Generator().manual_seed(0))
 
 
 def test_a_rollout_is_what_happened() -> None:
@@ -88,7 +88,7 @@ def test_promised_rewards_run_on_over_rollouts_and_end_with_an_episode() -> None
     each, expected = collector(), torch.zeros(3)
     for _ in range(2):
         rollout, _ = each.collect(place, POLICY, noise(9))
-        sums = each.promised(rollout, 0.9)
+        sums = each.discount_returns(rollout, 0.9)
         for step in range(9):
             expected = expected * 0.9 + rollout.rewards[step]
             torch.testing.assert_close(sums[step], expected)

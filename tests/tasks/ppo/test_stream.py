@@ -55,11 +55,11 @@ def task(model: nn.Module, *sets: str, groups: int = 3, workers: int = 1, rank: 
     config = resolve(flags, given, None)
     source = open_environments(config)
     made = PPO(source, config.task, **config.task.args)
-    made.feed(config.data, World(CPU, rank, workers, rank, workers), 7)
+    made.train_stream(config.data, World(CPU, rank, workers, rank, workers), 7)
     torch.manual_seed(0)
-    made.begin(model, Precision("off", CPU))
-    assert source.pieces is not None
-    small, whole = source.pieces
+    made.check_model(model, Precision("off", CPU))
+    assert source.fixed_batch_sizes is not None
+    small, whole = source.fixed_batch_sizes
     plan = BatchPlan(samples=source.samples, micro_batch=small, global_batch=whole, workers=workers)
     return made, plan
 
@@ -144,7 +144,7 @@ def test_what_the_policy_says_again_is_what_it_said_during_the_rollout(model: An
     for work in steps_of(made, plan):
         for batch in work:
             outputs, values, _ = made.rollouts._model(*batch.inputs[:3])
-            log_probabilities, _ = made.policy.judged(outputs, batch.targets.actions)
+            log_probabilities, _ = made.policy.evaluate_actions(outputs, batch.targets.actions)
             torch.testing.assert_close(log_probabilities, batch.targets.log_probabilities, atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(values, batch.targets.values, atol=1e-6, rtol=1e-5)
 
@@ -162,7 +162,7 @@ def test_a_pass_that_moves_the_policy_too_far_ends_the_epoch() -> None:
             if number:  # the first pass's second step moves
                 made.rollouts._model.inner.weight.data.normal_()
             made.loss_sum(made.rollouts._model, batch)
-        told.append(made.rollouts.follows(number, plan))
+        told.append(made.rollouts.next_step(number, plan))
     assert told == [1, 4]
     assert made.rollouts.samples_after(4, plan) == 2 * plan.global_batch
     assert made.rollouts.steps_after(4, plan) == 2
