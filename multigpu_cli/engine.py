@@ -44,7 +44,7 @@ def run(
 
     Args:
         choice: strategy and devices.
-        meeting: the launcher's facts, None in a world of one.
+        launch_env: the launcher's facts, None in a world of one.
         console: speaks on rank 0; the other ranks' is silent.
         last_words: tells the user why a run that hangs is ended (see Watch).
         user_objects: live objects in place of what the config names; the model is left with the weights for use.

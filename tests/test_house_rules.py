@@ -193,6 +193,23 @@ def nothing_is_unfinished(tree: Tree) -> Iterator[str]:
             yield from (f"{path}: {found}" for found in re.findall(r"\b(?:TODO|FIXME|XXX)\b.*", text))
 
 
+def docstrings_name_what_is_there(tree: Tree) -> Iterator[str]:
+    """What stands under Args and Attributes is a parameter, or a field, of that name."""
+    for path, module in product(tree):
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
+                if isinstance(node, ast.ClassDef):
+                    names |= {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+                    names |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+                section = re.search(
+                    r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE
+                )
+                for entry in re.findall(r"^    (\**\w+(?:, \**\w+)*):", section[1] if section else "", re.MULTILINE):
+                    if absent := {name.strip(" *") for name in entry.split(",")} - names:
+                        yield f"{path}:{node.lineno}: {node.name} has no {', '.join(sorted(absent))}"
+
+
 def is_function(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
@@ -236,6 +253,8 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    pass"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept:\n    pass"),
     (nothing_is_unfinished, HOME, "x = 1  # TO" + "DO: later"),
+    (docstrings_name_what_is_there, HOME, 'def f(a):\n    """Adds.\n\n    Args:\n        a, b: numbers.\n    """'),
+    (docstrings_name_what_is_there, HOME, 'class A:\n    """Adds.\n\n    Attributes:\n        sum: of all.\n    """'),
 ]
 ALLOWED: list[tuple[Rule, str, str]] = [
     (imports_point_down, HOME, "from multigpu_cli.runtime import world\nfrom multigpu_cli.data import base\nimport os"),
@@ -249,6 +268,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept OSError:\n    pass"),
+    (docstrings_name_what_is_there, HOME, 'def f(a, **b):\n    """Adds.\n\n    Args:\n        a, b: numbers.\n    """'),
 ]
 RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
 

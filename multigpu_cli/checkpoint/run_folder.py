@@ -32,12 +32,13 @@ class ResumePoint:
         checkpoint: the checkpoint folder to go on from, or None.
         manifest: that checkpoint's.
         summary: how the run in the folder ended last time, or None.
-        notes: what was passed over, and why.
-        because: the decision in words, for the plan.
-        origin: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
-        smaller: the micro-batch to begin with, where an attempt before the first checkpoint ran out of memory.
+        warnings: what was passed over, and why.
+        reason: the decision in words, for the plan.
+        rewind_from: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
+        micro_batch_after_oom: the micro-batch to begin with, where an attempt before the first checkpoint ran out of
+            memory.
         global_batch: that attempt's, which stays what it was.
-        holder: the rank whose disk has the checkpoint.
+        checkpoint_rank: the rank whose disk has the checkpoint.
     """
 
     folder: str
@@ -138,8 +139,8 @@ def _in_folder(folder: Path, attempt: int) -> ResumePoint:
     if newest is None and notes:
         raise _no_intact_error(folder, [note.removeprefix("passed over ") for note in notes])
     if newest is None:
-        because = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
-        return ResumePoint(str(folder), None, None, None, notes, because)
+        reason = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
+        return ResumePoint(str(folder), None, None, None, notes, reason)
     return _resume_from(folder, newest, read_summary(folder), notes)
 
 
@@ -155,8 +156,8 @@ def _no_intact_error(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint
 
 
 def _resume_from(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> ResumePoint:
-    because = f"goes on from step {found.step} ({found.folder})"
-    return ResumePoint(str(folder), str(found.folder), found.manifest, summary, notes, because)
+    reason = f"goes on from step {found.step} ({found.folder})"
+    return ResumePoint(str(folder), str(found.folder), found.manifest, summary, notes, reason)
 
 
 def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: bool) -> ResumePoint:

@@ -36,8 +36,8 @@ def merge_with_checkpoint(
 
     Args:
         stored: the first command's `flatten_settings`.
-        written: the keys that the first command wrote down.
-        pins: what was resolved at the start, by key (batch_size, lr, …).
+        explicit_keys: the keys that the first command wrote down.
+        pinned_values: what was resolved at the start, by key (batch_size, lr, …).
         where: the run folder, for messages.
 
     Raises:

@@ -19,9 +19,9 @@ class Request(NamedTuple):
     Attributes:
         config: the settings; a broken one has its default.
         faults: what is wrong with single settings.
-        broken: the keys that those faults are about.
-        filed: the keys that only the recipe says something about.
-        readable: False where a recipe could not be read at all, so that rules between settings say nothing.
+        invalid_keys: the keys that those faults are about.
+        file_keys: the keys that only the recipe says something about.
+        is_readable: False where a recipe could not be read at all, so that rules between settings say nothing.
     """
 
     config: Config

@@ -53,13 +53,13 @@ class DataSource:
         augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets, where they are numbers of any size.
         vocabulary: between text and tokens, where samples are text.
-        remark: what is special about the samples, for the plan.
+        note: what is special about the samples, for the plan.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
-        fetching: how samples come to the device.
-        offers: what else a network's factory may ask for.
-        pieces: samples of a micro-batch and of a global batch, where the user's settings don't say.
+        loader_options: how samples come to the device.
+        model_kwargs: what else a network's factory may ask for.
+        fixed_batch_sizes: samples of a micro-batch and of a global batch, where the user's settings don't say.
         epochs: how many there are, where --epochs does not say.
-        transformed: a mark of what else was learned from the training part and went into the samples.
+        transform_signature: a mark of what else was learned from the training part and went into the samples.
         model, task: what suits this dataset where the user names none.
     """
 

@@ -15,7 +15,7 @@ class BatchStream(Protocol):
     Attributes:
         size: samples in an epoch.
         where: where they come from, for the journal.
-        whole_epochs: a run can only go on from the end of an epoch, so checkpoints wait for it.
+        resumable_only_at_epoch: a run can only go on from the end of an epoch, so checkpoints wait for it.
     """
 
     size: int

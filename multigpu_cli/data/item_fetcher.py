@@ -43,7 +43,7 @@ class ItemFetcher:
         workers_here: int,
         fetching: LoaderOptions,
     ) -> None:
-        processes, because = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
+        processes, reason = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
         self.device = device
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
@@ -58,7 +58,7 @@ class ItemFetcher:
             multiprocessing_context=LoaderContext() if processes else None,
         )
         self.where = f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
-        self.where += because
+        self.where += reason
         if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
             deque(self._loader, maxlen=0)
 

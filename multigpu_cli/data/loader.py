@@ -104,7 +104,7 @@ class Loader:
         """The steps of an epoch from step `start` on: the layout of each, and this worker's batches.
 
         Args:
-            lanes: micro-batches joined into one batch (DataParallel takes one for each device).
+            replicas_per_process: micro-batches joined into one batch (DataParallel takes one for each device).
         """
         order = self.sample_order(epoch)
         steps = range(start, plan.steps_per_epoch)

@@ -23,7 +23,7 @@ class Console:
         level: 'silent' nothing at all; 'quiet' warnings and one line of result; 'normal'; 'verbose' every number.
         stream: where to write; stdout where None.
         json: the summary, as one JSON object, is the only thing on `stream`; all else goes to stderr.
-        aside: where whatever else this process prints goes while a run is on; None: nowhere else.
+        rank_output: where whatever else this process prints goes while a run is on; None: nowhere else.
     """
 
     def __init__(

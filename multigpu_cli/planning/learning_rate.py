@@ -16,7 +16,7 @@ class Rate(NamedTuple):
     Attributes:
         value: the learning rate.
         rule: given, none, linear or sqrt.
-        because: how it came about, for the plan.
+        reason: how it came about, for the plan.
     """
 
     value: float

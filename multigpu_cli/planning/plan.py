@@ -13,18 +13,18 @@ class Plan:
     """What will happen, settled and explained.
 
     Attributes:
-        where: strategy and device, with the reason.
+        placement_reason: strategy and device, with the reason.
         strategy, device: the same as single words, for machines.
         batches, rate, schedule: the arithmetic.
         base_lr, base_batch_size: what the rate was scaled from.
         precision: number format, with the reason.
-        contents: data, model and task in words.
-        start: what is resumed.
+        description: data, model and task in words.
+        resume_reason: what is resumed.
         save_dir: the run folder.
         epochs: passes over the data, as asked.
         threads: CPU threads of each worker.
-        idle: flags that were given and do nothing here.
-        size_because: why the micro-batch has its size, where --batch-size did not say.
+        unused_flags: flags that were given and do nothing here.
+        batch_size_reason: why the micro-batch has its size, where --batch-size did not say.
         compiled: how the network is compiled, with the reason; empty where it is not.
     """
 

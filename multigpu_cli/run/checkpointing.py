@@ -51,8 +51,8 @@ class Checkpointer:
     Attributes:
         saved_step: that of the newest checkpoint.
         best: host copy of the best weights, until a checkpoint has written them.
-        best_sent: those that the checkpoint in flight writes.
-        best_sum: SHA-256 of the best weights that were written, on rank 0.
+        best_in_flight: those that the checkpoint in flight writes.
+        best_sha256: SHA-256 of the best weights that were written, on rank 0.
         snapshot: the state that was written last, or is being written.
     """
 

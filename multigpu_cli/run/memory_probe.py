@@ -172,8 +172,8 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
         size, best = size * 2, size
     if not best:
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
-    because = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
-    components.spec = with_measured_batch(components.spec, best, components.world, because)
+    reason = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
+    components.spec = with_measured_batch(components.spec, best, components.world, reason)
     _try_shortest_micro_batch(components)
 
 

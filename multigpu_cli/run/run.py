@@ -25,7 +25,7 @@ class RunLog:
     Attributes:
         sampler: watches this rank's GPU.
         flops_per_sample: where the device's peak rate is known.
-        unseen: what NVML does not say of which rank's GPU, as far as the user knows.
+        unknown_gpu_fields: what NVML does not say of which rank's GPU, as far as the user knows.
     """
 
     journal: Journal

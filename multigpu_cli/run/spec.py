@@ -40,7 +40,7 @@ class RunSpec:
     """A request that can be carried out.
 
     Attributes:
-        words: the user's settings, with those of the run that is continued; written to config.yaml.
+        user_config: the user's settings, with those of the run that is continued; written to config.yaml.
         config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
         placement: strategy and devices.
         start: run folder and checkpoint.
@@ -179,11 +179,11 @@ def with_micro_batch(spec: RunSpec, size: int) -> RunSpec:
     return replace(spec, plan=replace(spec.plan, batches=batches))
 
 
-def with_measured_batch(spec: RunSpec, size: int, world: World, because: str) -> RunSpec:
+def with_measured_batch(spec: RunSpec, size: int, world: World, reason: str) -> RunSpec:
     """What --batch-size auto has found before the first step: it decides the global batch too, if nobody fixed one."""
     config = replace_settings(spec.config, {"batch_size": size})
     plan = _make_plan(spec.user_config, config, spec.placement, world, spec.start, spec.source, spec.user_objects)
-    return replace(spec, config=config, plan=replace(plan, batch_size_reason=because))
+    return replace(spec, config=config, plan=replace(plan, batch_size_reason=reason))
 
 
 def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:

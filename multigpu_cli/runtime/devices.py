@@ -18,7 +18,7 @@ class Placement(NamedTuple):
         strategy: single, dp or ddp.
         devices: the device of each local worker; a single CPU process has one.
         launch: processes to start ourselves, 0 where this process does the work.
-        because: the reason, for the plan.
+        reason: the reason, for the plan.
         backend: of the process group; None takes the device's own.
         timeout: seconds that its collectives wait; None takes what the watch over the run needs.
     """

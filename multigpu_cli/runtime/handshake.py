@@ -70,7 +70,7 @@ class Roster:
     """What all ranks know once they have met.
 
     Attributes:
-        generation: the part of the store that is theirs.
+        store_prefix: the part of the store that is theirs.
         attempt: how often the job was started before, as the node with the longest memory knows.
         hosts, nodes: of each rank.
         restarts_left: of the agent that has the fewest.

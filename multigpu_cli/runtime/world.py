@@ -34,7 +34,7 @@ class LaunchEnv:
         attempt: how often the agent restarted the workers; with several nodes each has a count of its own.
         agent_store: the agent hosts the store, so that no rank has to.
         restarts_left: how often the agent would start the workers again if this attempt failed.
-        starter: who started the processes, for the plan.
+        launcher: who started the processes, for the plan.
         environ: the launcher's own variables, for what it remembers of earlier attempts.
     """
 
@@ -116,9 +116,9 @@ class World:
         hosts: the name of each rank's machine.
         nodes: the agent of each rank, as no other is called.
         restarts_left: how often the launcher would start us again.
-        last: how the attempt before this one ended, if somebody left word.
-        agent: the folder in which we leave such word.
-        generation: the prefix of our part of the store.
+        previous_attempt: how the attempt before this one ended, if somebody left word.
+        agent_dir: the folder in which we leave such word.
+        store_prefix: the prefix of our part of the store.
         gpus: that each rank works on.
     """
 

@@ -18,7 +18,7 @@ class Strategy(ABC):
 
     Attributes:
         name: single, dp, ddp or exact.
-        lanes: micro-batches that one forward pass takes in (dp: one for each device).
+        replicas_per_process: micro-batches that one forward pass takes in (dp: one for each device).
         loss_factor: what each loss is multiplied by before backward, to undo an average over workers.
         reduces_first: no backward pass without communication may come before `warm_up`.
     """

@@ -65,7 +65,7 @@ class Task(ABC):
         unit: what the loss is the mean over.
         units_per_sample: how many an ordinary sample has: sums are divided by it at once, so that they stay in range.
         sums: names of what an evaluation adds up beside the loss.
-        expects: targets and outputs in words, for messages.
+        expected_shapes: targets and outputs in words, for messages.
         moved: to be called by whatever takes long beside the network's passes: a run that moves is no hang.
     """
 

@@ -21,9 +21,9 @@ TIMEOUT = timedelta(seconds=_SECONDS / 2)
 Join = Callable[[dist.Store, int, int], World]
 
 
-def with_gloo(launch_env: dist.Store, rank: int, size: int) -> World:
+def with_gloo(store: dist.Store, rank: int, size: int) -> World:
     """Join the others as a process on the CPU."""
-    dist.init_process_group("gloo", store=launch_env, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(torch.device("cpu"), rank, size, rank, size)
 
 

@@ -186,7 +186,7 @@ def median_step(times: Tensor) -> list[float]:
     """The mean times of some steps in a row, of those the ones that take the median time.
 
     Args:
-        everyone: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that go in step
+        times: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that go in step
             wait for the slowest of them, and the one that waits least in a message tells how long it takes.
     """
     own, sent = times[..., :_PHASES], times[..., _PHASES:]

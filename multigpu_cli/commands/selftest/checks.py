@@ -59,15 +59,15 @@ class Measurements(NamedTuple):
 
 def run_checks(measurements: Measurements) -> list[CheckResult]:
     """Causes first, so that the line which names a fault stands above those that only suffer from it."""
-    return [_run_check(check, part, judge, measurements) for check, part, judge in _CHECKS]
+    return [_run_check(check, part, run, measurements) for check, part, run in _CHECKS]
 
 
 def _run_check(
-    check: str, part: str, judge: Callable[[Measurements], CheckResult], measurements: Measurements
+    check: str, part: str, run: Callable[[Measurements], CheckResult], measurements: Measurements
 ) -> CheckResult:
     if not measurements.workers or any(part not in worker for worker in measurements.workers):
         return CheckResult(check, False, "the workers failed before they came to this: see their error")
-    return judge(measurements)._replace(check=check)
+    return run(measurements)._replace(check=check)
 
 
 def _check_samples(measurements: Measurements) -> CheckResult:

@@ -16,12 +16,12 @@ class ActivationRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[Any] = []
-        self._heard: list[Any] = []
+        self._outputs: list[Any] = []
 
     def __enter__(self) -> list[Any]:
         for name, module in self._model.named_modules():
             self._hooks.append(module.register_forward_hook(self._record_into(name or "the model")))
-        return self._heard
+        return self._outputs
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -29,7 +29,7 @@ class ActivationRecorder:
 
     def _record_into(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._heard.append([name, type(module).__name__, compute_checksums(output)])
+            self._outputs.append([name, type(module).__name__, compute_checksums(output)])
 
         return note
 

@@ -49,7 +49,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 def alone(work: Callable[[Simulated], Any], machine: Machine = TWO) -> Any:
     """Do `work` in a process without ranks; what it returned (plain values, no tensors)."""
 
-    def join(launch_env: dist.Store, rank: int, size: int) -> Any:
+    def join(store: dist.Store, rank: int, size: int) -> Any:
         return install(machine)
 
     _required()
@@ -59,11 +59,11 @@ def alone(work: Callable[[Simulated], Any], machine: Machine = TWO) -> Any:
 def each_rank(size: int, work: Callable[[Simulated, World], Any], machine: Machine = TWO) -> list[Any]:
     """Do `work` on all ranks at once; what it returned (plain values, no tensors), in rank order."""
 
-    def join(launch_env: dist.Store, rank: int, size: int) -> Any:
+    def join(store: dist.Store, rank: int, size: int) -> Any:
         sim, device = install(machine), torch.device("cuda", rank)
         torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl", store=launch_env, rank=rank, world_size=size, timeout=ranks.TIMEOUT, device_id=device
+            "nccl", store=store, rank=rank, world_size=size, timeout=ranks.TIMEOUT, device_id=device
         )
         return sim, World(device, rank, size, rank, size)
 
