@@ -68,9 +68,9 @@ def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
     if place == "forward":
         run.state.model.register_forward_pre_hook(lambda *_: fail(run))
     elif place == "after the optimizer":
-        _before(run.observer.nonfinite, "note", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
+        _before(run.observer.nonfinite, "record", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
     else:
-        _before(run.state.precision, {"backward": "backward", "optimizer": "commit"}[place], lambda *_: fail(run))
+        _before(run.state.precision, {"backward": "backward", "optimizer": "step_optimizer"}[place], lambda *_: fail(run))
 
 
 def losses(run: Path) -> dict[int, float]:

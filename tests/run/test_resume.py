@@ -233,7 +233,7 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_left_as_it_is(
         state.write_bytes(state.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     refused = run_training(workers, epochs=4, **flags)
-    assert refused.kind in ("RequestError", "NoneWhole")
+    assert refused.kind in ("RequestError", "NoIntactCheckpoint")
     assert "run has 2 checkpoints, and none is whole" in refused.error
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
     assert run_training(epochs=2, **flags | {"save_dir": "new"}, resume="never", init_from="run/best.pt").error == ""

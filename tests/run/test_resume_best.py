@@ -114,7 +114,7 @@ def test_a_fork_has_the_best_weights_of_its_own_past() -> None:
 def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() -> None:
     scored([0.1, 0.4, 0.3, 0.2])
     path = Path("run/checkpoints/step_00000024")
-    start = SimpleNamespace(checkpoint=str(path), holder=1, manifest=read_manifest(path))
+    start = SimpleNamespace(checkpoint=str(path), checkpoint_rank=1, manifest=read_manifest(path))
 
     def work(world: World) -> str:
         folder = Path(f"node_{world.rank}")

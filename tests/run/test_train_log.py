@@ -48,10 +48,10 @@ def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
 
 def test_a_worker_tells_what_it_measured_of_itself() -> None:
     run: Any = SimpleNamespace(
-        strategy=SimpleNamespace(waited=lambda: None),
+        strategy=SimpleNamespace(read_comm_wait=lambda: None),
         observer=SimpleNamespace(
-            meters=SimpleNamespace(waited=lambda reason: {"data_wait": 0.5}[reason], at_work=lambda: 6.0),
-            noise=SimpleNamespace(small_norm=lambda: 2.5),
+            meters=SimpleNamespace(read_wait=lambda reason: {"data_wait": 0.5}[reason], cpu_seconds=lambda: 6.0),
+            noise=SimpleNamespace(take_small_norm=lambda: 2.5),
         ),
         plan=SimpleNamespace(threads=4),
         world=World(torch.device("cpu")),

@@ -163,7 +163,7 @@ def test_a_line_of_ours_that_waits_is_named() -> None:
 
     (place,) = alone(work)
     assert place.startswith("multigpu_cli/checkpoint/weights.py:")
-    assert place.endswith(" host_copy")
+    assert place.endswith(" copy_to_host")
 
 
 @pytest.mark.parametrize("number", [0, 1])
