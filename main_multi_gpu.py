@@ -29,8 +29,8 @@ from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
-from multigpu_cli.faults.classify import is_consequence
-from multigpu_cli.runtime import elastic
+from multigpu_cli.faults.diagnose import is_consequence
+from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 
 _INTERRUPTED = 130
@@ -99,12 +99,12 @@ def _format_version() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Do what the command line asks; the exit code."""
-    if verdict := elastic.find_binding_verdict(os.environ):
-        elastic.write_error(os.environ, verdict.code, verdict.message)
+    if verdict := restart_records.find_binding_verdict(os.environ):
+        restart_records.write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
     code, message = _run_command(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
-        elastic.record_verdict(os.environ, elastic.FinalVerdict(code, message))
+        restart_records.record_verdict(os.environ, restart_records.FinalVerdict(code, message))
     return code
 
 
@@ -116,8 +116,8 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
         return _report_error(WRONG_REQUEST, errors_text.describe_usage_error(error), error, argv)
-    except elastic.AttemptRefused as over:  # it was said when it happened
-        elastic.write_error(os.environ, over.exit_code, over.problem)
+    except restart_records.AttemptRefused as over:  # it was said when it happened
+        restart_records.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except TrainingError as error:
         return _report_error(error.exit_code, errors_text.describe_known_error(error), error, argv)
@@ -128,7 +128,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
     except Exception as error:  # the door is where every error ends, and none may end as our traceback
         return _report_error(FAILED, errors_text.describe_unexpected_error(error), error, argv)
     if code == STOPPED:
-        elastic.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
+        restart_records.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""
 
 
@@ -138,10 +138,10 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     follows = getattr(error, "consequence", False)
     lost = follows or ("RANK" in os.environ and is_consequence(error))
     if code == FAILED and not lost:
-        again = elastic.record_failure(os.environ, message, getattr(error, "failed_at", None))
+        again = restart_records.record_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
-    elastic.write_error(os.environ, code, message, message if foreseen or lost else whole)
+    restart_records.write_error(os.environ, code, message, message if foreseen or lost else whole)
     rank = _read_rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message

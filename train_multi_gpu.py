@@ -23,8 +23,8 @@ from multigpu_cli.commands import errors_text
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserve_stdout
-from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime import restart_records
+from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.rank_output import RankOutput
 from multigpu_cli.runtime.world import LaunchEnv
 
@@ -122,7 +122,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     level = "silent" if launch_env and launch_env.rank else "normal" if screen == "json" else screen
     stream = reserve_stdout() if screen == "json" else None
     with ExitStack() as stack:
-        apart = launch_env is not None and launch_env.rank > 0 and not elastic.has_redirected_logs(os.environ)
+        apart = launch_env is not None and launch_env.rank > 0 and not restart_records.has_redirected_logs(os.environ)
         rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and apart else None
         console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
         if told := _explain_unseen_gpus(choice, os.environ):
@@ -147,6 +147,10 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
     if rank_output:
         rank_output.stop()
     message = errors_text.describe_known_error(error)
-    again = "" if error.consequence else elastic.record_failure(os.environ, message.splitlines()[0], error.failed_at)
-    elastic.write_error(os.environ, error.exit_code, message)
+    again = (
+        ""
+        if error.consequence
+        else restart_records.record_failure(os.environ, message.splitlines()[0], error.failed_at)
+    )
+    restart_records.write_error(os.environ, error.exit_code, message)
     Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

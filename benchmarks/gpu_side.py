@@ -29,7 +29,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.determinism import be_fast
-from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.placement import Placement
 
 _NEVER = 1_000_000
 

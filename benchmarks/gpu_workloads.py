@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.models.gpt import build as gpt
 from multigpu_cli.models.har_convnet import build as har_convnet
 from multigpu_cli.models.resnet import ResNet

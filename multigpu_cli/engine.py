@@ -12,18 +12,18 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.batch_size_finder import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
-from multigpu_cli.run.compute import StepResult, forward_backward
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.memory_probe import recover_from_out_of_memory
-from multigpu_cli.run.resume import log_recovery
-from multigpu_cli.run.run import Run
-from multigpu_cli.run.session import open_run, resolve_request
+from multigpu_cli.run.forward_backward import StepResult, forward_backward
+from multigpu_cli.run.lifecycle import open_run, resolve_request
+from multigpu_cli.run.resume_point import log_recovery
+from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import log_step
 from multigpu_cli.runtime.determinism import seed_micro_batch
-from multigpu_cli.runtime.devices import Placement
-from multigpu_cli.runtime.memory import is_out_of_memory
+from multigpu_cli.runtime.out_of_memory import is_out_of_memory
+from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.classify import is_consequence
-from multigpu_cli.runtime import elastic
-from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.faults.diagnose import is_consequence
+from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
+from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.rank_output import quote_last_lines
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
@@ -163,7 +163,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
             time.sleep(_GRACE)
         if not isinstance(error, TrainingError):
             raise
-        elastic.write_error(os.environ, error.exit_code, str(error))
+        restart_records.write_error(os.environ, error.exit_code, str(error))
         sys.exit(error.exit_code)
     if str(getattr(function, "__module__", "")).startswith(
         "multigpu_cli."

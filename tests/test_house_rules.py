@@ -227,7 +227,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, "multigpu_cli/commands/bench/home.py", "import train_multi_gpu"),
     (imports_point_down, "multigpu_cli/data/text/home.py", "from multigpu_cli.models.text import mlp"),
     (imports_point_down, "multigpu_cli/attic/home.py", ""),
-    (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.base import DataSource"),
+    (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.data_source import DataSource"),
     (no_grab_bags, "multigpu_cli/data/image_utils.py", ""),
     (no_grab_bags, "tests/helpers/home.py", ""),
     (low_floors_know_no_torch, "multigpu_cli/config/schema.py", "def late():\n    from torch import nn"),

@@ -18,7 +18,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import LaunchEnv, World
 
 

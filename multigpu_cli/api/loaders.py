@@ -19,8 +19,8 @@ from torch.utils.data import (
 )
 
 from multigpu_cli.api.settings import MultiGPUConfig
-from multigpu_cli.data.iterable import IndexedStream
-from multigpu_cli.data.sampler import Order
+from multigpu_cli.data.epoch_order import Order
+from multigpu_cli.data.materialized_iterable import IndexedStream
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.determinism import seed_host

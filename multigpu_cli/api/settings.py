@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from multigpu_cli.config import rules
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.base import LoaderOptions
+from multigpu_cli.data.data_source import LoaderOptions
 from multigpu_cli.errors import RequestError, combine_errors, did_you_mean
 
 _FOR_EVER = 10**6  # epochs: somebody else's loop says when it is over

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multigpu_cli.api.gpu_info import get_gpu_info
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.devices import count_visible_gpus
+from multigpu_cli.runtime.placement import count_visible_gpus
 from multigpu_cli.runtime.world import LaunchEnv
 
 

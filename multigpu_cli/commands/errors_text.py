@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from multigpu_cli.errors import TrainingError, did_you_mean
-from multigpu_cli.faults.classify import remedy_for
+from multigpu_cli.faults.diagnose import remedy_for
 
 _LONGEST = 15  # lines
 _ELSEWHERE = {

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import fit_standardised, model_input_shape
-from multigpu_cli.data.download import Download
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.dataset_files import Download
 from multigpu_cli.data.image_augment import shift_and_mirror
 from multigpu_cli.data.split import split_by_sample
 

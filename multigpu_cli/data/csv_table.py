@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError, did_you_mean
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 
 Mark = tuple[Sequence[int], Sequence[float]]  # what must be the same to the bit, and what may be rounded differently
@@ -37,7 +37,7 @@ def compute_fingerprint(source: DataSource, seed: int) -> Mark:
     if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
         found = look()
     else:
-        from multigpu_cli.data.item_fetcher import run_in_process  # late: samples are fetched one by one
+        from multigpu_cli.data.torch_dataloader import run_in_process  # late: samples are fetched one by one
 
         found = run_in_process(look)
     digests, sums = zip(*found, strict=True)
@@ -84,7 +84,7 @@ def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     if isinstance(split, TensorDataset):
         yield from (_rows(tensor) for tensor in split.tensors)
         return
-    from multigpu_cli.data.item_fetcher import SeededDataset  # late: samples are fetched one by one
+    from multigpu_cli.data.torch_dataloader import SeededDataset  # late: samples are fetched one by one
 
     keyed, count = SeededDataset(split, seed), len(split)  # type: ignore[arg-type]
     for index in sorted({number * count // _FEW for number in range(_FEW)}) if count else ():

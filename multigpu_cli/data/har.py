@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.augment import KeyedRandom
-from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.channels import fit_standardised, model_input_shape
-from multigpu_cli.data.download import Download
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.dataset_files import Download
+from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.split import split_by_group
 
 SIGNALS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")

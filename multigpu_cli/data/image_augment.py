@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from multigpu_cli.data.augment import KeyedRandom
+from multigpu_cli.data.keyed_random import KeyedRandom
 
 _SHIFT, _FLIP = 0, 1  # one stream of random numbers each
 

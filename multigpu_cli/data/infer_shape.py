@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.iterable import IndexedStream
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.materialized_iterable import IndexedStream
 from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, to_pair, unwrap_dataset
 from multigpu_cli.errors import RequestError
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.augment import KeyedRandom
-from multigpu_cli.data.base import DataSource, LoaderOptions
-from multigpu_cli.data.sampler import HELD_OUT, epoch_order
+from multigpu_cli.data.data_source import DataSource, LoaderOptions
+from multigpu_cli.data.epoch_order import HELD_OUT, epoch_order
+from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.item_fetcher import ItemFetcher
+    from multigpu_cli.data.torch_dataloader import ItemFetcher
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 
@@ -75,7 +75,7 @@ class Loader:
         if isinstance(split, TensorDataset):
             self._fetch = _InMemoryFetcher(split, device, config.on_device, source.loader_options)
         else:
-            from multigpu_cli.data.item_fetcher import (
+            from multigpu_cli.data.torch_dataloader import (
                 ItemFetcher,  # late: what lies in memory needs no loader processes
             )
 

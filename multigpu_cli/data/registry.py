@@ -3,8 +3,8 @@
 DATASETS = {
     "digits": "multigpu_cli.data.digits:load",
     "har": "multigpu_cli.data.har:load",
-    "mnist": "multigpu_cli.data.idx:mnist",
-    "fashion-mnist": "multigpu_cli.data.idx:fashion_mnist",
+    "mnist": "multigpu_cli.data.mnist:mnist",
+    "fashion-mnist": "multigpu_cli.data.mnist:fashion_mnist",
     "cifar10": "multigpu_cli.data.cifar10:load",
     "synthetic": "multigpu_cli.data.synthetic:load",
     "image-folder": "multigpu_cli.data.image_folder:load",

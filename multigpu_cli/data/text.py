@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.vocabulary import Bytes, Numbers, Vocabulary, build_characters
 from multigpu_cli.errors import RequestError, did_you_mean
 

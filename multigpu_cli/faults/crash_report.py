@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Protocol
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.classify import remedy_for
-from multigpu_cli.faults.rank_exit import RankExit
+from multigpu_cli.faults.diagnose import remedy_for
+from multigpu_cli.faults.rank_failures import RankExit
 from multigpu_cli.runtime.rank_output import quote_last_lines
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults import crash_report
-from multigpu_cli.faults.classify import is_consequence
-from multigpu_cli.faults.rank_exit import RankExit, RankExits
+from multigpu_cli.faults.diagnose import is_consequence
+from multigpu_cli.faults.rank_failures import RankExit, RankExits
 from multigpu_cli.runtime.world import World
 
 PHASES = (

@@ -13,7 +13,7 @@ from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import plugins
-from multigpu_cli.runtime.preserve import preserve_buffers
+from multigpu_cli.runtime.module_state import preserve_buffers
 
 
 def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.Module:

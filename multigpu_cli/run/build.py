@@ -18,8 +18,8 @@ from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import quote_value
-from multigpu_cli.data.base import DataSource
 from multigpu_cli.data.batch_stream import BatchStream
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.sample import describe_shapes
 from multigpu_cli.errors import RequestError
@@ -31,9 +31,9 @@ from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.determinism import seed_weights
-from multigpu_cli.runtime.memory import is_out_of_memory
+from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve import eval_mode, preserve_buffers
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single

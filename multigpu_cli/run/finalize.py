@@ -12,11 +12,11 @@ from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.classify import find_unused_parameters
+from multigpu_cli.faults.diagnose import find_unused_parameters
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
-from multigpu_cli.run.run import Run
+from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path

@@ -12,18 +12,18 @@ from multigpu_cli.config.own_code import NAMING, check_code
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND, flatten_settings, merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import Mark, compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.checks import check_data, check_device, describe_machine, raise_all
-from multigpu_cli.run.resume import agree_on_start
+from multigpu_cli.run.resume_point import agree_on_start
+from multigpu_cli.run.validate_request import check_data, check_device, describe_machine, raise_all
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import Placement, count_cores
+from multigpu_cli.runtime.placement import Placement, count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory, open_data
@@ -150,7 +150,10 @@ def resolve_spec(
     )
     mark = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.data_check import check_same_data, check_same_machine  # late: alone, nothing is compared
+        from multigpu_cli.run.rank_consistency import (  # late: alone, nothing is compared
+            check_same_data,
+            check_same_machine,
+        )
 
         check_same_data(world, source, mark, config.data.name)
     plan = _make_plan(user_config, config, choice, world, start, source, user_objects)

@@ -13,11 +13,11 @@ from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
-from multigpu_cli.run.compute import StepResult
+from multigpu_cli.run.forward_backward import StepResult
 from multigpu_cli.runtime.collectives import all_gather
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run import Run
+    from multigpu_cli.run.run_state import Run
 
 _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
 

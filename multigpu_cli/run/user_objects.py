@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.collectives import broadcast_object, run_on_main_rank

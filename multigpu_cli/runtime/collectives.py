@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way once a group is there; torchtitan's too
 
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
-from multigpu_cli.runtime.memory import is_out_of_memory
+from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.world import World
 
 Result = TypeVar("Result")

@@ -16,11 +16,11 @@ from torch.distributed.distributed_c10d import _abort_process_group  # for the e
 
 from multigpu_cli.config.launcher_rules import is_self_launched
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime import elastic
+from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 
 if TYPE_CHECKING:
-    from multigpu_cli.runtime.handshake import RankGpu
+    from multigpu_cli.runtime.rendezvous import RankGpu
 
 _PATIENCE = 120.0  # seconds for the others to load torch and arrive
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -132,7 +132,7 @@ class World:
     hosts: tuple[str, ...] = field(default=(), compare=False)
     nodes: tuple[str, ...] = field(default=(), compare=False)
     restarts_left: int = field(default=0, compare=False)
-    previous_attempt: elastic.PreviousAttempt | None = field(default=None, compare=False)
+    previous_attempt: restart_records.PreviousAttempt | None = field(default=None, compare=False)
     agent_dir: Path | None = field(default=None, compare=False)
     store_prefix: str = field(default="", compare=False)
     gpus: "tuple[RankGpu | None, ...]" = field(default=(), compare=False)
@@ -253,7 +253,7 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
     Raises:
         Over: an earlier attempt has ended for good.
     """
-    from multigpu_cli.runtime.handshake import RankGpu, RankInfo, agree_on_roster  # late: a world of one meets nobody
+    from multigpu_cli.runtime.rendezvous import RankGpu, RankInfo, agree_on_roster  # late: a world of one meets nobody
 
     environ = launch_env.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
@@ -262,17 +262,17 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         size=launch_env.size,
         nonce=uuid4().hex,
         host=os.uname().nodename,
-        node=elastic.node_name(environ),
-        attempt=elastic.attempt_number(environ) if environ else launch_env.attempt,
+        node=restart_records.node_name(environ),
+        attempt=restart_records.attempt_number(environ) if environ else launch_env.attempt,
         restarts_left=launch_env.restarts_left,
-        verdict=elastic.read_last_verdict(environ),
-        last=elastic.read_previous_attempt(environ),
+        verdict=restart_records.read_last_verdict(environ),
+        last=restart_records.read_previous_attempt(environ),
         gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
     )
     agreed = agree_on_roster(store, hello, patience=_PATIENCE)
     if agreed.verdict:
-        raise elastic.AttemptRefused(agreed.verdict)
-    elastic.record_attempt(environ, agreed.attempt, agreed.nodes)
+        raise restart_records.AttemptRefused(agreed.verdict)
+    restart_records.record_attempt(environ, agreed.attempt, agreed.nodes)
     return World(
         device,
         launch_env.rank,
@@ -285,7 +285,7 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         nodes=agreed.nodes,
         restarts_left=agreed.restarts_left,
         previous_attempt=agreed.last,
-        agent_dir=elastic.find_agent_dir(environ),
+        agent_dir=restart_records.find_agent_dir(environ),
         store_prefix=agreed.store_prefix,
         gpus=agreed.gpus,
     )

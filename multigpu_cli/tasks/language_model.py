@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.tasks.base import BatchMetrics, Task

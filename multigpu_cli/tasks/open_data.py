@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.open_source import open_source
 from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.data.source import open_source
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import plugins

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.source import open_source
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.open_source import open_source
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 

@@ -1,7 +1,7 @@
 import torch
 
-from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.digits import load
+from multigpu_cli.data.keyed_random import KeyedRandom
 
 
 def test_the_1797_digits_are_split_by_seed_and_stay_bytes():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.augment import KeyedRandom
 from multigpu_cli.data.har import SIGNALS, load
+from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.errors import RequestError
 
 REAL = (

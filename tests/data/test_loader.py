@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.augment import KeyedRandom
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.epoch_order import epoch_order
+from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 

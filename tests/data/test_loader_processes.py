@@ -14,8 +14,8 @@ from torch.utils.data._utils import signal_handling
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import loader_processes
-from multigpu_cli.data.item_fetcher import run_in_process
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.torch_dataloader import run_in_process
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
 from tests.support.fork import exit_code

@@ -28,8 +28,8 @@ from multigpu_cli.commands.selftest.checksums import hash_state
 from multigpu_cli.commands.verify import compare_runs
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.base import DataSource
-from multigpu_cli.data.source import open_source
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.open_source import open_source
 from multigpu_cli.engine import fit
 from multigpu_cli.engine import run as engine_run
 from multigpu_cli.errors import RequestError
@@ -38,10 +38,10 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.session import assemble_run, start_run
+from multigpu_cli.run.lifecycle import assemble_run, start_run
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.determinism import be_deterministic
-from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv, World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank

@@ -2,7 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from multigpu_cli.faults.crash_report import full_report, hang_error, lost_peer_error, summary_line
-from multigpu_cli.faults.rank_exit import RankExit
+from multigpu_cli.faults.rank_failures import RankExit
 from multigpu_cli.faults.watchdog import RankPosition
 
 GUILTY = RankExit(

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults import store_timeout
-from multigpu_cli.faults.rank_exit import RankExit, RankExits
+from multigpu_cli.faults import deadline_store
+from multigpu_cli.faults.rank_failures import RankExit, RankExits
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.runtime.world import World
 from tests.support.fork import exit_code
@@ -156,7 +156,7 @@ class Unplugged(dist.Store):
 
 
 def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_timeout, "_LONGEST", 0.2)
+    monkeypatch.setattr(deadline_store, "_LONGEST", 0.2)
     words = tmp_path / "words"
 
     def waits() -> None:

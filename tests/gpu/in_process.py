@@ -9,7 +9,7 @@ import torch
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv
 
 GPU = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import memory_probe
+from multigpu_cli.run import batch_size_finder
 from multigpu_cli.tasks.base import Task
 from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
@@ -39,7 +39,7 @@ def armed(place: str, rank: int = 0) -> Callable[[Simulated], None]:
                 sim.device.fail_allocation(run.world.local_rank, 0, 1)
 
         if place in ("rehearsal", "evaluation"):
-            owner, name = (memory_probe, "_run_micro_batch") if place == "rehearsal" else (Task, "evaluate")
+            owner, name = (batch_size_finder, "_run_micro_batch") if place == "rehearsal" else (Task, "evaluate")
             _before(owner, name, lambda *given: fail(given[0] if place == "rehearsal" else _Place(given[3])))
         else:
             _before(
@@ -70,7 +70,9 @@ def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
     elif place == "after the optimizer":
         _before(run.observer.nonfinite, "record", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
     else:
-        _before(run.state.precision, {"backward": "backward", "optimizer": "step_optimizer"}[place], lambda *_: fail(run))
+        _before(
+            run.state.precision, {"backward": "backward", "optimizer": "step_optimizer"}[place], lambda *_: fail(run)
+        )
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.world import World

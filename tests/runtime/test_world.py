@@ -12,7 +12,7 @@ import torch.distributed as dist
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import world as runtime_world
 from multigpu_cli.runtime.collectives import disable_collective_timeout
-from multigpu_cli.runtime.handshake import RankGpu
+from multigpu_cli.runtime.rendezvous import RankGpu
 from multigpu_cli.runtime.world import LaunchEnv, World, check_own_gpus, init_process_group, process_group
 from tests.support.fork import exit_code
 from tests.support.ranks import run_on_each_rank

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.runtime.precision import Precision

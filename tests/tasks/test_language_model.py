@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision

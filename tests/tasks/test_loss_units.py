@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.monitor import journal
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.language_model import LanguageModel

@@ -6,7 +6,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World

@@ -17,7 +17,9 @@ def test_what_is_opened() -> None:
 
 def test_what_needs_samples_refuses_environments() -> None:
     check_has_samples(resolve({}, (), None), "export")
-    with pytest.raises(RequestError, match=r"export needs the samples of a dataset, and --data tests\.support\.toy_env:corridor"):
+    with pytest.raises(
+        RequestError, match=r"export needs the samples of a dataset, and --data tests\.support\.toy_env:corridor"
+    ):
         check_has_samples(resolve(WORLD, (), None), "export")
 
 

@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.source import open_source
+from multigpu_cli.data.open_source import open_source
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.devices import count_cores, cuda_devices, usable_gpus
+from multigpu_cli.runtime.placement import count_cores, cuda_devices, usable_gpus
 from multigpu_cli.tasks.open_data import check_has_samples
 
 _SECONDS = 3.0  # of each pass at most

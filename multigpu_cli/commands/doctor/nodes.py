@@ -20,9 +20,9 @@ from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.data.source import open_source
+from multigpu_cli.data.open_source import open_source
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.run.data_check import group_ranks
+from multigpu_cli.run.rank_consistency import group_ranks
 from multigpu_cli.runtime.world import LaunchEnv, World
 
 _START = 60.0  # seconds for rank 0 to load torch

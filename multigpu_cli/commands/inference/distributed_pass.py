@@ -11,14 +11,14 @@ from multigpu_cli.checkpoint.export import load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.schema import Config, DeviceConfig
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_cli_in_workers
 from multigpu_cli.run.build import build_task
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
 from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 from multigpu_cli.tasks.base import Task

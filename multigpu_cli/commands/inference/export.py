@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import dump_json

@@ -13,7 +13,7 @@ from multigpu_cli.checkpoint.weights import check_fit
 from multigpu_cli.config.own_code import check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.vocabulary import restore_vocabulary
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError

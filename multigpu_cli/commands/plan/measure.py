@@ -20,13 +20,13 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.planning.speedup import Link, StepTimes, buckets
+from multigpu_cli.run.batch_size_finder import probe_memory
 from multigpu_cli.run.build import TrainComponents, build_components
-from multigpu_cli.run.compute import forward_backward
-from multigpu_cli.run.memory_probe import probe_memory
-from multigpu_cli.run.profile import MicroBatchProfile, profile_micro_batch
+from multigpu_cli.run.forward_backward import forward_backward
+from multigpu_cli.run.micro_batch_cost import MicroBatchCost, profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
-from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 from multigpu_cli.strategies.buckets import measure_cap
 from multigpu_cli.tasks.open_data import check_has_samples
@@ -280,7 +280,7 @@ def iterate_micro_batches(components: TrainComponents) -> Iterator[Batch]:
         epoch += 1
 
 
-def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half: MicroBatchProfile) -> Memory:
+def _measure_memory(components: TrainComponents, whole: MicroBatchCost, half: MicroBatchCost) -> Memory:
     """Weights and buffers, gradients, the optimizer's state as it is after some steps, and what forward keeps."""
     model = components.state.model
     states = [value for state in components.state.optimizer.state.values() for value in state.values()]

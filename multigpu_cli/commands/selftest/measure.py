@@ -11,8 +11,8 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, move_to_device, split_batch
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
 from multigpu_cli.commands.selftest.steps import measure_exact, measure_gradients, measure_reference, measure_resume
+from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.sampler import epoch_order
 from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 
 _SAMPLES = 16

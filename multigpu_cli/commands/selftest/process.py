@@ -6,18 +6,18 @@ from typing import Any
 
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.batch_size_finder import warm_up
 from multigpu_cli.run.build import TrainComponents, build_components
-from multigpu_cli.run.memory_probe import warm_up
-from multigpu_cli.run.run import Run
-from multigpu_cli.run.session import assemble_run
+from multigpu_cli.run.lifecycle import assemble_run
+from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.devices import Placement, count_cores
+from multigpu_cli.runtime.placement import Placement, count_cores
 from multigpu_cli.runtime.world import World
 
 Measured = dict[str, Any]

@@ -20,16 +20,16 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.config.types import integer
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.open_source import open_source
 from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.data.source import open_source
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_cli_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.devices import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 from multigpu_cli.tasks.open_data import check_has_samples

@@ -15,8 +15,8 @@ from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build import TrainComponents
-from multigpu_cli.run.compute import forward_backward
-from multigpu_cli.run.run import Run
+from multigpu_cli.run.forward_backward import forward_backward
+from multigpu_cli.run.run_state import Run
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
 from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError

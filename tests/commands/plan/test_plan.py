@@ -19,11 +19,11 @@ from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
-OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_profile:plain"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_micro_batch_cost:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:

@@ -21,10 +21,10 @@ from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute
 from multigpu_cli.commands.selftest.selftest import Report, measure_as_worker, print_report, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.base import DataSource
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.devices import Placement
+from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank

@@ -1,0 +1,140 @@
+"""From a dataset's name to the splits that a run trains on."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from numpy import ndarray
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.infer_shape import infer_source
+from multigpu_cli.data.materialized_iterable import IndexedStream
+from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.data.sample import to_tensors
+from multigpu_cli.data.split import split_by_sample
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.runtime import plugins
+
+
+def open_source(config: DataConfig, seed: int) -> DataSource:
+    """Load the dataset that --data names: one of ours, or the user's own.
+
+    A user's factory is called once per split with those of `split` (train, val, test), `data_dir, mode, seed` and of
+    the data.args that it names, and returns a map-style Dataset or None; one without a `split` parameter returns a
+    single dataset, which is divided by seed, 80/10/10; so is one whose `split` is among the data.args. Whole arrays
+    (X, y) count as a dataset. `data.args.new` are the arguments with which it gives the samples to predict.
+
+    Raises:
+        RequestError: no such dataset, files missing or damaged, or a factory that returns something else.
+    """
+    factory = plugins.find_factory(config.name, DATASETS, flag="--data")
+    offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
+    parameters = inspect.signature(factory).parameters
+    if "split" not in parameters or "split" in config.args:
+        source = _from_one(factory, offered, config.args, config.name, seed)
+    else:
+        source = _from_splits(factory, offered, config.args, config.name, seed)
+    if len(source.train) == 0:  # type: ignore[arg-type]
+        raise RequestError(
+            f"--data {config.name}: the training set is empty", remedy="more samples, or less set aside for validation"
+        )
+    for split in ("train", "val", "test", "new"):
+        _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
+    return source
+
+
+def _arrays(found: Any) -> list[Tensor] | None:
+    """Whole arrays of inputs and targets, as scikit-learn's load_… and fetch_… functions return them; else None."""
+    if isinstance(found, Mapping) and {"data", "target"} <= found.keys():
+        found = found["data"], found["target"]
+    if not isinstance(found, tuple) or len(found) != 2 or not all(map(_holds_numbers, found)):
+        return None
+    return [to_tensors(each) for each in found] if len(found[0]) == len(found[1]) else None
+
+
+def _holds_numbers(value: Any) -> bool:
+    of_numpy = isinstance(value, ndarray) and value.dtype.kind in "fiub"
+    return (of_numpy or isinstance(value, Tensor)) and value.ndim > 0
+
+
+def _check_finite(dataset: Any, where: str) -> None:
+    """One NaN spoils every step that meets it; only what lies in memory is looked through."""
+    for tensor, kind in (
+        zip(dataset.tensors, ("input", "target"), strict=False) if isinstance(dataset, TensorDataset) else ()
+    ):
+        if tensor.is_floating_point() and tensor.numel() and not all(map(isfinite, tensor.aminmax())):
+            sample = int((~tensor.isfinite()).nonzero()[0, 0])
+            raise RequestError(
+                f"{where}: the {kind} of sample {sample} holds NaN or infinity",
+                remedy="leave such samples out, or fill the gaps (torch.nan_to_num)",
+            )
+
+
+def _from_one(
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+) -> DataSource:
+    other = None
+    if "new" not in inspect.signature(factory).parameters:
+        other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
+    found = plugins.call_factory(factory, offered, args, where="data")
+    source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed)
+    if other is None:
+        return source
+    if found is source or not isinstance(other, dict):
+        raise RequestError(
+            f"data.args.new: {name} knows no new samples by {other!r}",
+            remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
+        )
+    from multigpu_cli.data.unlabeled import wrap_unlabeled  # late: few have new samples
+
+    new = _dataset(plugins.call_factory(factory, offered, args | other, where="data"), name, seed)
+    return replace(source, new=wrap_unlabeled(new, source.train) or new)
+
+
+def _from_splits(
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+) -> DataSource:
+    splits = {}
+    for number, split in enumerate(("train", "val", "test")):
+        found = plugins.call_factory(factory, {**offered, "split": split}, args, where="data")
+        splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
+    if splits["train"] is None:
+        raise RequestError(
+            f"--data {name}: the factory returned None for split='train'", remedy="a dataset; val and test may be None"
+        )
+    return infer_source(splits["train"], splits["val"], splits["test"])
+
+
+def _split_by_seed(dataset: Dataset[Any], seed: int) -> DataSource:
+    parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
+    train, val, test = (_part(dataset, part) for part in parts)
+    return infer_source(train, val, test)
+
+
+def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
+    if isinstance(dataset, TensorDataset):
+        return TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
+    return Subset(dataset, indices.tolist())
+
+
+def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
+    if isinstance(found, IterableDataset):
+        return IndexedStream(found, name, seed)
+    if (arrays := _arrays(found)) is not None:
+        inputs, targets = arrays
+        return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
+    if not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+        raise RequestError(
+            f"--data {name}: the factory returned something of type {type(found).__name__}",
+            remedy="return a map-style dataset: an object with __len__ and __getitem__(index) → (input, target), "
+            "or an IterableDataset that ends",
+        )
+    if len(found) == 0:
+        raise RequestError(f"--data {name}: the dataset is empty", remedy="return None where there is no such split")
+    return found  # type: ignore[no-any-return]

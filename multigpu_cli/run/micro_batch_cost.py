@@ -1,0 +1,87 @@
+"""One micro-batch, measured: the arithmetic of forward and backward, and what forward keeps in memory for backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.run.build import TrainComponents, first_batch
+from multigpu_cli.run.forward_backward import forward_backward
+from multigpu_cli.runtime.module_state import preserve_buffers
+
+
+@dataclass(frozen=True)
+class MicroBatchCost:
+    """What one micro-batch takes.
+
+    Attributes:
+        samples: in the micro-batch.
+        flops: forward and backward, of matrix products, convolutions and attention; a multiplication with its addition
+            counts two. What checkpointed blocks compute a second time is not in it.
+        activations: bytes that forward keeps for backward, beside parameters, buffers and inputs.
+    """
+
+    samples: int
+    flops: int
+    activations: int
+
+    @property
+    def flops_per_sample(self) -> float:
+        return self.flops / self.samples
+
+
+def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCost:
+    """Run the first micro-batch of so many samples; weights, buffers and gradients are left as they were."""
+    model = components.state.model
+    batch = first_batch(
+        components.loaders.train, min(size * components.strategy.replicas_per_process, components.loaders.train.size)
+    )
+    known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    known |= {_storage(tensor) for tensor in (batch.inputs, batch.targets) if isinstance(tensor, Tensor)}
+    activations: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in known:
+            activations[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with preserve_buffers(model), _FlopCounter() as counter, saved_tensors_hooks(pack, _unchanged):
+        forward_backward(components, batch, 1.0, last=False, observer=counter)
+    model.zero_grad(set_to_none=True)
+    return MicroBatchCost(len(batch.indices), counter.get_total_flops(), sum(activations.values()))
+
+
+class _FlopCounter(FlopCounterMode):
+    """Counts what a model computes, without what checkpointed blocks compute again.
+
+    From the moment that backward begins, autograd's own work runs with gradients disabled, and only a forward that is
+    repeated (torch.utils.checkpoint, or a user's autograd function) has them enabled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self._in_backward = False
+        self.flop_registry = {name: partial(self._counted, flops_of) for name, flops_of in self.flop_registry.items()}
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        self._in_backward = name != "forward"
+
+    def backward_done(self, parameters: list[Tensor]) -> None:
+        """Everything is counted."""
+
+    def _counted(self, flops_of: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        return 0 if self._in_backward and torch.is_grad_enabled() else flops_of(*args, **kwargs)
+
+
+def _unchanged(tensor: Any) -> Any:
+    return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,121 @@
+"""Run: the components of a training, with what observes, saves, logs and ends it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from multigpu_cli.faults.stop import StopConsensus, StopRequest
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.journal import Journal
+from multigpu_cli.monitor.progress import ProgressDisplay as TqdmDisplay
+from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.checkpointing import Checkpointer
+from multigpu_cli.run.step_observer import StepObserver
+from multigpu_cli.runtime.restart_records import PreviousAttempt
+
+if TYPE_CHECKING:
+    from multigpu_cli.monitor.gpu import Sampler
+    from multigpu_cli.monitor.tensorboard import TensorBoard
+
+
+@dataclass
+class RunLog:
+    """Where a run says what it does, and what only its log lines need.
+
+    Attributes:
+        sampler: watches this rank's GPU.
+        flops_per_sample: where the device's peak rate is known.
+        unknown_gpu_fields: what NVML does not say of which rank's GPU, as far as the user knows.
+    """
+
+    journal: Journal
+    tensorboard: "TensorBoard | None"
+    console: Console
+    progress_bar: TqdmDisplay
+    sampler: "Sampler | None"
+    flops_per_sample: float | None
+    unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()
+
+
+@dataclass
+class RunControl:
+    """What ends a run, and how it began.
+
+    Attributes:
+        stop: a signal to this rank.
+        consensus: of all ranks, on a stop and on overdue checkpoints.
+        previous_attempt: how the attempt before this one ended, until a step of this one is done.
+        ended: the summary is written.
+    """
+
+    stop: StopRequest
+    consensus: StopConsensus
+    previous_attempt: PreviousAttempt | None = None
+    ended: bool = False
+
+
+class StepEnd(NamedTuple):
+    """What ends with a step.
+
+    Attributes:
+        before, step: where the run stood in its schedule before the step, and where it stands now.
+        log: a log interval.
+        epoch: an epoch, or the run.
+        savable: the run could go on from here.
+    """
+
+    before: int
+    step: int
+    log: bool
+    epoch: bool
+    savable: bool
+
+
+@dataclass
+class Run(TrainComponents):
+    """Everything that a training loop touches."""
+
+    observer: StepObserver
+    checkpointer: Checkpointer
+    log: RunLog
+    control: RunControl
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.spec.start.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the planned steps are done, or nothing improves any more."""
+        return self.progress.step >= self.plan.schedule.total_steps or self.progress.stopped_early
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step that is done, counted from 1; 0 before the first."""
+        return -(-self.progress.step // self.plan.batches.steps_per_epoch)
+
+    def log_fault(self, kind: str, action: str, **more: Any) -> None:
+        """Journal something that went wrong, and tell the user."""
+        fault = {"kind": kind, "action": action, "step": self.progress.step}
+        self.log.journal.write("fault", **fault, **more)
+        self.progress.faults.append(fault)
+        self.log.console.warn(f"step {self.progress.step}: {action}")
+
+    def advance(self) -> StepEnd:
+        """Count the step that was just made, and say what ends with it; all ranks ask together."""
+        progress, batches, total = self.progress, self.plan.batches, self.plan.schedule.total_steps
+        before = progress.step
+        progress.step = step = min(total, self.loaders.train.next_step(before, batches))
+        self.observer.meters.step(batches.num_samples(before % batches.steps_per_epoch))
+        self.log.progress_bar.update(step)
+        interval = self.config.log.interval
+        epoch = step % batches.steps_per_epoch == 0 or step == total
+        log = step // interval > before // interval or step == total
+        return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
+
+    def agree(self, end: StepEnd) -> tuple[bool, bool]:
+        """Whether some rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
+        self.observer.watchdog.mark(end.step, "agreeing")
+        wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
+        stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)
+        return stopping, overdue

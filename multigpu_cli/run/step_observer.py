@@ -1,0 +1,60 @@
+"""Everything that observes a training step without changing it, in one place and one order."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.faults.skipped_steps import NonfiniteGuard
+from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.monitor.meters import StepTimer
+from multigpu_cli.monitor.noise_scale import NoiseMeter
+from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.forward_backward import StepResult
+from multigpu_cli.run.loss_meter import LossMeter
+
+
+@dataclass
+class StepObserver:
+    """Hang watchdog, clocks, gradient noise scale, skipped steps, loss and sample trace.
+
+    A step calls four verbs: `fetch`, `phase`, `backward_done` and `step_done`.
+    """
+
+    watchdog: Watchdog
+    meters: StepTimer
+    noise: NoiseMeter
+    nonfinite: NonfiniteGuard
+    loss: LossMeter
+    trace: SampleTrace | None
+    _layout: StepLayout = field(init=False)
+    _indices: list[Tensor] = field(init=False)  # of the batches that were fetched in this step
+
+    def fetch(self, layout: StepLayout, work: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+        """This worker's micro-batches, and whether each is its last in the step; the wait for each is measured."""
+        self._layout, self._indices = layout, []
+        for left in range(len(layout.passes) - 1, -1, -1):
+            self.phase("fetching data")
+            with self.meters.measure_wait("data_wait"):
+                batch = next(work)
+            self._indices.append(batch.indices)
+            yield batch, left == 0
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """Tell the watchdog where this rank stands."""
+        self.watchdog.mark(self._layout.step, name, None if batch is None else batch.indices)
+
+    def backward_done(self, parameters: list[Tensor]) -> None:
+        """`.grad` holds the sum of this worker's micro-batches so far."""
+        if self.noise.is_due(self._layout.step + 1, len(self._layout.passes), len(self._indices)):
+            self.noise.record_gradient(parameters)
+
+    def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
+        """The optimizer has stepped, or skipped the step, which had so many units of loss over all workers."""
+        step = self._layout.step
+        self.nonfinite.record(step, outcome.skipped)
+        self.loss.add(step, outcome.micro_batches, outcome.losses, units)
+        if self.trace:
+            self.trace.write(step + 1, self._indices)

@@ -1,0 +1,57 @@
+"""torchrun for schedulers that stop jobs by signals: `python -m multigpu_cli.runtime.torchrun …` replaces `torchrun …`.
+
+torchrun ends each stop with 1 and a traceback, and kills workers amid their checkpoint when more signals come.
+"""
+
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from multigpu_cli.errors import STOPPED
+from multigpu_cli.runtime.restart_records import read_exit_codes
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # those that the workers understand
+_TORCHS_OWN = "SIGHUP,SIGQUIT"
+
+
+def run_agent(words: Sequence[str]) -> int:
+    """Do what torchrun does with these words.
+
+    Returns:
+        The exit code: 75 where the workers stopped with a checkpoint, 128 + N where signal N ended them without one.
+
+    Raises:
+        ChildFailedError: some worker failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
+        try:
+            for number in _SIGNALS:
+                signal.signal(number, _stop_once)
+            run(parse_args([f"--signals-to-handle={_TORCHS_OWN}", f"--log-dir={logs}", *words]))
+        except (ChildFailedError, SignalException) as ended:
+            if read_exit_codes(Path(logs)) == {STOPPED}:
+                return STOPPED
+            if isinstance(ended, SignalException):
+                return 128 + ended.sigval
+            raise
+    return 0
+
+
+def _stop_once(number: int, frame: FrameType | None) -> None:
+    """Have the agent hand the first signal on and wait; SLURM sends two or three for one stop."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    logging.disable(logging.WARNING)  # a line for every worker that is told
+    raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent(sys.argv[1:]))

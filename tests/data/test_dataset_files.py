@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multigpu_cli.data.dataset_files import Download
+from multigpu_cli.errors import RequestError
+
+SHELLS = Download(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")
+
+
+def test_the_first_folder_that_holds_a_landmark_is_taken(tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "shells.bin").touch()
+    assert SHELLS.folder(str(tmp_path), ["shells.bin"]) == inner
+    assert SHELLS.folder(str(inner), ["shells.bin"]) == inner
+    (tmp_path / "shells.gz").touch()
+    assert SHELLS.folder(str(tmp_path), ["shells.bin", "shells.gz"]) == tmp_path
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "shells.bin").touch()
+    assert SHELLS.folder("~", ["shells.bin"]) == Path(tmp_path)
+
+
+def test_what_is_missing_is_said_with_the_places_and_the_way_to_get_it(tmp_path):
+    with pytest.raises(RequestError, match="--data shells needs --data-dir"):
+        SHELLS.folder(None, ["shells.bin"])
+    with pytest.raises(RequestError, match="is not a folder"):
+        SHELLS.folder(str(tmp_path / "nowhere"), ["shells.bin"])
+    with pytest.raises(RequestError, match="holds no shells") as refused:
+        SHELLS.folder(str(tmp_path), ["shells.bin", "shells.gz"])
+    assert f"looked for shells.bin or shells.gz in {tmp_path}, {tmp_path / 'inner'}" in refused.value.problem
+    assert "https://sea.example" in refused.value.remedy
+    assert refused.value.remedy.endswith("    shells.bin")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(RequestError, match=r"shells\.bin is missing"):
+        SHELLS.content(tmp_path / "shells.bin")
+    with pytest.raises(RequestError, match="can't be read") as refused:
+        SHELLS.content(tmp_path)
+    assert str(tmp_path) in refused.value.problem
+
+
+def test_labels_are_counted_from_zero_and_the_wrong_one_is_named():
+    assert SHELLS.check_labels(Path("y"), np.array([1, 3, 2]), 1, 3).tolist() == [0, 2, 1]
+    with pytest.raises(RequestError, match="y: label 0 of sample 2 is not one of 1 … 3"):
+        SHELLS.check_labels(Path("y"), np.array([1, 0]), 1, 3)

@@ -1,0 +1,104 @@
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.fingerprint import compute_fingerprint
+from multigpu_cli.run.rank_consistency import group_ranks
+
+
+def source(inputs: torch.Tensor, targets: torch.Tensor, **more: Any) -> DataSource:
+    return DataSource(
+        train=TensorDataset(inputs, targets), val=None, test=None, input_shape=(3,), num_classes=2, **more
+    )
+
+
+INPUTS, TARGETS = torch.randn(50, 3, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 2
+HERE = source(INPUTS, TARGETS)
+
+
+def same(one: DataSource, other: DataSource) -> bool:
+    marks, sums = zip(*(compute_fingerprint(each, 42) for each in (one, other)), strict=True)
+    return group_ranks(marks, sums) == [0, 0]
+
+
+def test_the_same_data_have_the_same_mark() -> None:
+    assert same(HERE, source(INPUTS.clone(), TARGETS.clone()))
+    assert same(HERE, source(INPUTS + 1e-9, TARGETS)), "machines round differently"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        source(INPUTS.index_fill(0, torch.tensor([17]), 0.5), TARGETS),
+        source(INPUTS[torch.arange(49, -1, -1)], TARGETS),
+        source(INPUTS, 1 - TARGETS),
+        source(INPUTS[:49], TARGETS[:49]),
+        source(INPUTS.double(), TARGETS),
+        replace(HERE, val=HERE.train),
+        replace(HERE, class_names=("cat", "dog")),
+    ],
+    ids=["a sample", "their order", "targets", "length", "format", "another split", "names"],
+)
+def test_what_differs_shows(other: DataSource) -> None:
+    assert not same(HERE, other)
+
+
+class Files(Dataset[Any]):
+    """Samples that are fetched one by one, in many forms; with a part of their own randomness if asked for."""
+
+    def __init__(self, text: Any = "a", *, own_noise: bool = False) -> None:
+        self.text, self.own_noise = text, own_noise
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.SystemRandom().random() if self.own_noise else random.random()
+        return {"x": torch.rand(2), "y": [numpy.arange(index), self.text], "noise": noise}
+
+
+def fetched(dataset: Files) -> DataSource:
+    return DataSource(train=dataset, val=None, test=None, input_shape=(2,), num_classes=2)
+
+
+def test_samples_that_are_fetched_one_by_one_are_looked_at_too() -> None:
+    assert same(fetched(Files()), fetched(Files()))
+    assert not same(fetched(Files()), fetched(Files("b")))
+    assert same(fetched(Files(own_noise=True)), fetched(Files(own_noise=True))), "its own randomness marks nothing"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (numpy.array(["a", "b"]), numpy.array(["a", "c"])),
+        (numpy.arange(4)[::-1], numpy.arange(4)),
+        (numpy.array("2026-11-22", dtype="datetime64[D]"), numpy.array("2026-11-23", dtype="datetime64[D]")),
+        (torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()),
+    ],
+    ids=["words", "backwards", "dates", "sparse"],
+)
+def test_samples_of_any_kind_are_marked(one: Any, other: Any) -> None:
+    """Whether a task can make something of them is not for the mark to say."""
+    assert same(fetched(Files(one)), fetched(Files(one)))
+    assert not same(fetched(Files(one)), fetched(Files(other)))
+
+
+def test_a_users_dataset_is_looked_at_in_another_process() -> None:
+    """One that opens its file at the first sample would otherwise share it with all its loader processes."""
+
+    class Lazy(Files):
+        opened = False
+
+        def __getitem__(self, index: int) -> Any:
+            self.opened = True
+            return super().__getitem__(index)
+
+    dataset = Lazy()
+    compute_fingerprint(fetched(dataset), 42)
+    assert not dataset.opened

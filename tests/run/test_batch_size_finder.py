@@ -1,0 +1,276 @@
+"""Out of memory: noticed before the first step on all ranks, survived, and without effect on the gradient."""
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from multigpu_cli.monitor import journal
+from multigpu_cli.run import batch_size_finder, evaluation
+from tests.run.test_micro_batch_cost import components
+from tests.support.run_training import run_training
+
+RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
+GREEDY = {"model": "tests.support.oom_model:net", "data": "tests.support.user_code:tensors"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def losses(folder: str) -> list[float]:
+    return [event["loss"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "train"]
+
+
+def faults(folder: str = "run") -> list[str]:
+    return [event["action"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "fault"]
+
+
+@pytest.mark.parametrize(("workers", "only"), [(1, "null"), (2, "null"), (2, "1")])
+def test_micro_batches_shrink_until_they_fit(workers: int, only: str) -> None:
+    """Alike on all ranks, also where it strikes one of them only."""
+    plenty = run_training(workers, **RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+    shrunk = run_training(workers, **RUN | GREEDY, sets=[f"model.args.rank={only}"])
+    assert shrunk.error == plenty.error == ""
+    assert shrunk.summary["global_batch_size"] == 20
+    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert [action.split(", the same")[0] for action in faults()] == [
+        "out of memory: micro-batches of 5 instead of 10",
+        "out of memory: micro-batches of 2 instead of 5",
+    ]
+
+
+@pytest.mark.parametrize("said", ["", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"], ids=["torch", "cuDNN"])
+def test_one_process_survives_it_in_the_middle(said: str) -> None:
+    plenty = run_training(**RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+    shrunk = run_training(**RUN | GREEDY, sets=["model.args.after=6", f"model.args.said={said!r}"])
+    assert shrunk.error == plenty.error == ""
+    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert shrunk.summary["steps"] == 6
+    assert len(faults()) == 2
+
+
+def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
+    ended = run_training(**RUN | GREEDY, sets=["model.args.after=6", "model.args.norm=true"])
+    assert (ended.error, len(faults())) == ("", 2)
+    [seen] = [
+        int(value)
+        for name, value in torch.load("run/last.pt", weights_only=True)["model"].items()
+        if name.endswith("num_batches_tracked")
+    ]
+    assert seen == ended.summary["steps"] == 6, "one change a step: neither the rehearsal's nor that of the lost step"
+
+
+@pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
+def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str) -> None:
+    late = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
+    first = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late)
+    assert "rank 1 ran out of memory at step" in first.error
+    again = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late, attempt=1)
+    assert again.error == ""
+    assert (again.summary["steps"], again.summary["global_batch_size"]) == (6, 20)
+    assert any("earlier attempt: micro-batches of 5" in action for action in faults())
+
+
+@pytest.mark.parametrize("flags", [{"on_oom": "stop"}, {"exact": True}], ids=["stop", "exact"])
+def test_it_stops_where_shrinking_is_not_wanted(flags: dict[str, Any]) -> None:
+    ended = run_training(**RUN | GREEDY | flags)
+    assert "out of memory with micro-batches of 10" in ended.error
+    assert "--batch-size" in ended.error
+    assert not Path("run").exists()
+
+
+def test_a_single_sample_that_does_not_fit() -> None:
+    assert "micro-batches of 1 (one sample)" in run_training(**RUN | GREEDY, sets=["model.args.limit=0"]).error
+
+
+def evaluated(folder: str) -> list[float]:
+    return [event["loss"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "eval"]
+
+
+EVALUATED = {"model": "tests.support.awkward_models:greedy", "data": "tests.support.user_code:tensors"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "data"),
+    [
+        (1, "tests.support.user_code:tensors"),
+        (2, "tests.support.user_code:tensors"),
+        (2, "tests.support.user_code:no_validation"),
+    ],
+    ids=["alone", "on one of two ranks", "at the end"],
+)
+def test_an_evaluation_that_runs_out_of_memory_later_goes_on_in_smaller_batches(workers: int, data: str) -> None:
+    """Two batches are evaluated before the first step: the trial's and the rehearsal's. Rank 1 has one short batch."""
+    flags = RUN | EVALUATED | {"data": data}
+    plenty = run_training(workers, **flags | {"save_dir": "plenty"})
+    shrunk = run_training(workers, **flags, sets=["model.args.evaluation=7", "model.args.after=2"])
+    assert shrunk.error == plenty.error == ""
+    assert losses("run") == losses("plenty"), "the micro-batch stays"
+    assert evaluated("run") == pytest.approx(evaluated("plenty"), rel=1e-6)
+    assert faults() == [
+        "out of memory in an evaluation: batches of 10 instead of 20",
+        "out of memory in an evaluation: batches of 5 instead of 10",
+    ]
+
+
+@pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "later"])
+@pytest.mark.parametrize(("flags", "why"), [({"on_oom": "stop"}, "--on-oom stop"), ({"exact": True}, "--exact")])
+def test_an_evaluation_stops_where_smaller_batches_are_not_wanted(flags: dict[str, Any], why: str, after: int) -> None:
+    sets = ["model.args.evaluation=7", f"model.args.after={after}"]
+    ended = run_training(2, **RUN | EVALUATED | flags, sets=sets)
+    assert ended.kind == "TrainingError"
+    assert f"out of memory in an evaluation with batches of 20 ({why})" in ended.error
+    assert "--batch-size" in ended.error
+    assert Path("run").exists() == bool(after)
+
+
+@pytest.mark.parametrize(
+    ("limit", "workers", "share", "found", "because"),
+    [
+        (1, 1, 20, 1, "measured: 2 does not fit"),
+        (3, 1, 20, 2, "measured: 4 does not fit"),
+        (8, 1, 16, 8, "measured: 16 does not fit"),
+        (20, 1, 20, 16, "the largest that is of use here"),
+        (99, 2, 15, 8, "the largest that is of use here"),
+    ],
+)
+def test_auto_finds_the_largest_that_fits(
+    limit: int, workers: int, share: int, found: int, because: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = RUN | GREEDY | {"batch_size": "auto", "global_batch_size": share, "screen": "verbose"}
+    ended = run_training(workers, **flags, sets=[f"model.args.limit={limit}"])
+    assert ended.error == ""
+    [start] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "start"]
+    assert start["plan"]["batch_size"] == found
+    assert f"({because})" in " ".join(capfd.readouterr().out.split())
+    assert ended.summary["faults"] == []
+
+
+def test_auto_says_when_nothing_fits() -> None:
+    ended = run_training(**RUN | GREEDY | {"batch_size": "auto"}, sets=["model.args.limit=0"])
+    assert "--batch-size auto: out of memory with a single sample" in ended.error
+    assert not Path("run").exists()
+
+
+def test_auto_begins_with_two_where_batch_norm_cannot_train_on_one() -> None:
+    ended = run_training(**RUN | {"model": "tests.support.user_code:net", "batch_size": "auto"})
+    assert ended.error == ""
+    [start] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "start"]
+    assert start["plan"]["batch_size"] == 16
+
+
+def test_what_auto_found_is_pinned() -> None:
+    flags = RUN | GREEDY | {"batch_size": "auto"}
+    run_training(**flags, max_steps=2)
+    again = run_training(**flags)
+    assert again.error == ""
+    assert again.summary["steps"] == 6
+
+
+def test_a_parameter_that_takes_no_part_is_found_before_ddp_waits_for_it() -> None:
+    ended = run_training(2, **RUN | {"model": "tests.support.failing_model:forgetful"}, sets=["model.args.at=1"])
+    assert ended.kind == "RequestError"
+    assert "1.bias took no part in the loss" in ended.error
+    assert "--find-unused-parameters" in ended.error
+    assert not Path("run").exists()
+
+
+def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> None:
+    """BatchNorm over single features can't train on one; without it there is nothing to refuse."""
+    alone = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
+    ended = run_training(**RUN | alone, sets=["data.args.train=61"])
+    assert ended.kind == "RequestError"
+    assert "--drop-last" in ended.error
+    assert not Path("run").exists()
+    assert run_training(**RUN | alone, sets=["data.args.train=61", "model.args.norm=false"]).error == ""
+    assert (
+        run_training(**RUN | alone | {"save_dir": "dropped", "drop_last": True}, sets=["data.args.train=61"]).error
+        == ""
+    )
+
+
+# -- global batch and total steps change after step 1 by explicit length flags alone
+
+
+AUTO: dict[str, Any] = {"save_dir": "run", "batch_size": "auto", "epochs": 3, "log_interval": 1} | GREEDY
+
+
+def plans(folder: str = "run") -> list[tuple[int, int, float]]:
+    """Global batch, total steps and learning rate, as each attempt has planned them."""
+    starts = [event["plan"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "start"]
+    return [(plan["global_batch_size"], plan["total_steps"], plan["learning_rate"]) for plan in starts]
+
+
+@pytest.mark.parametrize(
+    ("passes", "limit", "halved"),
+    [(8, 3, "2 instead of 4"), (9, 31, "16 instead of 32")],
+    ids=["in an epoch's last step", "in its first, and the last would fit"],
+)
+def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it_is(
+    passes: int, limit: int, halved: str
+) -> None:
+    """Seven passes find 32, the eighth is step 1."""
+    plenty = run_training(**AUTO | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+    shrunk = run_training(**AUTO, sets=[f"model.args.after={passes}", f"model.args.limit={limit}"])
+    assert shrunk.error == ""
+    assert plans() == plans("plenty")
+    assert [shrunk.summary[name] for name in ("global_batch_size", "steps", "epochs")] == [32, 6, 3]
+    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert shrunk.summary["final"] == pytest.approx(plenty.summary["final"], rel=1e-5)
+    assert faults()[-1].split(", the same")[0] == f"out of memory: micro-batches of {halved}"
+
+
+@pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
+@pytest.mark.parametrize("workers", [2, 1])
+def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None:
+    """On as many workers and on fewer, with and without a checkpoint to go on from."""
+    late = {"sets": ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"], "checkpoint_every": every}
+    assert "rank 1 ran out of memory at step 1" in run_training(2, **AUTO, **late).error
+    assert run_training(workers, **AUTO, **late, attempt=1).error == ""
+    assert run_training(1, **AUTO | {"max_steps": 7, "epochs": 4}, **late).error == ""
+    *same, longer = plans()
+    assert same[0][:2] == (32, 6)
+    assert same == [same[0]] * len(same)
+    assert longer == (32, 7, same[0][2]), "by --epochs and --max-steps"
+
+
+def test_what_did_not_fit_is_gone_when_the_peak_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error's traceback holds what the step had in memory."""
+    seen: list[Any] = []
+
+    def step() -> None:
+        activations = torch.zeros(3)
+        seen.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory (played)")
+
+    monkeypatch.setattr(batch_size_finder, "free_memory", lambda device: seen.append(seen[0]()))
+    monkeypatch.setattr(batch_size_finder, "halve_micro_batch", lambda run: "")
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        batch_size_finder.recover_from_out_of_memory(Mock(world=Mock(size=1)), error)
+    assert seen[1:] == [None]
+
+
+def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "free_memory", lambda device: Path("freed").write_text(str(device)))
+    assert run_training(**RUN | EVALUATED, sets=["model.args.evaluation=7", "model.args.after=2"]).error == ""
+    assert Path("freed").read_text() == "cpu"
+
+
+def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--batch-size auto fills the GPU to find out what fits. The world is told that it has one."""
+    made = components(tmp_path, "tests.run.test_micro_batch_cost:plain")
+    made.world = replace(made.world, device=torch.device("cuda"))
+    done: list[str] = []
+    monkeypatch.setattr(batch_size_finder, "_run_micro_batch", lambda *_: done.append("tried"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
+    assert batch_size_finder._fits_in_memory(made, 10)
+    assert done == ["tried", "emptied", "cuda counted anew"]

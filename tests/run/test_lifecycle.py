@@ -1,0 +1,92 @@
+"""A run is opened, failed and closed in one place, whoever drives it; and what --verbose says of it."""
+
+import io
+import json
+import re
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+
+from multigpu_cli import engine
+from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.monitor import journal
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.lifecycle import record_failure
+from multigpu_cli.run.run_state import Run
+from multigpu_cli.runtime.placement import Placement
+from tests.support.run_training import run_training
+
+
+def prepared(folder: Path) -> AbstractContextManager[Run]:
+    """A run of one epoch, six steps, before its first one."""
+    flags = {
+        "data": "tests.support.user_code:tensors",
+        "model": "tests.support.user_code:net",
+        "save_dir": str(folder),
+        "batch_size": "10",
+    }
+    choice = Placement("single", (torch.device("cpu"),), 0, "a test")
+    config = resolve(flags | {"epochs": "1"}, [], None)
+    return engine.prepare(config, choice, None, Console("quiet", io.StringIO()), last_words=print, user_objects=None)
+
+
+def ends(folder: Path) -> list[str]:
+    """The status in the summary, then those of the journal's last lines."""
+    said = [event["status"] for event in journal.read_events(str(folder / "journal.jsonl")) if event["event"] == "end"]
+    return [json.loads((folder / "summary.json").read_text())["status"], *said]
+
+
+def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_path: Path) -> None:
+    with prepared(tmp_path) as run:
+        assert engine.fit(run, until=6) == "completed"
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+    assert ends(tmp_path) == ["stopped", "stopped"]
+    with prepared(tmp_path) as run:
+        assert run.progress.step == 6
+        finish_run(run, "completed")
+    assert ends(tmp_path) == ["completed", "stopped", "completed"]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupted"])
+def test_a_failure_is_recorded_once_whether_it_leaves_the_run_or_only_a_call(
+    error: BaseException, tmp_path: Path
+) -> None:
+    with pytest.raises(type(error)), prepared(tmp_path / "whole"):
+        raise error
+    with prepared(tmp_path / "call") as run, pytest.raises(type(error)), record_failure(run):
+        raise error
+    assert ends(tmp_path / "whole") == ends(tmp_path / "call") == ["failed", "failed"]
+
+
+def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    flags = {"save_dir": str(folder), "batch_size": 10, "epochs": 2, "log_interval": 3, "freeze": ["2.weight"]}
+    flags["data"] = "tests.support.user_code:wide"
+    ended = run_training(
+        3, screen="verbose", environ={"OWN_DEED": "1:6:SIGCONT"}, **flags
+    )  # rank 1 says so, and goes on
+    assert ended.error == ""
+    out = capfd.readouterr().out
+    shown = dict(
+        re.findall(r"^ (\w[\w ]*?) {2,}(.*)$", out.partition("Details\n")[2].partition("step ")[0], re.MULTILINE)
+    )
+    assert shown["versions"].startswith(f"torch {torch.__version__}, Python 3.")
+    assert shown["model"] == "tests.support.user_code:net: 80,083 parameters, 83 trained, 0.3 MiB"
+    assert shown["samples"] == "60 training, 21 validation, 22 test; in host memory; evaluated in batches of 20"
+    assert shown["optimizer"] == "AdamW, 4 tensors"
+    assert shown["checkpoints"] == "every epoch, 3 are kept"
+    assert re.fullmatch(r"gloo, buckets of \d+ MiB", shown["gradients"])
+    assert shown["other ranks"] == f"print to {folder}/logs/rank_1.log … rank_2.log"
+    assert f"\noutput of rank 1: {folder}/logs/rank_1.log\n" in out
+    head, *said = (folder / "logs" / "rank_1.log").read_text().splitlines()
+    assert (head[:23], said) == ("--- rank 1, attempt 1, ", ["rank 1 does it"])
+    assert "does it" not in out
+    assert len(re.findall(r"^  loss .* grad norm .* memory \d+ MiB / \d+ MiB ", out, re.MULTILINE)) == 2
+    assert re.search(r"^checkpoint of step 2: \d\.\d MiB in [\d.]+ s, ", out, re.MULTILINE)

@@ -1,0 +1,81 @@
+"""FLOPs and kept activations of networks that can be counted by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.micro_batch_cost import profile_micro_batch
+from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.world import World
+
+CPU = torch.device("cpu")
+
+
+def plain(input_shape: tuple[int, ...], num_classes: int, width: int = 16) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(input_shape[0], width, bias=False), nn.Tanh(), nn.Linear(width, num_classes, bias=False)
+    )
+
+
+def in_a_block(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(input_shape[0], 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()),
+        nn.Linear(16, num_classes),
+    )
+
+
+def components(tmp_path: Path, model: str, **flags: str | bool) -> TrainComponents:
+    words = {"data": "tests.support.user_code:tensors", "model": model, "save_dir": str(tmp_path / "run")}
+    choice = Placement("single", (CPU,), 0, "test")
+    return build_components(resolve_spec(resolve(words | flags, [], None), choice, World(CPU)), World(CPU))
+
+
+def test_two_matrices(tmp_path: Path) -> None:
+    """Forward 2·n·in·out each; backward the same for each weight, and once for the input of the second layer."""
+    found = profile_micro_batch(components(tmp_path, "tests.run.test_micro_batch_cost:plain"), 10)
+    first, second = 2 * 10 * 6 * 16, 2 * 10 * 16 * 3
+    assert found.samples == 10
+    assert found.flops == 2 * first + 3 * second
+    assert found.flops_per_sample == found.flops / 10
+
+
+def test_activations_grow_with_the_batch_and_nothing_else_is_counted(tmp_path: Path) -> None:
+    """Tanh keeps its output, cross-entropy its log-probabilities; float32 takes 4 bytes. A few bytes do not grow."""
+    made = components(tmp_path, "tests.run.test_micro_batch_cost:plain")
+    ten, forty = profile_micro_batch(made, 10).activations, profile_micro_batch(made, 40).activations
+    assert (forty - ten) / 30 == 4 * (16 + 3)
+    assert ten < 10 * 4 * (16 + 3) + 64
+
+
+def test_checkpointed_blocks_keep_less_and_are_counted_once(tmp_path: Path) -> None:
+    """What backward computes a second time is work, but not the model's: it must not raise its MFU."""
+    whole, checkpointed = (
+        profile_micro_batch(
+            components(tmp_path / str(on), "tests.run.test_micro_batch_cost:in_a_block", grad_checkpointing=on), 10
+        )
+        for on in (False, True)
+    )
+    assert checkpointed.flops == whole.flops
+    assert whole.activations - checkpointed.activations == 10 * 4 * 16, "the output of the first Tanh"
+
+
+def test_it_leaves_no_trace(tmp_path: Path) -> None:
+    made = components(tmp_path, "tests.support.user_code:net")
+    before = {name: tensor.clone() for name, tensor in made.state.model.state_dict().items()}
+    profile_micro_batch(made, 10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state.model.state_dict().items())
+    assert all(p.grad is None for p in made.state.model.parameters())
+
+
+def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigpu_cli.run import lifecycle
+
+    made = components(tmp_path, "tests.run.test_micro_batch_cost:plain")
+    assert lifecycle._count_flops(made) is None
+    monkeypatch.setattr(lifecycle, "peak_flops", lambda device, precision: 1e12)
+    assert lifecycle._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3

@@ -1,0 +1,239 @@
+"""All nodes agree on where a run begins, on a shared file system and on disks of their own."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.checkpoint import run_folder
+from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.run_folder import write_note
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.run.resume_point import agree_on_start
+from multigpu_cli.runtime import restart_records
+from multigpu_cli.runtime.world import World
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
+
+
+def holding(folder: Path, step: int) -> None:
+    """A run folder with one checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    Store(folder / "checkpoints", 3).save(step, {"model": torch.zeros(1)}, {"pins": {"batch_size": 8}, "settings": {}})
+
+
+def on_disks_of_their_own(tmp_path: Path, work: Callable[[World], Any]) -> list[Any]:
+    """Two nodes, each in a folder of its own; what each rank says, or why it was refused."""
+
+    def here(world: World) -> Any:
+        folder = tmp_path / f"node{world.rank}"
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        try:
+            return work(replace(world, local_rank=0, local_size=1))
+        except RequestError as error:
+            return error.problem
+
+    return run_on_each_rank(2, here)
+
+
+def begun(world: World, config: Config) -> list[Any]:
+    start = agree_on_start(config, world)
+    return [
+        start.checkpoint,
+        start.checkpoint_rank,
+        start.micro_batch_after_oom,
+        (start.manifest or {}).get("pins"),
+        start.folder,
+    ]
+
+
+RUN = resolve({"save_dir": "run"}, [], None)
+
+
+def test_the_newest_checkpoint_counts_wherever_it_lies(tmp_path: Path) -> None:
+    holding(tmp_path / "node0" / "run", 5)
+    holding(tmp_path / "node1" / "run", 7)
+    write_note(tmp_path / "node0" / "run", {"batch_size": 4})
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))
+    assert found[0] == found[1] == ["run/checkpoints/step_00000007", 1, None, {"batch_size": 4}, "run"]
+
+
+def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        holding(tmp_path / node / "run", 5)
+    assert on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))[1][:2] == [
+        "run/checkpoints/step_00000005",
+        0,
+    ]
+
+
+def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "node1" / "run").mkdir(parents=True)
+    write_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
+    found = on_disks_of_their_own(tmp_path, lambda world: [*begun(world, RUN), agree_on_start(RUN, world).global_batch])
+    assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
+    named = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({}, [], None))[4])
+    assert named[0] == named[1]
+
+
+@pytest.mark.parametrize("save_dir", [None, "new"])
+@pytest.mark.parametrize("path", ["run", "run/checkpoints/step_00000005"])
+def test_word_of_small_memory_is_heard_whichever_way_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, save_dir: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    holding(Path("run"), 5)
+    Path("new").mkdir()
+    write_note(Path(save_dir or "run"), {"batch_size": 4, "global_batch_size": 8})
+    start = agree_on_start(resolve({"resume": path, "save_dir": save_dir}, [], None), World(torch.device("cpu")))
+    assert (start.manifest or {})["pins"] == {"batch_size": 4}
+    assert start.warnings == ["out of memory in an earlier attempt: micro-batches of 4"]
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("damaged", ["node0", "node1"])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_checkpoints_of_which_no_node_has_a_whole_one_are_refused(
+    tmp_path: Path, damaged: str, elsewhere: bool, attempt: int
+) -> None:
+    holding(tmp_path / damaged / "run", 9)
+    (tmp_path / damaged / "run/checkpoints/step_00000009/state.pt").write_bytes(b"torn")
+    if elsewhere:
+        holding(tmp_path / ("node1" if damaged == "node0" else "node0") / "run", 5)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(replace(world, attempt=attempt), RUN))
+    assert found[0] == found[1]
+    if elsewhere:
+        assert found[0][:2] == ["run/checkpoints/step_00000005", int(damaged == "node0")]
+    else:
+        assert "run has 1 checkpoint, and none is whole" in found[0]
+
+
+@pytest.mark.parametrize(("resume", "refused"), [("run", False), ("elsewhere", True)])
+def test_a_place_to_resume_from_may_be_on_one_node_alone(tmp_path: Path, resume: str, refused: bool) -> None:
+    holding(tmp_path / "node1" / "run", 7)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({"resume": resume}, [], None)))
+    if refused:
+        assert found[0] == found[1]
+        assert "--resume elsewhere: no checkpoint there" in found[0]
+    else:
+        assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000007", 1]
+
+
+def test_a_run_that_came_from_another_node_goes_on_where_it_is(tmp_path: Path) -> None:
+    """The place to resume from has its checkpoints on node 1 alone, and the run that was made of it is on node 0."""
+    holding(tmp_path / "node0" / "run", 15)
+    (tmp_path / "node0" / "there").mkdir()
+    holding(tmp_path / "node1" / "there", 10)
+    wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, wish))
+    assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000015", 0]
+
+
+def test_a_place_without_checkpoints_on_any_node_is_refused(tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        holding(tmp_path / node / "run", 15)
+        (tmp_path / node / "there").mkdir()
+    wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
+    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, wish))
+    assert found[0] == found[1]
+    assert "--resume there: no checkpoint there" in found[0]
+
+
+def test_what_rank_0_may_not_begin_nobody_does(tmp_path: Path) -> None:
+    holding(tmp_path / "node0" / "run", 5)
+    holding(tmp_path / "node1" / "run", 7)
+    never = resolve({"save_dir": "run", "resume": "never"}, [], None)
+    told = on_disks_of_their_own(tmp_path, lambda world: begun(world, never))
+    assert told[0] == told[1]
+    assert "already holds a run" in told[0]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Rank 0 on a node that was cut off may hold a folder that all nodes share; a first attempt meets another run."""
+    monkeypatch.setattr(run_folder, "_PATIENCE", 0.3)
+
+    def work(world: World) -> list[Any]:
+        world = replace(world, local_rank=0, local_size=1, attempt=int(again))
+        with pytest.raises(TrainingError) as raised:
+            agree_on_start(resolve({"save_dir": str(tmp_path)}, [], None), world)
+        return [raised.value.exit_code, raised.value.consequence]
+
+    with lock_folder(tmp_path):
+        assert run_on_each_rank(2, work) == [[1, True] if again else [2, False]] * 2
+
+
+def launched(agent: Path, attempt: int) -> dict[str, str]:
+    """What torchrun's agent says of an attempt, beside the ranks."""
+    return {
+        "TORCHELASTIC_RUN_ID": "a-test",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "TORCHELASTIC_ERROR_FILE": str(agent / f"attempt_{attempt}" / "0" / "error.json"),
+    }
+
+
+def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt ends before its first checkpoint; beside it lies an unfinished run of the same settings."""
+    monkeypatch.chdir(tmp_path)
+    home, agent = Path("checkpoints/tests.support.user_code-tensors"), tmp_path / "agent"
+    agent.mkdir()
+    flags = {"batch_size": 10, "max_steps": 4}
+    assert run_training(2, save_dir=str(home / "stranger"), **flags).error == ""
+    (home / "stranger/summary.json").unlink()
+    strangers = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    deed = {"OWN_DEED": "1:2:SIGKILL"}
+    assert run_training(2, resume="never", environ=launched(agent, 0) | deed, **flags).killed
+    (begun,) = (folder for folder in home.iterdir() if folder.name != "stranger")
+    ended = run_training(2, resume="never", environ=launched(agent, 1), attempt=1, **flags)
+    assert ended.summary["save_dir"] == str(begun)
+    assert {path: path.read_bytes() for path in strangers} == strangers
+    assert len(list(home.iterdir())) == 2
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path, resume: str) -> None:
+    """Rank 0 may be on a node that is new."""
+    run = Path("checkpoints/digits/begun")
+    holding(tmp_path / "node1" / run, 7)
+
+    def work(world: World) -> list[Any]:
+        world = replace(world, attempt=1, agent_dir=tmp_path)
+        if world.rank == 1:
+            restart_records.record_run(tmp_path / "node1", 0, str(run))
+            world = replace(world, agent_dir=tmp_path / "node1")
+        return begun(world, resolve({"resume": resume}, [], None))
+
+    found = on_disks_of_their_own(tmp_path, work)
+    assert found[0] == found[1]
+    assert found[0][:2] == [str(run / "checkpoints/step_00000007"), 1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_of_which_no_checkpoint_is_whole_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """best.pt is the last good thing in it."""
+    monkeypatch.chdir(tmp_path)
+    flags = {"batch_size": 30, "save_dir": "run"}
+    assert run_training(epochs=2, **flags).error == ""
+    for state in Path("run/checkpoints").glob("*/state.pt"):
+        state.write_bytes(state.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    refused = run_training(workers, epochs=4, **flags)
+    assert refused.kind in ("RequestError", "NoIntactCheckpoint")
+    assert "run has 2 checkpoints, and none is whole" in refused.error
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert run_training(epochs=2, **flags | {"save_dir": "new"}, resume="never", init_from="run/best.pt").error == ""

@@ -1,0 +1,68 @@
+"""What observes a step is told of each of its phases, and changes nothing."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.monitor.meters import StepTimer
+from multigpu_cli.planning.batch import MicroBatch, StepLayout
+from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.forward_backward import StepResult, forward_backward
+from multigpu_cli.run.step_observer import StepObserver
+from tests.run.test_micro_batch_cost import components
+
+
+def observer() -> Any:
+    """One whose parts note how they are called."""
+    return StepObserver(watchdog=Mock(), meters=StepTimer(), noise=Mock(), nonfinite=Mock(), loss=Mock(), trace=Mock())
+
+
+def batches(count: int) -> list[Batch]:
+    return [Batch(None, None, torch.tensor([10 * number]), number) for number in range(count)]
+
+
+def layout(passes: int) -> StepLayout:
+    return StepLayout(7, 6, 3, [MicroBatch(number, 2 * number, 2 * number + 2) for number in range(passes)])
+
+
+def test_each_part_is_told_what_it_asks_for() -> None:
+    seen, outcome = observer(), StepResult(3, {}, torch.ones(()), torch.zeros(()))
+    work = batches(3)
+    assert [(batch.index, last) for batch, last in seen.fetch(layout(2), iter(work))] == [(0, False), (1, True)]
+    assert seen.watchdog.mark.call_args_list == [((7, "fetching data", None),)] * 2
+    seen.phase("forward", work[1])
+    assert seen.watchdog.mark.call_args.args == (7, "forward", work[1].indices)
+    seen.noise.is_due.return_value = False
+    seen.backward_done([])
+    assert seen.noise.is_due.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"
+    assert not seen.noise.record_gradient.called
+    seen.step_done(outcome, 6)
+    assert seen.nonfinite.record.call_args.args == (7, outcome.skipped)
+    assert seen.loss.add.call_args.args == (7, 3, {}, 6)
+    assert seen.trace.write.call_args.args == (8, [work[0].indices, work[1].indices])
+
+
+def test_a_worker_without_work_is_observed_too() -> None:
+    seen = observer()
+    assert list(seen.fetch(layout(2), iter(batches(2))))
+    assert list(seen.fetch(layout(0)._replace(step=8), iter([]))) == []
+    seen.step_done(StepResult(3, {}, torch.ones(()), torch.zeros(())), 6)
+    assert seen.trace.write.call_args.args == (9, []), "and nothing is left of the step before"
+
+
+def test_a_gradient_is_the_same_whoever_looks(tmp_path: Path) -> None:
+    gradients = []
+    for looking in (observer(), None):
+        made = components(tmp_path, "tests.run.test_micro_batch_cost:plain")
+        batch = first_batch(made.loaders.train, 10)
+        for last in (True, False):
+            if looking:
+                list(looking.fetch(layout(1), iter([batch])))
+            loss = forward_backward(made, batch, 20, last=last, observer=looking)
+        assert loss.shape == ()
+        assert not loss.requires_grad
+        gradients.append([p.grad for p in made.trainable_parameters])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
