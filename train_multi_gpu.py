@@ -114,28 +114,33 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
             f"train: a {type(config).__name__} is no Config", remedy="train_with_multi_gpu for a model of your own"
         )
     launch_env = LaunchEnv.from_environment(os.environ)
-    choice = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    if choice.launch and not dry_run:
+    placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    if placement.launch and not dry_run:
         from multigpu_cli.launch import self_launch  # late: the elastic agent is needed here only
 
-        return self_launch(config, choice, screen)
+        return self_launch(config, placement, screen)
     level = "silent" if launch_env and launch_env.rank else "normal" if screen == "json" else screen
     stream = reserve_stdout() if screen == "json" else None
     with ExitStack() as stack:
         apart = launch_env is not None and launch_env.rank > 0 and not restart_records.has_redirected_logs(os.environ)
         rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and apart else None
         console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
-        if told := _explain_unseen_gpus(choice, os.environ):
+        if told := _explain_unseen_gpus(placement, os.environ):
             console.warn(told)
         return engine.run(
-            config, choice, launch_env, console, last_words=partial(_print_last_error, rank_output), dry_run=dry_run
+            config,
+            placement,
+            launch_env,
+            console,
+            on_fatal_error=partial(_print_last_error, rank_output),
+            dry_run=dry_run,
         )
 
 
-def _explain_unseen_gpus(choice: Placement, environ: Mapping[str, str]) -> str:
+def _explain_unseen_gpus(placement: Placement, environ: Mapping[str, str]) -> str:
     """Why a torch that could use GPUs trains on the CPU of a machine that has some, where nobody has hidden them."""
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is SLURM's
-    if choice.devices[0].type != "cpu" or hidden or not torch.version.cuda:
+    if placement.devices[0].type != "cpu" or hidden or not torch.version.cuda:
         return ""
     from multigpu_cli.monitor.gpu import explain_unseen_gpus  # late: most machines have what torch was built for
 

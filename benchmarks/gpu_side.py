@@ -28,7 +28,7 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.determinism import be_fast
+from multigpu_cli.runtime.determinism import enable_fast_kernels
 from multigpu_cli.runtime.placement import Placement
 
 _NEVER = 1_000_000
@@ -71,13 +71,13 @@ def _run(
     with tempfile.TemporaryDirectory() as folder:
         config = resolve({**{name: str(value) for name, value in flags.items()}, "save_dir": folder}, sets, recipe)
         choice = Placement("single", (device,), 0, "benchmark")
-        summary = engine.run(config, choice, None, console, last_words=lambda error: console.error(str(error)))
+        summary = engine.run(config, choice, None, console, on_fatal_error=lambda error: console.error(str(error)))
         return summary, list(journal.read_events(Path(folder, "journal.jsonl")))
 
 
 def _limit(job: Job, device: torch.device) -> dict[str, Any]:
     step = _plain_step(job, device)
-    be_fast(device)
+    enable_fast_kernels(device)
     warm_up, timed, traced = job.steps
     kernels = Kernels(0, traced)
     _repeat(step, warm_up, device)

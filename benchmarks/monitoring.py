@@ -59,7 +59,7 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, ExitStack() as stack:
         on = assembled({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
         off = assembled({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
-        off.observer.meters, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
+        off.observer.timer, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
         on.log.progress_bar = TqdmDisplay(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
         stack.callback(on.log.progress_bar.close)
         seconds, sides = Seconds(time.process_time), {"on": _steps(on), "off": _steps(off)}

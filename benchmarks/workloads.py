@@ -180,5 +180,5 @@ def against(
     config = resolve(flags | {"save_dir": str(folder), "resume": "never"}, sets, None)
     strategy = "ddp" if launch_env else "single"
     choice = Placement(strategy, (torch.device("cpu"),), 0, "benchmark", "gloo" if launch_env else None)
-    engine.run(config, choice, launch_env, Arena(Rivals(rivals, seconds)), last_words=lambda error: None)
+    engine.run(config, choice, launch_env, Arena(Rivals(rivals, seconds)), on_fatal_error=lambda error: None)
     return seconds

@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 def run(
     config: Config,
-    choice: Placement,
+    placement: Placement,
     launch_env: LaunchEnv | None,
     console: Console,
     *,
-    last_words: Callable[[TrainingError], None],
+    on_fatal_error: Callable[[TrainingError], None],
     dry_run: bool = False,
     user_objects: "UserObjects | None" = None,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
     Args:
-        choice: strategy and devices.
+        placement: strategy and devices.
         launch_env: the launcher's facts, None in a world of one.
         console: speaks on rank 0; the other ranks' is silent.
-        last_words: tells the user why a run that hangs is ended (see Watch).
+        on_fatal_error: tells the user why a run that hangs is ended (see Watchdog).
         user_objects: live objects in place of what the config names; the model is left with the weights for use.
 
     Raises:
         RequestError: the request is wrong; nothing was written.
         TrainingError: the training failed; summary.json says so.
     """
-    with resolve_request(config, choice, launch_env, console, last_words, user_objects) as request:
+    with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
         spec = request.spec
         if dry_run:
             console.plan(spec.plan.rows(), "Plan")
@@ -76,11 +76,11 @@ def run(
 @contextmanager
 def prepare(
     config: Config,
-    choice: Placement,
+    placement: Placement,
     launch_env: LaunchEnv | None,
     console: Console,
     *,
-    last_words: Callable[[TrainingError], None],
+    on_fatal_error: Callable[[TrainingError], None],
     user_objects: "UserObjects | None",
 ) -> Iterator[Run]:
     """Like `run`, but yield the prepared Run before its first step, to a caller who drives the loop.
@@ -91,7 +91,7 @@ def prepare(
     Raises:
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
-    with resolve_request(config, choice, launch_env, console, last_words, user_objects) as request:
+    with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
         if request.spec.nothing_to_do:
             folder = request.spec.start.folder
             raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
@@ -117,11 +117,11 @@ def fit(run: Run, *, until: int | None = None) -> str:
         until: return at this step, the end of an epoch, to a caller who drives the epochs.
     """
     progress, train = run.progress, run.loaders.train
-    run.observer.meters.start()
+    run.observer.timer.start()
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        run.observer.watchdog.mark(progress.step, "fetching data")
+        run.observer.watchdog.set_position(progress.step, "fetching data")
         for layout, work in train.epoch(batches, epoch, first, run.world.rank, run.strategy.replicas_per_process):
             try:
                 outcome = train_step(run, layout, work)
@@ -141,15 +141,15 @@ def finish_step(run: Run, outcome: StepResult) -> str:
     """Count the step, log, evaluate and save; "", or why training ends here: "finished" or "stopped"."""
     end = run.advance()
     log_recovery(run)
-    if end.log:
+    if end.at_log_interval:
         log_step(run, outcome)
-    if end.epoch:
+    if end.at_epoch_end:
         evaluate_epoch(run)
     finished = run.finished
     stopping, overdue = run.agree(end)
-    if (stopping or finished) and not end.log:
+    if (stopping or finished) and not end.at_log_interval:
         log_step(run, outcome)
-    due = run.checkpointer.schedule.due(end.before, end.step, epoch_ended=end.epoch)
+    due = run.checkpointer.schedule.due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
     if end.savable and (stopping or finished or overdue or due):
         save_checkpoint(run)
     if stopping and not finished:
@@ -164,7 +164,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
         layout, work: as the training loader yields them; this worker may have no micro-batch.
     """
     observer, state, seed = run.observer, run.state, run.config.reproducibility.seed
-    divisor = run.units.divisor(layout.samples)
+    divisor = run.loss_normalizer.divisor(layout.samples)
     losses: dict[int, Tensor] = {}
     units: list[Tensor | int] = []
     run.set_learning_rates(layout.step)
@@ -176,7 +176,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
         units.append(run.task.units(batch))
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
-    run.units.rescale_gradients(units, layout.samples, run.trainable_parameters)
+    run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
     run.checkpointer.writer.wait_for_staging()  # what the optimizer is about to move, for a checkpoint in flight
     observer.phase("optimizer")
     norm, skipped = state.precision.step_optimizer(state.optimizer, run.trainable_parameters, _max_norm(run.config))
@@ -184,7 +184,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     if state.average:
         state.average.update_parameters(state.model)
     outcome = StepResult(layout.micro_batches, losses, norm, skipped)
-    observer.step_done(outcome, run.units.last)
+    observer.step_done(outcome, run.loss_normalizer.last)
     return outcome
 
 

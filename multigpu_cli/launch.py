@@ -51,8 +51,8 @@ class WorkersFailed(TrainingError):
         self.killed = killed
 
 
-def self_launch(config: Config, choice: Placement, screen: str) -> dict[str, Any]:
-    """Run the front door in `choice.launch` processes on this machine, over a free loopback port; returns the summary.
+def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, Any]:
+    """Run the command in `placement.launch` processes of this machine, over a free loopback port; returns the summary.
 
     The folder is chosen here, so that all restarts mean the same one. The workers get the explicit settings as a file
     and write the run folder; signals are passed on by the agent.
@@ -63,7 +63,7 @@ def self_launch(config: Config, choice: Placement, screen: str) -> dict[str, Any
     config = resolve_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:
-        _run_until_done(config, choice, screen, run_folder)
+        _run_until_done(config, placement, screen, run_folder)
     except WorkersFailed as failed:
         reports = run_folder.glob("logs/crash_*.txt")
         if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
@@ -76,23 +76,23 @@ def self_launch(config: Config, choice: Placement, screen: str) -> dict[str, Any
     return read_summary(run_folder) or {}
 
 
-def _run_until_done(config: Config, choice: Placement, screen: str, run_folder: Path) -> None:
+def _run_until_done(config: Config, placement: Placement, screen: str, run_folder: Path) -> None:
     """Start again after out-of-memory, beside --max-restarts: the workers have left word of smaller micro-batches."""
     while True:
         before = read_note(run_folder)
         try:
-            return _run_training(config, choice, screen)
+            return _run_training(config, placement, screen)
         except WorkersFailed:
             if read_note(run_folder) == before:
                 raise
 
 
-def _run_training(config: Config, choice: Placement, screen: str) -> None:
+def _run_training(config: Config, placement: Placement, screen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
         flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        _launch_cli(choice, flags, max_restarts=config.fault.max_restarts)
+        _launch_cli(placement, flags, max_restarts=config.fault.max_restarts)
 
 
 def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -114,15 +114,15 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return printed
 
 
-def run_cli_in_workers(choice: Placement, argv: Sequence[str]) -> None:
-    """Run the front door with these words in `choice.launch` processes on this machine, and wait for them.
+def run_cli_in_workers(placement: Placement, argv: Sequence[str]) -> None:
+    """Run the front door with these words in `placement.launch` processes on this machine, and wait for them.
 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
         KeyboardInterrupt: a signal ended them.
     """
     with _raising_interrupts():
-        _launch_cli(choice, argv, max_restarts=0)
+        _launch_cli(placement, argv, max_restarts=0)
 
 
 @contextmanager
@@ -134,23 +134,23 @@ def _raising_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt from stopped
 
 
-def _launch_cli(choice: Placement, argv: Sequence[str], *, max_restarts: int) -> None:
+def _launch_cli(placement: Placement, argv: Sequence[str], *, max_restarts: int) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        _launch(_build_launch_config(choice, max_restarts, logs), choice, sys.executable, str(_FRONT_DOOR), *argv)
+        _launch(_build_launch_config(placement, max_restarts, logs), placement, sys.executable, str(_FRONT_DOOR), *argv)
 
 
 def run_in_workers(
-    choice: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
+    placement: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
-    """Call a function of some module with these arguments in `choice.launch` processes; what each rank returned.
+    """Call a function of some module with these arguments in `placement.launch` processes; what each rank returned.
 
     Raises:
         WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
         KeyboardInterrupt: a signal ended them.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs, _raising_interrupts():
-        config = _build_launch_config(choice, max_restarts, logs)
-        return _launch(config, choice, _call_in_worker, os.getpid(), function, *arguments)
+        config = _build_launch_config(placement, max_restarts, logs)
+        return _launch(config, placement, _call_in_worker, os.getpid(), function, *arguments)
 
 
 def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -172,11 +172,11 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
     return result
 
 
-def _build_launch_config(choice: Placement, max_restarts: int, logs: str) -> LaunchConfig:
+def _build_launch_config(placement: Placement, max_restarts: int, logs: str) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=choice.launch,
+        nproc_per_node=placement.launch,
         run_id=OWN_RUN_ID + uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -189,7 +189,7 @@ def _build_launch_config(choice: Placement, max_restarts: int, logs: str) -> Lau
 
 
 def _launch(
-    launch: LaunchConfig, choice: Placement, entry: Callable[..., Any] | str, *arguments: Any
+    launch: LaunchConfig, placement: Placement, entry: Callable[..., Any] | str, *arguments: Any
 ) -> dict[int, Any]:
     quiet = ("torch.distributed.elastic", "torch.multiprocessing.spawn", server.__name__)
     for name in quiet:  # the workers speak for themselves
@@ -197,7 +197,7 @@ def _launch(
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent leaves its own behind
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = _visible_devices(choice, before)
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible_devices(placement, before)
         return elastic_launch(launch, entry)(*arguments) or {}
     except ChildFailedError as failure:
         raise _worker_error(failure, speaks=isinstance(entry, str)) from failure
@@ -231,9 +231,9 @@ def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 
 
-def _visible_devices(choice: Placement, before: str | None) -> str:
+def _visible_devices(placement: Placement, before: str | None) -> str:
     """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees, nothing where that is the CPU."""
-    if choice.devices[0].type == "cpu":
+    if placement.devices[0].type == "cpu":
         return ""
     names: list[Any] = before.split(",") if before else list(range(1024))
-    return ",".join(str(names[device.index or 0]) for device in choice.devices)
+    return ",".join(str(names[device.index or 0]) for device in placement.devices)

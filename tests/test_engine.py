@@ -429,7 +429,7 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
         with open("seen.txt", "a") as file:
             file.write(f"{steps} {phase}\n")
 
-    monkeypatch.setattr(Watchdog, "mark", at)
+    monkeypatch.setattr(Watchdog, "set_position", at)
     assert run_training(**RUN | {"max_steps": 2, "batch_size": 10, "log_interval": 2}).summary["status"] == "completed"
     pass_ = ["fetching data", "forward", "backward"]
     told = [*pass_, *pass_[:2], "last backward", "reduction", "optimizer"]
@@ -470,7 +470,9 @@ def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
     console = Console("quiet", io.StringIO())
     choice = Placement("single", (torch.device("cpu"),), 0, "test")
     with ExitStack() as stack:
-        opening = engine.prepare(resolve(words, [], None), choice, None, console, last_words=print, user_objects=None)
+        opening = engine.prepare(
+            resolve(words, [], None), choice, None, console, on_fatal_error=print, user_objects=None
+        )
         run = stack.enter_context(opening)
         works = run.loaders.train.epoch(run.plan.batches, 0, 0, 0, 1)
         engine.train_step(run, *next(works))

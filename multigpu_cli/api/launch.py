@@ -57,7 +57,7 @@ def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: Launch
     if launch_env is None and config.rank is None and (config.world_size or 1) > 1:
         device = replace(device, nproc_per_node=config.world_size)
     try:
-        choice = choose_placement(
+        placement = choose_placement(
             replace(device, gpu_ids=None) if launch_env else device,
             gpus=gpus,
             cpus=count_cores(),
@@ -72,26 +72,28 @@ def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: Launch
             raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")
         if gpus > 1 and launch_env.local_rank >= len(ids):
             raise RequestError(f"device_ids {ids}: {launch_env.local_size} processes here need as many GPUs")
-        choice = choice._replace(devices=(torch.device("cuda", ids[launch_env.local_rank] if gpus > 1 else 0),))
-    if config.backend == "nccl" and choice.devices[0].type == "cpu":
+        placement = placement._replace(devices=(torch.device("cuda", ids[launch_env.local_rank] if gpus > 1 else 0),))
+    if config.backend == "nccl" and placement.devices[0].type == "cpu":
         raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
     seconds = config.timeout.total_seconds() if config.timeout else None
-    return choice._replace(backend=config.backend, timeout=seconds)
+    return placement._replace(backend=config.backend, timeout=seconds)
 
 
 def run_here(
-    config: Config, choice: Placement, launch_env: LaunchEnv | None, user_objects: UserObjects, screen: str
+    config: Config, placement: Placement, launch_env: LaunchEnv | None, user_objects: UserObjects, screen: str
 ) -> dict[str, Any]:
     """The engine's `run` in this process; returns the summary."""
     try:
         speaker = console(screen, launch_env)
-        return engine.run(config, choice, launch_env, speaker, last_words=print_last_error, user_objects=user_objects)
+        return engine.run(
+            config, placement, launch_env, speaker, on_fatal_error=print_last_error, user_objects=user_objects
+        )
     except RequestError as error:
         raise to_python_error(error) from error
 
 
-def run_in_processes(config: Config, choice: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
-    """The same in `choice.launch` processes of this machine that get copies of the objects; the weights come back.
+def run_in_processes(config: Config, placement: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
+    """The same in `placement.launch` processes of this machine that get copies of the objects; the weights come back.
 
     Raises:
         RequestError: objects that can't be sent to another process.
@@ -101,16 +103,16 @@ def run_in_processes(config: Config, choice: Placement, user_objects: UserObject
         ForkingPickler.dumps(user_objects)
     except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
         raise RequestError(
-            f"{choice.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
+            f"{placement.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
             remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
             "the top of a module, no lambdas",
         ) from error
     answers = run_in_workers(
-        choice,
+        placement,
         _worker,
         config,
-        choice.backend,
-        choice.timeout,
+        placement.backend,
+        placement.timeout,
         user_objects,
         screen,
         max_restarts=config.fault.max_restarts,
@@ -128,14 +130,14 @@ def _worker(
 ) -> tuple[dict[str, Any], str, str]:
     """One process of a self-launched run: summary, or problem and remedy of a wrong request, which all ranks find."""
     launch_env = LaunchEnv.current()
-    choice = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
         tensor.data = tensor.data.clone()  # it came in memory that all processes share
     if user_objects.optimizer:
         user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
     try:
         return (
-            run_here(config, choice._replace(backend=backend, timeout=timeout), launch_env, user_objects, screen),
+            run_here(config, placement._replace(backend=backend, timeout=timeout), launch_env, user_objects, screen),
             "",
             "",
         )

@@ -47,7 +47,7 @@ class MultiGPUTrainingManager:
         """As MultiGPUTrainer.train_epoch; the epoch goes into `metrics`."""
         found = self.trainer.train_epoch(train_loader, epoch)
         if self.trainer.run is not None:
-            self.metrics.record(found["loss"], self.trainer.run.observer.meters)
+            self.metrics.record(found["loss"], self.trainer.run.observer.timer)
         return found
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:

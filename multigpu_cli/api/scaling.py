@@ -54,8 +54,8 @@ def launch_distributed_training(
         WorkersFailed: some call raised.
     """
     wanted = DeviceConfig(multi_gpu="ddp", nproc_per_node=num_gpus)
-    choice = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
-    answers = run_in_workers(choice, function, *arguments, max_restarts=max_restarts)
+    placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
+    answers = run_in_workers(placement, function, *arguments, max_restarts=max_restarts)
     return [answers[rank] for rank in sorted(answers)]
 
 

@@ -56,14 +56,14 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         run, batches = self._run, self._run.plan.batches
-        run.observer.meters.start()
+        run.observer.timer.start()
         epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
         for layout, work in run.loaders.train.epoch(
             batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
         ):
             if run.finished or layout.step >= run.plan.schedule.total_steps:
                 return
-            with run.observer.meters.measure_wait("data_wait"):
+            with run.observer.timer.measure_wait("data_wait"):
                 fetched = list(work)
             yield Step(layout.step, fetched, layout)
 
@@ -112,15 +112,15 @@ class MultiGPUTrainer(Functions):
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         frozen, user_objects = prepare_run(self.config, inputs)
         launch_env = find_launch_env(self.config)
-        choice = resolve_placement(self.config, frozen, launch_env)
-        if choice.launch:
+        placement = resolve_placement(self.config, frozen, launch_env)
+        if placement.launch:
             raise RequestError(
-                f"{choice.reason}: a loop of your own runs in each process, so it has to be started in each",
+                f"{placement.reason}: a loop of your own runs in each process, so it has to be started in each",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
         speaker = console(self.config.screen, launch_env)
         opening = engine.prepare(
-            frozen, choice, launch_env, speaker, last_words=print_last_error, user_objects=user_objects
+            frozen, placement, launch_env, speaker, on_fatal_error=print_last_error, user_objects=user_objects
         )
         try:
             self.run = self._stack.enter_context(opening)
@@ -192,11 +192,14 @@ class MultiGPUTrainer(Functions):
             )
         with _working(run):
             outcome = engine.train_step(run, batch.layout, iter(batch.batches))
-            loss = all_reduce_sum(run.world, outcome.slots(run.world.device).sum()) / run.units.last
+            loss = (
+                all_reduce_sum(run.world, outcome.losses_by_micro_batch(run.world.device).sum())
+                / run.loss_normalizer.last
+            )
             verdict = engine.finish_step(run, outcome)
         if verdict == "stopped":
             sys.exit(STOPPED)
-        return {"loss": loss, "grad_norm": outcome.norm, "skipped": outcome.skipped, "step": run.progress.step}
+        return {"loss": loss, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped, "step": run.progress.step}
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
         """Loss, and accuracy where there are classes, over the validation data, each sample once on any number of GPUs.

@@ -107,10 +107,10 @@ def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
     """One whole run of the engine on somebody's objects; returns the summary."""
     frozen, user_objects = prepare_run(config, inputs)
     launch_env = find_launch_env(config)
-    choice = resolve_placement(config, frozen, launch_env)
-    if choice.launch:
-        return run_in_processes(frozen, choice, user_objects, config.screen)
-    return run_here(frozen, choice, launch_env, user_objects, config.screen)
+    placement = resolve_placement(config, frozen, launch_env)
+    if placement.launch:
+        return run_in_processes(frozen, placement, user_objects, config.screen)
+    return run_here(frozen, placement, launch_env, user_objects, config.screen)
 
 
 def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, UserObjects]:
@@ -157,11 +157,11 @@ def evaluate_with_multi_gpu(
     dataset, _, config = from_loader(test_loader, config)
     frozen, user_objects = prepare_run(config, UserInputs(model, dataset, criterion=criterion))
     launch_env = find_launch_env(config)
-    choice = resolve_placement(config, frozen, launch_env)
+    placement = resolve_placement(config, frozen, launch_env)
     with ExitStack() as stack:
-        patience = choice.timeout or frozen.fault.hang_timeout
+        patience = placement.timeout or frozen.fault.hang_timeout
         world = stack.enter_context(
-            process_group(launch_env, choice.devices[0], timeout=patience, backend=choice.backend)
+            process_group(launch_env, placement.devices[0], timeout=patience, backend=placement.backend)
         )
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataset_files import Download
+from multigpu_cli.data.dataset_files import DatasetFiles
 from multigpu_cli.data.image_augment import shift_and_mirror
 from multigpu_cli.data.split import split_by_sample
 
@@ -23,7 +23,7 @@ _RECORD = 1 + 3 * 32 * 32  # bytes
 _TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-_DOWNLOAD = Download(
+_DOWNLOAD = DatasetFiles(
     name="cifar10",
     address="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     folders=(".", "cifar-10-batches-bin"),

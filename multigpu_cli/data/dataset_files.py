@@ -10,7 +10,7 @@ from multigpu_cli.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Download:
+class DatasetFiles:
     """Where the user gets a dataset and how its folder must look.
 
     Attributes:

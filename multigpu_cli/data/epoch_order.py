@@ -7,7 +7,7 @@ from torch import Tensor
 
 from multigpu_cli.planning.rng_keys import make_key
 
-HELD_OUT = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
+EVAL_EPOCH = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:

@@ -14,7 +14,9 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 
-Mark = tuple[Sequence[int], Sequence[float]]  # what must be the same to the bit, and what may be rounded differently
+DataFingerprint = tuple[
+    Sequence[int], Sequence[float]
+]  # what must be the same to the bit, and what may be rounded differently
 
 _PARTS = ("classes, tokens or scales", "training samples", "validation samples", "test samples")
 _SUMS = 4  # of each split
@@ -25,7 +27,7 @@ _FEW = 8  # samples of a dataset that is fetched one by one
 _AT_ONCE = 2**18  # values, in double precision: as many as a cache holds
 
 
-def compute_fingerprint(source: DataSource, seed: int) -> Mark:
+def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
     """A mark of each split, and of what the training part has taught.
 
     Returns:
@@ -45,13 +47,13 @@ def compute_fingerprint(source: DataSource, seed: int) -> Mark:
     return [int.from_bytes(digest[:8], signed=True) for digest in exact], [one for each in sums for one in each]
 
 
-def describe_differences(one: Mark, other: Mark) -> list[str]:
+def describe_differences(one: DataFingerprint, other: DataFingerprint) -> list[str]:
     """What is not the same, in words."""
     each = zip(_PARTS, _by_part(one), _by_part(other), strict=True)
     return [part for part, here, there in each if here[0] != there[0] or not _close(here[1], there[1])]
 
 
-def _by_part(mark: Mark) -> list[tuple[int, Sequence[float]]]:
+def _by_part(mark: DataFingerprint) -> list[tuple[int, Sequence[float]]]:
     """What was learned has no sums."""
     exact, sums = mark
     return [(exact[part], sums[_SUMS * max(part - 1, 0) : _SUMS * part]) for part in range(len(_PARTS))]

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataset_files import Download
+from multigpu_cli.data.dataset_files import DatasetFiles
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.split import split_by_group
 
@@ -25,7 +25,7 @@ WINDOW = 128
 
 _ROTATION, _SCALE = 0, 1  # one stream of random numbers each
 
-_DOWNLOAD = Download(
+_DOWNLOAD = DatasetFiles(
     name="har",
     address="https://archive.ics.uci.edu/dataset/240/human+activity+recognition+using+smartphones",
     folders=(".", "UCI HAR Dataset"),

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource, LoaderOptions
-from multigpu_cli.data.epoch_order import HELD_OUT, epoch_order
+from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.errors import RequestError
@@ -128,7 +128,7 @@ class Loader:
         count = -(-self.size // batch_size)
         mine = range(count * rank // workers, count * (rank + 1) // workers)
         chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
-        for index, fetched in zip(mine, self._fetch.stream(chunks, HELD_OUT), strict=True):
+        for index, fetched in zip(mine, self._fetch.stream(chunks, EVAL_EPOCH), strict=True):
             yield self._finish_batch(fetched, index, 0, train=False)
 
     def samples(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:

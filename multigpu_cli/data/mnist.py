@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.channels import fit_standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataset_files import Download
+from multigpu_cli.data.dataset_files import DatasetFiles
 from multigpu_cli.data.image_augment import shift, shift_and_mirror
 from multigpu_cli.data.split import split_by_sample
 
@@ -26,13 +26,13 @@ _LAYOUT = """\
     train-images-idx3-ubyte[.gz]  train-labels-idx1-ubyte[.gz]
     t10k-images-idx3-ubyte[.gz]   t10k-labels-idx1-ubyte[.gz]"""
 
-_MNIST = Download(
+_MNIST = DatasetFiles(
     name="mnist",
     address="https://ossci-datasets.s3.amazonaws.com/mnist/ (the four .gz files)",
     folders=(".", "raw", "MNIST/raw", "mnist"),
     layout=_LAYOUT,
 )
-_FASHION_MNIST = Download(
+_FASHION_MNIST = DatasetFiles(
     name="fashion-mnist",
     address="https://github.com/zalandoresearch/fashion-mnist (data/fashion)",
     folders=(".", "raw", "FashionMNIST/raw", "fashion-mnist"),
@@ -66,7 +66,7 @@ def fashion_mnist(
 
 
 def _source(
-    download: Download,
+    download: DatasetFiles,
     data_dir: str | None,
     mode: str,
     seed: int,
@@ -91,7 +91,7 @@ def _source(
     )
 
 
-def _part(download: Download, folder: Path, part: str, classes: int) -> tuple[Tensor, Tensor]:
+def _part(download: DatasetFiles, folder: Path, part: str, classes: int) -> tuple[Tensor, Tensor]:
     """Images (n, 1, 28, 28) uint8 and labels (n,) int64 of 'train' or 't10k'."""
     image_file, label_file = (
         _existing(folder, f"{part}-{content}-ubyte") for content in ("images-idx3", "labels-idx1")
@@ -117,7 +117,7 @@ def _existing(folder: Path, name: str) -> Path:
     return next(found, folder / name)
 
 
-def _array(download: Download, file: Path, dimensions: int) -> np.ndarray:
+def _array(download: DatasetFiles, file: Path, dimensions: int) -> np.ndarray:
     """The array in an IDX file of bytes: 0, 0, type, number of dimensions, sizes (big-endian), then the numbers."""
     content = _plain(download, file)
     header = 4 + 4 * dimensions
@@ -130,7 +130,7 @@ def _array(download: Download, file: Path, dimensions: int) -> np.ndarray:
     return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
 
 
-def _plain(download: Download, file: Path) -> bytes:
+def _plain(download: DatasetFiles, file: Path) -> bytes:
     content = download.content(file)
     if content[:2] != b"\x1f\x8b":  # gzip's own mark: some browsers unpack a file but keep its name
         return content

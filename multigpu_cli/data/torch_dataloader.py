@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.data_source import LoaderOptions
-from multigpu_cli.data.epoch_order import HELD_OUT
+from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.loader_processes import LoaderContext, end_processes, ignore_group_signals
 from multigpu_cli.data.sample import Collate, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.transfer import Fetched, move_batches
@@ -179,7 +179,7 @@ def _seconds_a_sample(dataset: SeededDataset) -> float:
     taken: list[float] = []
     for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
         began = time.perf_counter()
-        dataset[HELD_OUT, index]
+        dataset[EVAL_EPOCH, index]
         taken.append(time.perf_counter() - began)
         if sum(taken) > _LONGEST_LOOK:
             break

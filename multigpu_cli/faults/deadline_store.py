@@ -1,4 +1,4 @@
-"""The launcher's store as the watch asks it: a host that is cut off gets no answer, and must not wait for one."""
+"""The launcher's store as the watchdog asks it: a host that is cut off gets no answer, and must not wait for one."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

@@ -76,11 +76,11 @@ class Watchdog:
 
     Args:
         timeout: seconds without progress, once a step is done; before that it is half an hour, or this if longer.
-        last_words: tells the user why a process ends that can't raise any more; called on the rank that speaks for all.
+        on_fatal_error: tells the user why a process ends that can't raise any more; called on one rank for all.
     """
 
-    def __init__(self, world: World, timeout: float, last_words: Callable[[TrainingError], None]) -> None:
-        self._world, self._timeout, self._last_words = world, timeout, last_words
+    def __init__(self, world: World, timeout: float, on_fatal_error: Callable[[TrainingError], None]) -> None:
+        self._world, self._timeout, self._on_fatal_error = world, timeout, on_fatal_error
         self._ends = RankExits(world)
         self.resting = False  # between two calls of somebody else's loop, who may take any time
         self._logs: Path | None = None
@@ -92,7 +92,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self.on_end: Callable[[TrainingError], None] = lambda error: None
 
-    def mark(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
+    def set_position(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
         """Note where this rank stands: progress, if it says so often enough."""
         self._steps, self._phase, self._samples = steps, phase, samples
         self.mark_progress()
@@ -211,7 +211,7 @@ class Watchdog:
                 time.sleep(_GRACE if self._world.local_rank else 0)
             else:
                 self.on_end(error)
-                self._last_words(error)
+                self._on_fatal_error(error)
         finally:
             os._exit(TrainingError.exit_code)
 
@@ -220,7 +220,7 @@ class Watchdog:
         time.sleep(_WRITING)
         try:
             problem = f"the run can't go on, and {self._logs} takes no word of why within {_WRITING:.0f} s"
-            self._last_words(TrainingError(problem, remedy="look whether that file system answers"))
+            self._on_fatal_error(TrainingError(problem, remedy="look whether that file system answers"))
         finally:
             os._exit(TrainingError.exit_code)
 

@@ -143,7 +143,7 @@ def halve_eval_batch(components: TrainComponents) -> str:
     """
     size, own = components.eval_batch, type(components.task).evaluate is not Task.evaluate
     _check_may_halve(components, size, f"in an evaluation with batches of {size}", {"the task's own evaluation": own})
-    components.loaders.eval_limit = size // 2
+    components.loaders.max_eval_batch = size // 2
     return f"out of memory in an evaluation: batches of {size // 2} instead of {size}"
 
 

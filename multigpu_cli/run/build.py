@@ -50,13 +50,13 @@ class Loaders:
     """The data of each split.
 
     Attributes:
-        eval_limit: samples in one batch of an evaluation at most, where memory has set a limit.
+        max_eval_batch: samples in one batch of an evaluation at most, where memory has set a limit.
     """
 
     train: BatchStream
     val: Loader | None
     test: Loader | None
-    eval_limit: int | None = None
+    max_eval_batch: int | None = None
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
@@ -75,7 +75,7 @@ class TrainComponents:
     state: TrainState
     strategy: Strategy
     loaders: Loaders
-    units: LossNormalizer
+    loss_normalizer: LossNormalizer
     compiled: CompiledModel | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -107,7 +107,7 @@ class TrainComponents:
     def eval_batch(self) -> int:
         """Samples in one batch of an evaluation: the same on any number of workers; it keeps no activations."""
         usual = 2 * self.plan.batches.micro_batch
-        return min(usual, self.loaders.eval_limit or usual)
+        return min(usual, self.loaders.max_eval_batch or usual)
 
 
 def build_components(spec: RunSpec, world: World) -> TrainComponents:
@@ -276,16 +276,16 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
 
 
 def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
-    config, choice, live = spec.config, spec.placement, spec.user_objects
+    config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction  # late, each of them: a run has one
 
         return ExactReduction(model, world)
-    if choice.strategy == "dp":
+    if placement.strategy == "dp":
         from multigpu_cli.strategies.data_parallel import DataParallel
 
-        return DataParallel(model, choice.devices)
-    if choice.strategy == "ddp":
+        return DataParallel(model, placement.devices)
+    if placement.strategy == "ddp":
         from multigpu_cli.strategies.distributed import Distributed
 
         return Distributed(model, world, config.communication, live.ddp if live else {})

@@ -40,7 +40,7 @@ class CheckpointSchedule:
         """By this rank's clock: the ranks have to agree on it."""
         return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
 
-    def saved(self) -> None:
+    def mark_saved(self) -> None:
         self._last, self._waits = time.monotonic(), False
 
 
@@ -71,16 +71,16 @@ def save_checkpoint(run: "Run") -> None:
 
     best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
     """
-    run.observer.watchdog.mark(run.progress.step, "saving")
+    run.observer.watchdog.set_position(run.progress.step, "saving")
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
-    with run.observer.meters.pause():
+    with run.observer.timer.pause():
         run.observer.loss.read()
         check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
         more = run.task.state(run.world)
         if run.world.is_main:
             _save_on_main_rank(run, more)
-    checkpointer.schedule.saved()
+    checkpointer.schedule.mark_saved()
 
 
 def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
@@ -96,9 +96,12 @@ def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
         weights = run.folder / "best.pt"
         if best is not None:
             checkpointer.best_sha256 = save_weights(
-                weights, best, run.spec.label(), best_metrics, watchdog.mark_progress
+                weights, best, run.spec.weights_metadata(), best_metrics, watchdog.mark_progress
             )
-        facts = run.spec.facts() | {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
+        facts = run.spec.checkpoint_metadata() | {
+            "world_size": run.world.size,
+            "versions": {"torch": torch.__version__},
+        }
         so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
         size = checkpointer.store.save(step, snapshot.state, facts, so_far)
         seconds = time.perf_counter() - began
@@ -125,7 +128,7 @@ def finish_pending_checkpoint(run: "Run") -> None:
 def _capture_state(run: "Run", task: dict[str, Any]) -> Snapshot:
     """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
     live = run.progress
-    before, live.train_seconds = live.train_seconds, live.train_seconds + run.observer.meters.seconds
+    before, live.train_seconds = live.train_seconds, live.train_seconds + run.observer.timer.seconds
     snapshot = run.state.begin_capture(run.checkpointer.snapshot, task)
     run.checkpointer.snapshot, live.train_seconds = snapshot.state, before
     return snapshot

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
     """One exact pass over a split with the weights for use, journalled."""
     model, progress = run.state.eval_model(), run.progress
-    moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.mark(progress.step, "evaluating"))
-    with run.observer.meters.pause():
+    moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
+    with run.observer.timer.pause():
         result = _evaluate_in_batches(run, model, loader)
         moving.remove()
         entry = run.log.journal.write(
@@ -61,7 +61,7 @@ def evaluate_epoch(run: "Run") -> None:
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
         if run.world.is_main:
-            with run.observer.meters.pause():
+            with run.observer.timer.pause():
                 run.checkpointer.best = copy_to_host(run.state.eval_model().state_dict())
     elif progress.best:
         progress.stale_epochs += 1

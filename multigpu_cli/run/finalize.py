@@ -55,7 +55,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
 
 def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Write last.pt; returns the best weights, nothing where the last ones are the best."""
-    best, words, metrics = run.folder / "best.pt", run.spec.label(), dict(run.progress.last)
+    best, words, metrics = run.folder / "best.pt", run.spec.weights_metadata(), dict(run.progress.last)
     with fail_on_write_error(run.folder):
         check_owner(run.folder)
         save_weights(run.folder / "last.pt", state, words, metrics, run.observer.watchdog.mark_progress)
@@ -96,7 +96,7 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
     """
     progress, batches = run.progress, run.plan.batches
     names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
-    seconds = progress.train_seconds + run.observer.meters.seconds
+    seconds = progress.train_seconds + run.observer.timer.seconds
     return {
         "status": status,
         "strategy": run.plan.strategy,
@@ -110,8 +110,8 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
         "global_batch_size": batches.global_batch,
         "train_seconds": seconds,
         "startup_seconds": progress.startup_seconds,
-        "samples_per_second": run.observer.meters.samples_per_second if run.observer.meters.steps else None,
-        "step_ms": run.observer.meters.step_ms() if run.observer.meters.steps else {"p50": None, "p95": None},
+        "samples_per_second": run.observer.timer.samples_per_second if run.observer.timer.steps else None,
+        "step_ms": run.observer.timer.step_ms() if run.observer.timer.steps else {"p50": None, "p95": None},
         "final": {name: progress.last.get(name) for name in names} | progress.last,
         "best": progress.best,
         "peak_memory_bytes": ending.pop("peak_memory_bytes", [peak_memory(run.world.device)]),
@@ -134,7 +134,7 @@ def close_run(run: Run, summary: dict[str, Any]) -> None:
         if run.log.tensorboard and summary["status"] == "completed":
             run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
     run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
-    run.control.ended = True
+    run.control.summary_written = True
 
 
 def _write_plots(run: Run, summary: dict[str, Any]) -> None:

@@ -25,16 +25,16 @@ class StepResult(NamedTuple):
     Attributes:
         micro_batches: of the step, over all workers.
         losses: () loss sums of this worker's micro-batches, by their number in the step.
-        norm: () of the global gradient.
+        grad_norm: () of the global gradient.
         skipped: () 1 where the optimizer skipped the step.
     """
 
     micro_batches: int
     losses: dict[int, Tensor]
-    norm: Tensor
+    grad_norm: Tensor
     skipped: Tensor
 
-    def slots(self, device: torch.device) -> Tensor:
+    def losses_by_micro_batch(self, device: torch.device) -> Tensor:
         """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
         slots = torch.zeros(self.micro_batches, dtype=torch.float64, device=device)
         for number, loss in self.losses.items():

@@ -38,7 +38,7 @@ from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.run.train_log import compiler_fields
 from multigpu_cli.runtime.collectives import disable_collective_timeout, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.determinism import be_deterministic, be_fast
+from multigpu_cli.runtime.determinism import enable_determinism, enable_fast_kernels
 from multigpu_cli.runtime.placement import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.runtime.rank_output import log_path
 from multigpu_cli.runtime.restart_records import record_run
@@ -68,10 +68,10 @@ class ResolvedRequest(NamedTuple):
 @contextmanager
 def resolve_request(
     config: Config,
-    choice: Placement,
+    placement: Placement,
     launch_env: LaunchEnv | None,
     console: Console,
-    last_words: Callable[[TrainingError], None],
+    on_fatal_error: Callable[[TrainingError], None],
     user_objects: "UserObjects | None",
 ) -> Iterator[ResolvedRequest]:
     """Form the process group, for as long as the context lasts, and resolve the request on all ranks.
@@ -80,17 +80,17 @@ def resolve_request(
         RequestError: it can't be carried out; nothing was written.
     """
     began = time.perf_counter()
-    patience = choice.timeout or max(LONG, config.fault.hang_timeout)
+    patience = placement.timeout or max(LONG, config.fault.hang_timeout)
     with (
-        process_group(launch_env, choice.devices[0], timeout=patience, backend=choice.backend) as world,
+        process_group(launch_env, placement.devices[0], timeout=patience, backend=placement.backend) as world,
         StopRequest() as stop,
-        Watchdog(world, config.fault.hang_timeout, last_words) as watchdog,
+        Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
-        spec = resolve_spec(config, choice, world, user_objects=user_objects)
+        spec = resolve_spec(config, placement, world, user_objects=user_objects)
         if spec.config.reproducibility.exact:
-            be_deterministic()
+            enable_determinism()
         else:
-            be_fast(world.device)
+            enable_fast_kernels(world.device)
         yield ResolvedRequest(spec, world, stop, watchdog, console, began)
 
 
@@ -115,7 +115,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         with record_failure(run):
             start_run(run, notes)
             yield run
-        if not run.control.ended:
+        if not run.control.summary_written:
             run.checkpointer.writer.wait()
             close_run(run, build_summary(run, "stopped", {}))
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.fingerprint import Mark, describe_differences
+from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.collectives import all_gather, all_gather_object
 from multigpu_cli.runtime.world import World
 
 
-def check_same_data(world: World, source: DataSource, mark: Mark, name: str) -> None:
+def check_same_data(world: World, source: DataSource, mark: DataFingerprint, name: str) -> None:
     """Compare a mark of the data over all ranks.
 
     Raises:

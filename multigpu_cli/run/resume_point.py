@@ -148,7 +148,7 @@ def restore_best_weights(run: "Run") -> str:
                     publish(here, content)
             elif best and best["step"] == run.progress.step:  # an older version's: it is the checkpoint's own state
                 run.checkpointer.best_sha256 = save_weights(
-                    here, run.state.eval_model().state_dict(), run.spec.label(), best
+                    here, run.state.eval_model().state_dict(), run.spec.weights_metadata(), best
                 )
             elif here.is_file():
                 here.replace(run.folder / "replaced_best.pt")

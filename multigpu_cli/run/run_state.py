@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.progress import ProgressDisplay as TqdmDisplay
+from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.checkpointing import Checkpointer
 from multigpu_cli.run.step_observer import StepObserver
@@ -23,7 +23,7 @@ class RunLog:
     """Where a run says what it does, and what only its log lines need.
 
     Attributes:
-        sampler: watches this rank's GPU.
+        gpu_monitor: watches this rank's GPU.
         flops_per_sample: where the device's peak rate is known.
         unknown_gpu_fields: what NVML does not say of which rank's GPU, as far as the user knows.
     """
@@ -31,8 +31,8 @@ class RunLog:
     journal: Journal
     tensorboard: "TensorBoard | None"
     console: Console
-    progress_bar: TqdmDisplay
-    sampler: "Sampler | None"
+    progress_bar: ProgressDisplay
+    gpu_monitor: "Sampler | None"
     flops_per_sample: float | None
     unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()
 
@@ -45,29 +45,29 @@ class RunControl:
         stop: a signal to this rank.
         consensus: of all ranks, on a stop and on overdue checkpoints.
         previous_attempt: how the attempt before this one ended, until a step of this one is done.
-        ended: the summary is written.
+        summary_written: the summary is written.
     """
 
     stop: StopRequest
     consensus: StopConsensus
     previous_attempt: PreviousAttempt | None = None
-    ended: bool = False
+    summary_written: bool = False
 
 
 class StepEnd(NamedTuple):
     """What ends with a step.
 
     Attributes:
-        before, step: where the run stood in its schedule before the step, and where it stands now.
-        log: a log interval.
-        epoch: an epoch, or the run.
+        previous_step, step: where the run stood in its schedule before the step, and where it stands now.
+        at_log_interval: a log interval.
+        at_epoch_end: an epoch, or the run.
         savable: the run could go on from here.
     """
 
-    before: int
+    previous_step: int
     step: int
-    log: bool
-    epoch: bool
+    at_log_interval: bool
+    at_epoch_end: bool
     savable: bool
 
 
@@ -106,7 +106,7 @@ class Run(TrainComponents):
         progress, batches, total = self.progress, self.plan.batches, self.plan.schedule.total_steps
         before = progress.step
         progress.step = step = min(total, self.loaders.train.next_step(before, batches))
-        self.observer.meters.step(batches.num_samples(before % batches.steps_per_epoch))
+        self.observer.timer.step(batches.num_samples(before % batches.steps_per_epoch))
         self.log.progress_bar.update(step)
         interval = self.config.log.interval
         epoch = step % batches.steps_per_epoch == 0 or step == total
@@ -115,7 +115,7 @@ class Run(TrainComponents):
 
     def agree(self, end: StepEnd) -> tuple[bool, bool]:
         """Whether some rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
-        self.observer.watchdog.mark(end.step, "agreeing")
+        self.observer.watchdog.set_position(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
         stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)
         return stopping, overdue

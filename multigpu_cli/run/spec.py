@@ -13,7 +13,7 @@ from multigpu_cli.config.resume_rules import OF_THE_COMMAND, flatten_settings, m
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.fingerprint import Mark, compute_fingerprint
+from multigpu_cli.data.fingerprint import DataFingerprint, compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
@@ -59,7 +59,7 @@ class RunSpec:
     plan: Plan
     model: str
     task: str
-    mark: Mark
+    data_fingerprint: DataFingerprint
     user_objects: "UserObjects | None" = None
 
     @property
@@ -83,7 +83,7 @@ class RunSpec:
         live = f"# with live objects from Python, which --config does not bring back: {self.user_objects}\n"
         return (live if self.user_objects else "") + dump(self.user_config)
 
-    def label(self) -> dict[str, Any]:
+    def weights_metadata(self) -> dict[str, Any]:
         """What weights are labelled with: the settings, and what of the data they mean nothing without."""
         source = self.source
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
@@ -94,11 +94,11 @@ class RunSpec:
             "built_for": network | sizes | tokens,
         }
 
-    def facts(self) -> dict[str, Any]:
+    def checkpoint_metadata(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the run."""
         written = sorted(self.user_config.explicit - OF_THE_COMMAND)
-        facts = {"settings": self.label(), "written": written, "pins": self.pinned}
-        return facts | {"samples": self.plan.batches.samples, "data": self.mark}
+        facts = {"settings": self.weights_metadata(), "written": written, "pins": self.pinned}
+        return facts | {"samples": self.plan.batches.samples, "data": self.data_fingerprint}
 
     @property
     def nothing_to_do(self) -> bool:
@@ -116,7 +116,7 @@ class RunSpec:
 
 def resolve_spec(
     config: Config,
-    choice: Placement,
+    placement: Placement,
     world: World,
     *,
     source: DataSource | None = None,
@@ -146,7 +146,7 @@ def resolve_spec(
     made = user_objects.parts_by_name if user_objects else NAMING
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=made)
     source = run_on_all_ranks(
-        world, lambda: _open_source(config, choice, world, user_objects.source if user_objects else source)
+        world, lambda: _open_source(config, placement, world, user_objects.source if user_objects else source)
     )
     mark = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
@@ -156,17 +156,17 @@ def resolve_spec(
         )
 
         check_same_data(world, source, mark, config.data.name)
-    plan = _make_plan(user_config, config, choice, world, start, source, user_objects)
+    plan = _make_plan(user_config, config, placement, world, start, source, user_objects)
     if world.size > 1 and config.reproducibility.exact:
         check_same_machine(world, describe_machine(plan))
     raise_all(check_data(config, plan, source, start, mark))
     model, task = config.model.name or source.model, config.task.name or source.task
-    return RunSpec(user_config, config, choice, start, source, plan, model, task, mark, user_objects)
+    return RunSpec(user_config, config, placement, start, source, plan, model, task, mark, user_objects)
 
 
-def _open_source(config: Config, choice: Placement, world: World, source: DataSource | None) -> DataSource:
+def _open_source(config: Config, placement: Placement, world: World, source: DataSource | None) -> DataSource:
     """The dataset; what is wrong with it is told together with what is wrong with the device."""
-    wrong = list(check_device(config, choice, world))
+    wrong = list(check_device(config, placement, world))
     try:
         source = source or open_data(config)
     except RequestError as error:
@@ -198,13 +198,13 @@ def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:
 def _make_plan(
     user_config: Config,
     config: Config,
-    choice: Placement,
+    placement: Placement,
     world: World,
     start: ResumePoint,
     source: DataSource,
     user_objects: "UserObjects | None",
 ) -> Plan:
-    workers = {"single": 1, "dp": len(choice.devices), "ddp": max(world.size, choice.launch)}[choice.strategy]
+    workers = {"single": 1, "dp": len(placement.devices), "ddp": max(world.size, placement.launch)}[placement.strategy]
     size, whole = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
     epochs = source.epochs or config.length.epochs
     batches = plan_batches(
@@ -216,13 +216,13 @@ def _make_plan(
         drop_last=config.batch.drop_last,
     )
     rate = _resolve_rate(config, batches, user_objects, pinned=start.manifest is not None)
-    number = agree_on_precision(config.precision.amp, world, choice.devices)
-    here = len(choice.devices) if choice.launch else world.local_size
+    number = agree_on_precision(config.precision.amp, world, placement.devices)
+    here = len(placement.devices) if placement.launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
-    given = user_config.rate.lr is not None
+    given, exactly = user_config.rate.lr is not None, " with --exact" if config.reproducibility.exact else ""
     return Plan(
-        placement_reason=f"{choice.strategy}{' with --exact' if config.reproducibility.exact else ''}: {choice.reason}",
-        strategy=choice.strategy,
+        placement_reason=f"{placement.strategy}{exactly}: {placement.reason}",
+        strategy=placement.strategy,
         device=_device_name(world),
         batches=batches,
         rate=rate,
@@ -241,28 +241,30 @@ def _make_plan(
         precision_reason="as the run was started with" if start.manifest else number.reason,
         description=f"{name} on {config.data.name} ({source.note}{source.samples:,} training samples), {task}",
         resume_reason=start.reason,
-        unused_flags=_list_unused_flags(config, choice, user_objects),
+        unused_flags=_list_unused_flags(config, placement, user_objects),
         save_dir=start.folder,
         epochs=epochs,
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=share_threads(here, count_cores(), exact=config.reproducibility.exact),
-        compiled=_describe_compile(config, choice),
+        compiled=_describe_compile(config, placement),
     )
 
 
-def _describe_compile(config: Config, choice: Placement) -> str:
-    mode, overlaps = config.model.compile, choice.strategy == "ddp" and not config.reproducibility.exact
+def _describe_compile(config: Config, placement: Placement) -> str:
+    mode, overlaps = config.model.compile, placement.strategy == "ddp" and not config.reproducibility.exact
     pieces = ", inside DDP: in pieces that end with its buckets, so that these travel during backward"
     return "" if mode == "off" else mode + (pieces if overlaps else "")
 
 
-def _list_unused_flags(config: Config, choice: Placement, user_objects: "UserObjects | None") -> list[str]:
+def _list_unused_flags(config: Config, placement: Placement, user_objects: "UserObjects | None") -> list[str]:
     """Flags that somebody gave and that do nothing here; said rather than passed over."""
     about_data = {"mode", "data_dir"}
     if not user_objects:
         about_data -= inspect.signature(find_data_factory(config)).parameters.keys()
-    about_ddp = {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if choice.strategy != "ddp" else set()
-    about_gpus = {"data_on_device"} if choice.devices[0].type == "cpu" else set()
+    about_ddp = (
+        {"grad_compression", "bucket_cap_mb", "find_unused_parameters"} if placement.strategy != "ddp" else set()
+    )
+    about_gpus = {"data_on_device"} if placement.devices[0].type == "cpu" else set()
     said = [SETTINGS[key].flag or key for key in sorted((about_ddp | about_gpus | about_data) & config.explicit)]
     return said + sorted(user_objects.ddp if user_objects and about_ddp else ())
 

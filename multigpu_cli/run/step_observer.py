@@ -24,7 +24,7 @@ class StepObserver:
     """
 
     watchdog: Watchdog
-    meters: StepTimer
+    timer: StepTimer
     noise: NoiseMeter
     nonfinite: NonfiniteGuard
     loss: LossMeter
@@ -37,14 +37,14 @@ class StepObserver:
         self._layout, self._indices = layout, []
         for left in range(len(layout.passes) - 1, -1, -1):
             self.phase("fetching data")
-            with self.meters.measure_wait("data_wait"):
+            with self.timer.measure_wait("data_wait"):
                 batch = next(work)
             self._indices.append(batch.indices)
             yield batch, left == 0
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Tell the watchdog where this rank stands."""
-        self.watchdog.mark(self._layout.step, name, None if batch is None else batch.indices)
+        self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.indices)
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` holds the sum of this worker's micro-batches so far."""

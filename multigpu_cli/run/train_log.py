@@ -24,10 +24,10 @@ _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used
 
 def log_step(run: "Run", outcome: StepResult) -> None:
     """One `train` line: here the host waits for the numbers of the steps since the last one."""
-    run.observer.watchdog.mark(run.progress.step, "logging")
+    run.observer.watchdog.set_position(run.progress.step, "logging")
     run.observer.loss.read()
     rows = torch.stack(all_gather(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
-    steps, rates = run.observer.meters.steps_so_far, run.observer.meters.read()
+    steps, rates = run.observer.timer.steps_so_far, run.observer.timer.read()
     progress, batches = run.progress, run.plan.batches
     fields: dict[str, Any] = {
         "step": progress.step,
@@ -36,9 +36,9 @@ def log_step(run: "Run", outcome: StepResult) -> None:
         "loss": run.observer.loss.last,
         "mean_loss": run.observer.loss.mean_since_line(),
         "lr": float(run.state.optimizer.param_groups[0]["lr"]),
-        **gradient_fields(run, rows, float(outcome.norm)),
+        **gradient_fields(run, rows, float(outcome.grad_norm)),
         "samples_per_second": rates["samples_per_second"],
-        **run.units.rate(rates["samples_per_second"]),
+        **run.loss_normalizer.rate(rates["samples_per_second"]),
         "step_ms": rates["step_ms"],
         **combine_ranks(rows, rates, steps),
         **device_fields(run, rates["samples_per_second"]),
@@ -92,12 +92,12 @@ def measure_rank(run: "Run", peak: int) -> Tensor:
         peak: bytes.
     """
     wait = run.strategy.read_comm_wait()
-    values = [float(peak), run.observer.meters.read_wait("data_wait"), math.nan if wait is None else wait]
+    values = [float(peak), run.observer.timer.read_wait("data_wait"), math.nan if wait is None else wait]
     values.append(math.nan if (small := run.observer.noise.take_small_norm()) is None else small)
-    values.append(run.observer.meters.cpu_seconds() / run.plan.threads)
+    values.append(run.observer.timer.cpu_seconds() / run.plan.threads)
     if run.world.device.type == "cuda":
         values.append(float(torch.cuda.memory_reserved(run.world.device)))
-        values += run.log.sampler.read() if run.log.sampler else [math.nan] * len(_OF_A_GPU)
+        values += run.log.gpu_monitor.read() if run.log.gpu_monitor else [math.nan] * len(_OF_A_GPU)
     return torch.tensor(values, dtype=torch.float64, device=run.world.device)
 
 
@@ -127,7 +127,7 @@ def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
     batches = run.plan.batches
     samples = batches.num_samples((run.progress.step - 1) % batches.steps_per_epoch)
     first = batches.micro_batch * run.strategy.replicas_per_process
-    scale = run.units.divisor(samples) / (max(1, int(run.units.last)) * first / samples)
+    scale = run.loss_normalizer.divisor(samples) / (max(1, int(run.loss_normalizer.last)) * first / samples)
     return Norms(sum((scale * norm) ** 2 for norm in small) / len(small), large**2, first, samples)
 
 
@@ -172,14 +172,14 @@ def describe_new_unknowns(run: "Run", fields: Mapping[str, Any]) -> str:
         return ""
     ranks = sorted({rank for _, rank in new})
     names = ", ".join(name for name in _OF_A_GPU if any(name == each for each, _ in new))
-    sampler = run.log.sampler
+    sampler = run.log.gpu_monitor
     why = f" ({sampler.missing})" if sampler and sampler.missing and run.world.rank in ranks else ""
     return f"{names} of the GPU of rank {', '.join(map(str, ranks))}: not known{why}, null in the journal"
 
 
 def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
     """How a step's time is spread over the run so far, and the model's share of what its devices could compute."""
-    times = run.observer.meters.step_ms()
+    times = run.observer.timer.step_ms()
     fields = {"step_p50_ms": times["p50"], "step_p95_ms": times["p95"]}
     peak = peak_flops(run.plan.device, run.state.precision.name)
     if peak and run.log.flops_per_sample:

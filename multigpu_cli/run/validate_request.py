@@ -8,7 +8,7 @@ import torch
 from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.fingerprint import Mark, describe_differences
+from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.placement import Placement
@@ -38,12 +38,12 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
     return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
 
 
-def check_device(config: Config, choice: Placement, world: World) -> Iterator[RequestError]:
+def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
-    if choice.strategy == "dp" and uses_environments(config):
+    if placement.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp can't act in environments", remedy="--multi-gpu ddp")
-    if choice.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
+    if placement.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
         yield RequestError(
             f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a network for one GPU, and "
             "replicas on the others can't run it",
@@ -53,14 +53,14 @@ def check_device(config: Config, choice: Placement, world: World) -> Iterator[Re
         choose_precision(config.precision.amp, world.device)
     except RequestError as error:
         yield error
-    if config.model.sync_bn and (on_cpu or choice.strategy != "ddp"):
+    if config.model.sync_bn and (on_cpu or placement.strategy != "ddp"):
         yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
-    if config.communication.grad_compression == "bf16" and choice.strategy == "ddp" and on_cpu:
+    if config.communication.grad_compression == "bf16" and placement.strategy == "ddp" and on_cpu:
         yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
 
 
 def check_data(
-    config: Config, plan: Plan, source: DataSource, start: ResumePoint, mark: Mark
+    config: Config, plan: Plan, source: DataSource, start: ResumePoint, mark: DataFingerprint
 ) -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds.
 

@@ -47,7 +47,7 @@ def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -
             torch.cuda.default_generators[device.index or 0].manual_seed(own)
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """Kernels that give the same bits at each run; an operator that has none raises an error that names it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
     torch.use_deterministic_algorithms(True)
@@ -55,7 +55,7 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def be_fast(device: torch.device) -> None:
+def enable_fast_kernels(device: torch.device) -> None:
     """On CUDA: TF32 for what stays in fp32, and cuDNN tries its kernels out on each new shape.
 
     Which kernel wins may differ from start to start, and with it the last bits: --exact goes without.

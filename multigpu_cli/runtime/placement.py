@@ -20,7 +20,7 @@ class Placement(NamedTuple):
         launch: processes to start ourselves, 0 where this process does the work.
         reason: the reason, for the plan.
         backend: of the process group; None takes the device's own.
-        timeout: seconds that its collectives wait; None takes what the watch over the run needs.
+        timeout: seconds that its collectives wait; None takes what the watchdog over the run needs.
     """
 
     strategy: str
@@ -137,11 +137,11 @@ def cuda_devices(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", number) for number in ids)
 
 
-def gpu_models(choice: Placement, world: World) -> dict[int, str]:
+def gpu_models(placement: Placement, world: World) -> dict[int, str]:
     """The model of each rank's GPU by its rank, or of each GPU of this process by its number; empty on CPU."""
     if world.size > 1:
         return {rank: gpu.model for rank, gpu in enumerate(world.gpus) if gpu}
-    gpus = (device for device in choice.devices if device.type == "cuda")
+    gpus = (device for device in placement.devices if device.type == "cuda")
     return {device.index or 0: torch.cuda.get_device_name(device) for device in gpus}
 
 

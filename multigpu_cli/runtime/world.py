@@ -171,7 +171,7 @@ def process_group(
 
 @contextmanager
 def _restore_timeouts() -> Iterator[None]:
-    """Somebody else's group has the time limits of its own again afterwards; `leave_to_watch` takes them away."""
+    """Somebody else's group has its own time limits again afterwards; `disable_collective_timeout` takes them away."""
     group: Any = dist.group.WORLD
     backends = [group._get_backend(kind) for kind in group._device_types]
     clocks = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
@@ -251,7 +251,7 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         client: another connection to the store.
 
     Raises:
-        Over: an earlier attempt has ended for good.
+        AttemptRefused: an earlier attempt has ended for good.
     """
     from multigpu_cli.runtime.rendezvous import RankGpu, RankInfo, agree_on_roster  # late: a world of one meets nobody
 

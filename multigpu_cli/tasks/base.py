@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import HELD_OUT
+from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import all_reduce_sum, run_on_all_ranks
@@ -188,7 +188,7 @@ class Task(ABC):
         units = torch.zeros((), dtype=torch.int64, device=world.device)
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for batch in loader.eval_batches(batch_size, world.rank, world.size):
-            seed_micro_batch(seed, HELD_OUT, batch.index, world.device)
+            seed_micro_batch(seed, EVAL_EPOCH, batch.index, world.device)
             with precision.autocast():
                 measured = self.measure(model, batch)
             slots[0, batch.index] = measured.loss_sum

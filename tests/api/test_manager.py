@@ -174,13 +174,13 @@ def test_fetching_is_a_wait_for_data_and_the_time_before_is_no_training(tmp_path
         _, train_loader, _ = manager.setup_training(network(), slow)
         run = manager.trainer.run
         assert run is not None
-        run.observer.meters = StepTimer(clock=slow.clock)
+        run.observer.timer = StepTimer(clock=slow.clock)
         slow.clock.pass_by(1000)
         if by == "epochs":
             manager.train_epoch(train_loader)
         for batch in train_loader if by == "steps" else ():
             manager.trainer.train_step(batch)
-        assert run.observer.meters.seconds == 32
+        assert run.observer.timer.seconds == 32
     line = next(line for line in journal.read_events(tmp_path / "journal.jsonl") if line["event"] == "train")
     assert (line["step"], line["step_ms"], line["samples_per_second"], line["data_wait_share"]) == (2, 16e3, 1, 1)
 

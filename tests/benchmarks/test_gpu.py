@@ -148,7 +148,7 @@ def test_a_side_measures_in_a_process_of_its_own_and_counts_no_warm_up(side: str
 def test_the_limit_has_what_ours_sets_and_warms_up_outside_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     job, cpu = jobs(tiny=True)["gpt2"], torch.device("cpu")
-    monkeypatch.setattr(gpu_side, "be_fast", lambda device: done.append("fast"))
+    monkeypatch.setattr(gpu_side, "enable_fast_kernels", lambda device: done.append("fast"))
     monkeypatch.setattr(gpu_side, "_plain_step", lambda *_: lambda: done.append("step"))
     monkeypatch.setattr(gpu_side.time, "perf_counter", lambda: done.append("clock") or float(len(done)))
     assert gpu_side._limit(job, cpu)["steps"] == 4

@@ -3,10 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multigpu_cli.data.dataset_files import Download
+from multigpu_cli.data.dataset_files import DatasetFiles
 from multigpu_cli.errors import RequestError
 
-SHELLS = Download(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")
+SHELLS = DatasetFiles(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")
 
 
 def test_the_first_folder_that_holds_a_landmark_is_taken(tmp_path):

@@ -68,7 +68,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
         while run.progress.step < case.steps:
             epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
             for layout, work in run.loaders.train.epoch(batches, epoch, first, world.rank, 1):
-                losses = engine.train_step(run, layout, work).slots(world.device)
+                losses = engine.train_step(run, layout, work).losses_by_micro_batch(world.device)
                 found["losses"].append(float(all_reduce_sum(world, losses).sum()) / layout.samples)
                 run.progress.step += 1
                 if run.progress.step == case.steps:

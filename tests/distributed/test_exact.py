@@ -40,7 +40,7 @@ from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
 from multigpu_cli.run.lifecycle import assemble_run, start_run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.determinism import be_deterministic
+from multigpu_cli.runtime.determinism import enable_determinism
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv, World
 from tests.support import tiny_datasets
@@ -110,7 +110,7 @@ def trained(world: World, settings: dict[str, Any], source: DataSource | None = 
     choice = Placement("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
     spec = resolve_spec(config, choice, world, source=source)
     if config.reproducibility.exact:
-        be_deterministic()
+        enable_determinism()
     torch.set_num_threads(1)
     with ExitStack() as stack:
         components = build_components(spec, world)
@@ -245,7 +245,7 @@ def working(size: int, config: Config) -> Iterator[list[Any]]:
             place = {"rank": number, "size": size, "local_rank": number, "local_size": size}
             launch_env = LaunchEnv(**place, address="localhost", port=port, attempt=0, agent_store=False)
         choice = Placement("ddp" if launch_env else "single", (device,), 0, "a test")
-        engine_run(config, choice, launch_env, Console("silent"), last_words=lambda error: None)
+        engine_run(config, choice, launch_env, Console("silent"), on_fatal_error=lambda error: None)
         os._exit(0)
 
     with warnings.catch_warnings():

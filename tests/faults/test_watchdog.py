@@ -27,9 +27,9 @@ ALONE = World(torch.device("cpu"))
 def moved(watch: Watchdog, logs: Path, pauses: list[float]) -> None:
     """A run of one step and then some forward passes, with pauses between them."""
     watch.start(0, logs)
-    watch.mark(1, "fetching data")
+    watch.set_position(1, "fetching data")
     for pause in pauses:
-        watch.mark(1, "forward")
+        watch.set_position(1, "forward")
         time.sleep(pause)
 
 
@@ -73,7 +73,7 @@ def test_before_its_first_step_a_run_may_take_its_time(tmp_path: Path) -> None:
     def work() -> None:
         with Watchdog(ALONE, 0.1, lambda error: None) as watch:
             watch.start(5, tmp_path)
-            watch.mark(5, "fetching data")
+            watch.set_position(5, "fetching data")
             time.sleep(0.6)
 
     assert exit_code(work) == 0
@@ -87,7 +87,7 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
         signal.signal(signal.SIGCONT, lambda *_: goes_on.set())
         with Watchdog(ALONE, 1.0, lambda error: None) as watch:
             watch.start(0, tmp_path)
-            watch.mark(1, "forward")
+            watch.set_position(1, "forward")
             time.sleep(0.2)  # the watch has seen that
             me = os.getpid()
             subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.3; kill -CONT {me}"])
@@ -106,7 +106,7 @@ def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: fl
         store = dist.PrefixStore("attempt-0", dist.FileStore(str(tmp_path / "store"), 2))
         with Watchdog(World(torch.device("cpu"), number, 2, number, 2, store=store), 0.5, lambda error: None) as watch:
             watch.start(0, tmp_path)
-            watch.mark(1, ("saving", "reduction")[number])
+            watch.set_position(1, ("saving", "reduction")[number])
             for _ in range(0 if number else int(2 / pause)):
                 time.sleep(pause)
                 watch.mark_progress()
@@ -136,7 +136,7 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
     def waits() -> None:
         with Watchdog(world(0), 5, lambda error: words.write_text(str(error)) and None) as watch:
             watch.start(0, tmp_path)
-            watch.mark(0, "reduction")
+            watch.set_position(0, "reduction")
             time.sleep(20)
 
     RankExits(world(1)).publish(RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
@@ -163,7 +163,7 @@ def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeyp
         cut_off = World(torch.device("cpu"), 1, 2, 0, 1, store=Unplugged())  # type: ignore[arg-type]
         with Watchdog(cut_off, 0.5, lambda error: words.write_text(str(error)) and None) as watch:
             watch.start(0, tmp_path)
-            watch.mark(1, "reduction")
+            watch.set_position(1, "reduction")
             time.sleep(20)
 
     began = time.monotonic()
@@ -176,7 +176,7 @@ def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
     """A run of four steps that fails in its fifth."""
     with Watchdog(ALONE, 9, lambda error: None) as watch:
         watch.start(begins_at, folder)
-        watch.mark(4, "forward", torch.tensor([3, 1]))
+        watch.set_position(4, "forward", torch.tensor([3, 1]))
         assert watch.root_cause(error) is watch.root_cause(error) is error
         raise error
 

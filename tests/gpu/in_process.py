@@ -26,7 +26,7 @@ def train(folder: Path, choice: Placement = ONE, sets: tuple[str, ...] = (), **f
     """
     launch_env = alone() if choice.strategy == "ddp" else None
     config = resolve({"save_dir": str(folder), **flags}, list(sets), None)
-    return engine.run(config, choice, launch_env, Console("silent"), last_words=raise_again)
+    return engine.run(config, choice, launch_env, Console("silent"), on_fatal_error=raise_again)
 
 
 def alone() -> LaunchEnv:

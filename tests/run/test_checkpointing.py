@@ -35,7 +35,7 @@ def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
     assert not every.overdue()
     clock[0] = 600
     assert every.overdue()
-    every.saved()
+    every.mark_saved()
     assert not every.overdue()
     clock[0] = 1200
     assert every.overdue()
@@ -52,7 +52,7 @@ def test_what_is_due_stays_due_until_it_is_saved() -> None:
         True,
         True,
     ]
-    every.saved()
+    every.mark_saved()
     assert [every.due(step - 1, step, epoch_ended=True) for step in (5, 6)] == [False, True]
 
 

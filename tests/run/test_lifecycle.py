@@ -31,7 +31,9 @@ def prepared(folder: Path) -> AbstractContextManager[Run]:
     }
     choice = Placement("single", (torch.device("cpu"),), 0, "a test")
     config = resolve(flags | {"epochs": "1"}, [], None)
-    return engine.prepare(config, choice, None, Console("quiet", io.StringIO()), last_words=print, user_objects=None)
+    return engine.prepare(
+        config, choice, None, Console("quiet", io.StringIO()), on_fatal_error=print, user_objects=None
+    )
 
 
 def ends(folder: Path) -> list[str]:

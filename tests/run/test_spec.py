@@ -39,7 +39,7 @@ def spec(workers: int = 1, **flags: Any) -> RunSpec:
 def saved(found: RunSpec, step: int = 10, workers: int = 1) -> None:
     """A checkpoint of that run, as training leaves it."""
     Path("run").mkdir(exist_ok=True)
-    Store(Path("run/checkpoints"), 3).save(step, {}, found.facts() | {"world_size": workers})
+    Store(Path("run/checkpoints"), 3).save(step, {}, found.checkpoint_metadata() | {"world_size": workers})
 
 
 def test_the_global_batch_and_with_it_the_rate_grow_with_the_workers() -> None:
@@ -136,7 +136,7 @@ def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
 
 def test_other_data_is_refused() -> None:
     found = spec()
-    facts = found.facts() | {"world_size": 1, "samples": 1234}
+    facts = found.checkpoint_metadata() | {"world_size": 1, "samples": 1234}
     Path("run").mkdir(exist_ok=True)
     Store(Path("run/checkpoints"), 3).save(10, {}, facts)
     with pytest.raises(RequestError, match="60 training samples now, but run was started with 1234"):
@@ -180,7 +180,7 @@ def test_data_may_move_to_another_folder() -> None:
 
 def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
     found = spec(**arrays("here"))
-    facts = found.facts() | {"world_size": 1}
+    facts = found.checkpoint_metadata() | {"world_size": 1}
     del facts["data"]
     Path("run").mkdir()
     Store(Path("run/checkpoints"), 3).save(10, {}, facts)
@@ -228,7 +228,7 @@ def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: i
 
 def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
     uneven, wish = spec(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
-    (told,) = check_data(wish, uneven.plan, uneven.source, uneven.start, uneven.mark)
+    (told,) = check_data(wish, uneven.plan, uneven.source, uneven.start, uneven.data_fingerprint)
     assert "--sync-bn needs the same number of micro-batches" in told.problem
 
 

@@ -17,7 +17,7 @@ from tests.run.test_micro_batch_cost import components
 
 def observer() -> Any:
     """One whose parts note how they are called."""
-    return StepObserver(watchdog=Mock(), meters=StepTimer(), noise=Mock(), nonfinite=Mock(), loss=Mock(), trace=Mock())
+    return StepObserver(watchdog=Mock(), timer=StepTimer(), noise=Mock(), nonfinite=Mock(), loss=Mock(), trace=Mock())
 
 
 def batches(count: int) -> list[Batch]:
@@ -32,9 +32,9 @@ def test_each_part_is_told_what_it_asks_for() -> None:
     seen, outcome = observer(), StepResult(3, {}, torch.ones(()), torch.zeros(()))
     work = batches(3)
     assert [(batch.index, last) for batch, last in seen.fetch(layout(2), iter(work))] == [(0, False), (1, True)]
-    assert seen.watchdog.mark.call_args_list == [((7, "fetching data", None),)] * 2
+    assert seen.watchdog.set_position.call_args_list == [((7, "fetching data", None),)] * 2
     seen.phase("forward", work[1])
-    assert seen.watchdog.mark.call_args.args == (7, "forward", work[1].indices)
+    assert seen.watchdog.set_position.call_args.args == (7, "forward", work[1].indices)
     seen.noise.is_due.return_value = False
     seen.backward_done([])
     assert seen.noise.is_due.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"

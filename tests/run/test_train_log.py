@@ -50,7 +50,7 @@ def test_a_worker_tells_what_it_measured_of_itself() -> None:
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(read_comm_wait=lambda: None),
         observer=SimpleNamespace(
-            meters=SimpleNamespace(read_wait=lambda reason: {"data_wait": 0.5}[reason], cpu_seconds=lambda: 6.0),
+            timer=SimpleNamespace(read_wait=lambda reason: {"data_wait": 0.5}[reason], cpu_seconds=lambda: 6.0),
             noise=SimpleNamespace(take_small_norm=lambda: 2.5),
         ),
         plan=SimpleNamespace(threads=4),
@@ -68,7 +68,7 @@ def test_a_gpu_adds_its_own() -> None:
 
 
 def test_what_nvml_does_not_say_is_told_once() -> None:
-    log = SimpleNamespace(unknown_gpu_fields=frozenset(), sampler=SimpleNamespace(missing="x"))
+    log = SimpleNamespace(unknown_gpu_fields=frozenset(), gpu_monitor=SimpleNamespace(missing="x"))
     run: Any = SimpleNamespace(log=log, world=SimpleNamespace(rank=0))
     usual = {"gpu_utilisation": [1.0, 1.0], "gpu_power": [1.0, 1.0], "loss": None}
     assert train_log.describe_new_unknowns(run, {"loss": None}) == "", "no GPU, no gap"

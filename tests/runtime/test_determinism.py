@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from multigpu_cli.runtime.determinism import (
-    be_deterministic,
-    be_fast,
+    enable_determinism,
+    enable_fast_kernels,
     seed_everything,
     seed_micro_batch,
     seed_weights,
@@ -79,7 +79,7 @@ def test_only_gpus_try_kernels_out(kind: str, wanted: tuple[bool, str], monkeypa
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        be_fast(torch.device(kind))
+        enable_fast_kernels(torch.device(kind))
         assert (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == wanted
     finally:
         torch.set_float32_matmul_precision(before)
@@ -100,7 +100,7 @@ def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
     try:
-        be_deterministic()
+        enable_determinism()
         assert torch.are_deterministic_algorithms_enabled()
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)

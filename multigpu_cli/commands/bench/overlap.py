@@ -78,10 +78,10 @@ def _run_worker(config: Config) -> tuple[float, float]:
     """
     launch_env = LaunchEnv.current()
     own = replace_settings(without_setting(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
-    choice = choose_placement(own.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    device = choice.devices[0]
+    placement = choose_placement(own.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    device = placement.devices[0]
     with process_group(launch_env, device, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as folder:
-        components, _ = build_rehearsed(own, choice, world, folder)
+        components, _ = build_rehearsed(own, placement, world, folder)
         with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
             seconds = compare_reductions(components, _STEPS)
         check_replicas(components.state.model, world, _STEPS)

@@ -46,20 +46,20 @@ def measure_allreduce(world: World) -> dict[str, Any]:
     }
 
 
-def measure_in_workers(choice: Placement) -> dict[str, Any]:
-    """Have `choice.launch` real workers measure.
+def measure_in_workers(placement: Placement) -> dict[str, Any]:
+    """Have `placement.launch` real workers measure.
 
     Raises:
         WorkersFailed: they could not.
     """
-    measured: dict[str, Any] = run_in_workers(choice, _run_worker)[0]
+    measured: dict[str, Any] = run_in_workers(placement, _run_worker)[0]
     return measured
 
 
 def _run_worker() -> dict[str, Any]:
     launch_env = LaunchEnv.current()
-    choice = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    with process_group(launch_env, choice.devices[0], timeout=LONGEST_WAIT) as world:
+    placement = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    with process_group(launch_env, placement.devices[0], timeout=LONGEST_WAIT) as world:
         return measure_allreduce(world)
 
 

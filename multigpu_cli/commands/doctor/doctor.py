@@ -36,14 +36,14 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     """
     facts = gather_facts(environ)
     ddp = replace(config.device, multi_gpu="ddp")
-    choice = choose_placement(ddp, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
+    placement = choose_placement(ddp, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
     save_dir = Path(config.checkpoint.save_dir or _HOME)
     findings = [
         *gpus.check_gpus(facts),
-        *system.check_system(save_dir, count_cores(), max(choice.launch, facts.visible)),
+        *system.check_system(save_dir, count_cores(), max(placement.launch, facts.visible)),
     ]
-    findings += _check_devices(choice)
-    findings += _check_allreduce(choice)
+    findings += _check_devices(placement)
+    findings += _check_allreduce(placement)
     if config.explicit - _OF_THE_MACHINE:
         findings += check_model(config)
     return findings
@@ -51,10 +51,10 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
 
 def run_job_checks(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv) -> tuple[list[Finding], int]:
     """What can be found out under torchrun, of all its nodes; for rank 0 to show, and everybody's exit code."""
-    choice = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     if blocked := nodes.check_store_connection(launch_env):
         return [blocked], FAILED
-    world, store = rendezvous(launch_env, choice.devices[0], timeout=allreduce.LONGEST_WAIT)
+    world, store = rendezvous(launch_env, placement.devices[0], timeout=allreduce.LONGEST_WAIT)
     assert world.store is not None
     here: list[Finding] = []
     if world.local_rank == 0:
@@ -115,24 +115,24 @@ def _list_peer_access(count: int) -> list[list[bool]] | None:
     return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
 
 
-def _check_devices(choice: Placement) -> Iterator[Finding]:
-    if choice.devices[0].type != "cuda":
+def _check_devices(placement: Placement) -> Iterator[Finding]:
+    if placement.devices[0].type != "cuda":
         yield Finding("host to GPU", "not checked", "no GPU")
     else:
-        yield from map(allreduce.check_host_to_device, choice.devices)
+        yield from map(allreduce.check_host_to_device, placement.devices)
 
 
-def _check_allreduce(choice: Placement) -> Iterator[Finding]:
+def _check_allreduce(placement: Placement) -> Iterator[Finding]:
     """Real workers: one for each GPU; with fewer than two of them, processes on the CPU."""
-    if choice.devices[0].type == "cuda" and choice.launch < 2:
+    if placement.devices[0].type == "cuda" and placement.launch < 2:
         yield Finding("all-reduce (nccl)", "not checked", "one GPU has nobody to talk to; on the CPU instead:")
-    if choice.devices[0].type != "cuda" or choice.launch < 2:
-        count = max(2, choice.launch)
-        choice = Placement("ddp", (torch.device("cpu"),) * count, count, "doctor")
+    if placement.devices[0].type != "cuda" or placement.launch < 2:
+        count = max(2, placement.launch)
+        placement = Placement("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
-        measured = allreduce.measure_in_workers(choice)
+        measured = allreduce.measure_in_workers(placement)
     except WorkersFailed as failed:
-        evidence = f"{choice.launch} workers could not add up tensors: {failed.problem}"
+        evidence = f"{placement.launch} workers could not add up tensors: {failed.problem}"
         yield Finding("all-reduce", "fail", evidence, "NCCL_DEBUG=INFO before the same command shows where it ended")
         return
     yield from allreduce.judge_allreduce(measured)

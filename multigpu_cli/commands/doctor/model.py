@@ -31,8 +31,8 @@ def check_model(config: Config) -> Iterator[Finding]:
         yield Finding("model", "ok", "it acts in environments: nothing to try before there are rollouts")
         return
     alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
-    choice = choose_placement(alone, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
-    world = World(choice.devices[0])
+    placement = choose_placement(alone, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
+    world = World(placement.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
         config = replace_settings(
             config, {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"}
@@ -40,7 +40,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
         def tried(size: object) -> TrainComponents:
             each = replace_settings(config, {"batch_size": size, "grad_accum_steps": None})
-            components = build_components(resolve_spec(each, choice, world), world)
+            components = build_components(resolve_spec(each, placement, world), world)
             with closing(components.loaders.train):
                 probe_memory(components)
                 return components

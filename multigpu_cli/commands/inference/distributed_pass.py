@@ -70,11 +70,11 @@ def run_distributed(
     """
     launch_env = LaunchEnv.from_environment(environ)
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
-    choice = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    if choice.launch > 1:
-        run_cli_in_workers(choice, argv)
+    placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    if placement.launch > 1:
+        run_cli_in_workers(placement, argv)
         return None
-    with process_group(launch_env, choice.devices[0], timeout=600.0, backend=choice.backend) as world:
+    with process_group(launch_env, placement.devices[0], timeout=600.0, backend=placement.backend) as world:
         share_threads(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
         run = run_on_all_ranks(world, lambda: load_run(weights, request.changes, own_code=request.own_code))

@@ -70,11 +70,11 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
     """
     check_has_samples(config, "a forecast")
     alone = replace(config.device, multi_gpu="none", nproc_per_node=None)
-    choice = choose_placement(alone, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
-    world = World(choice.devices[0])
+    placement = choose_placement(alone, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
+    world = World(placement.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-plan-") as folder:
         own = replace_settings(config, {"multi_gpu": "none", "nproc_per_node": None})
-        components, note = build_rehearsed(own, choice, world, folder)
+        components, note = build_rehearsed(own, placement, world, folder)
         with closing(components.loaders.train):
             size = components.plan.batches.micro_batch
             whole, half = profile_micro_batch(components, size), profile_micro_batch(components, max(1, size // 2))
@@ -117,8 +117,8 @@ def _measure_together(config: Config, workers: int) -> tuple[StepTimes, Link]:
     The wire is measured between these steps: it is slower there than in a loop that does nothing else (the caches are
     full of the step, and the threads that carry the bytes have to be woken).
     """
-    choice = Placement("ddp", (torch.device("cpu"),) * workers, workers, "plan")
-    messages, after, seconds = run_in_workers(choice, _run_worker, config)[0]
+    placement = Placement("ddp", (torch.device("cpu"),) * workers, workers, "plan")
+    messages, after, seconds = run_in_workers(placement, _run_worker, config)[0]
     data, forward, backward, commit, *sent = seconds
     points = list(zip(_message_sizes(messages, after), sent, strict=True))
     reduction = sum(sent if after else sent[:-1])  # training does not send those 8 bytes
@@ -164,9 +164,9 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
         return messages, after, median_step(times)
 
 
-def build_rehearsed(config: Config, choice: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
+def build_rehearsed(config: Config, placement: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
-    spec = resolve_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), choice, world)
+    spec = resolve_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), placement, world)
     components = build_components(spec, world)
     return components, "; ".join(probe_memory(components))
 

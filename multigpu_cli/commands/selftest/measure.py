@@ -13,14 +13,14 @@ from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, fi
 from multigpu_cli.commands.selftest.steps import measure_exact, measure_gradients, measure_reference, measure_resume
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
+from multigpu_cli.runtime.determinism import enable_determinism, seed_micro_batch
 
 _SAMPLES = 16
 
 
 def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> Measured:
     """All parts in turn; `keep` gets what has been found so far, since the next part may end the process."""
-    be_deterministic()
+    enable_determinism()
     torch.use_deterministic_algorithms(True, warn_only=True)  # only --exact insists
     measured: Measured = {}
     for name, part in _PARTS.items():

@@ -29,7 +29,7 @@ class SelftestProcess:
 
     Attributes:
         config: the user's settings, with the global batch fixed and a run folder that goes away.
-        choice, world: as for a run.
+        placement, world: as for a run.
         source: the dataset, shortened.
         workers: how many the other side has; both take as many threads as it.
         steps: length of the runs that are compared.
@@ -38,7 +38,7 @@ class SelftestProcess:
     """
 
     config: Config
-    choice: Placement
+    placement: Placement
     world: World
     source: DataSource
     workers: int
@@ -50,12 +50,14 @@ class SelftestProcess:
     def alone(self) -> "SelftestProcess":
         """The same without the other workers."""
         config, device = replace_settings(self.config, {"num_workers": 0}), self.world.device
-        return replace(self, config=config, choice=Placement("single", (device,), 0, "selftest"), world=World(device))
+        return replace(
+            self, config=config, placement=Placement("single", (device,), 0, "selftest"), world=World(device)
+        )
 
     def components(self, **overrides: Any) -> TrainComponents:
         """Everything that learns, built afresh."""
         config = replace_settings(self.config, overrides)
-        spec = resolve_spec(config, self.choice, self.world, source=self.source)
+        spec = resolve_spec(config, self.placement, self.world, source=self.source)
         share_threads(self.workers, count_cores(), exact=config.reproducibility.exact)
         components = build_components(spec, self.world)
         warm_up(components)

@@ -61,7 +61,7 @@ Launcher = Callable[[Config, Placement, Path], None]
 """Starts as many workers as the choice says, has each `measure_as_worker`, and waits for them."""
 
 
-def start_workers(config: Config, choice: Placement, folder: Path) -> None:
+def start_workers(config: Config, placement: Placement, folder: Path) -> None:
     """Run the workers by torch's elastic agent, through the front door.
 
     Raises:
@@ -69,7 +69,7 @@ def start_workers(config: Config, choice: Placement, folder: Path) -> None:
     """
     request = folder / "request.yaml"
     request.write_text(yaml.safe_dump(explicit_dump(config)))
-    run_cli_in_workers(choice, ["selftest", "--config", str(request), "--results", str(folder)])
+    run_cli_in_workers(placement, ["selftest", "--config", str(request), "--results", str(folder)])
 
 
 def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
@@ -82,9 +82,9 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     Raises:
         RequestError: the settings can't be tested, or not be carried out at all.
     """
-    length, choice = _parse_steps(steps), _choose_devices(config)
-    workers, device = choice.launch, choice.devices[0]
-    precision = agree_on_precision(config.precision.amp, World(device), choice.devices).name
+    length, placement = _parse_steps(steps), _choose_devices(config)
+    workers, device = placement.launch, placement.devices[0]
+    precision = agree_on_precision(config.precision.amp, World(device), placement.devices).name
     config = replace(replace_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepare_run(config, workers, length)
     no_exact = _why_no_exact(fixed)
@@ -95,7 +95,7 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
         )
         process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
         alone = measure_all(process, lambda measured: None)
-        several = _measure_workers(fixed, choice, length, folder, batch, alone, start)
+        several = _measure_workers(fixed, placement, length, folder, batch, alone, start)
     evidence = Measurements(
         alone,
         several,
@@ -123,17 +123,19 @@ def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None
     launch_env = LaunchEnv.from_environment(environ)
     if launch_env is None:
         raise RequestError("--results is for the workers that selftest starts", remedy="leave it out")
-    choice = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    with process_group(launch_env, choice.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)) as world:
-        measure_as_worker(config, folder, choice, world)
+    placement = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    with process_group(
+        launch_env, placement.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)
+    ) as world:
+        measure_as_worker(config, folder, placement, world)
 
 
-def measure_as_worker(config: Config, folder: Path, choice: Placement, world: World) -> None:
+def measure_as_worker(config: Config, folder: Path, placement: Placement, world: World) -> None:
     """Measure as one of several workers, and leave what was found in the folder."""
     task = json.loads((folder / "task.json").read_text())
     batch = Batch(**deserialize((folder / "batch.pt").read_bytes(), "batch.pt"))
     source, fixed = prepare_run(config, world.size, task["steps"])
-    process = _make_process(fixed, source, choice, world, world.size, task["steps"], folder)
+    process = _make_process(fixed, source, placement, world, world.size, task["steps"], folder)
     file = folder / f"rank_{world.rank}.pt"
     measure_all(replace(process, exact=task["exact"], batch=batch), lambda measured: publish(file, serialize(measured)))
 
@@ -236,16 +238,16 @@ def _why_no_exact(config: Config) -> str:
 
 
 def _make_process(
-    config: Config, source: DataSource, choice: Placement, world: World, workers: int, steps: int, folder: Path
+    config: Config, source: DataSource, placement: Placement, world: World, workers: int, steps: int, folder: Path
 ) -> SelftestProcess:
     home = folder / f"{world.size}-workers"
     home.mkdir(exist_ok=True)
     config = replace(config, checkpoint=replace(config.checkpoint, save_dir=str(home)))
-    return SelftestProcess(config=config, choice=choice, world=world, source=source, workers=workers, steps=steps)
+    return SelftestProcess(config=config, placement=placement, world=world, source=source, workers=workers, steps=steps)
 
 
 def _measure_workers(
-    config: Config, choice: Placement, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
+    config: Config, placement: Placement, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
 ) -> list[Measured]:
     """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
     if any(alone["reference"][which]["missing"] for which in ("first", "last")):
@@ -255,9 +257,9 @@ def _measure_workers(
     (folder / "task.json").write_text(json.dumps({"steps": steps, "exact": exact}))
     publish(folder / "batch.pt", serialize(vars(batch)))
     try:
-        start(config, choice, folder)
+        start(config, placement, folder)
     except WorkersFailed as failure:
         if failure.exit_code == WRONG_REQUEST:
             raise
-    files = [folder / f"rank_{rank}.pt" for rank in range(choice.launch)]
+    files = [folder / f"rank_{rank}.pt" for rank in range(placement.launch)]
     return [dict(deserialize(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

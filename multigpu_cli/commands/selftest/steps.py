@@ -18,7 +18,7 @@ from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
-from multigpu_cli.runtime.determinism import be_deterministic, seed_micro_batch
+from multigpu_cli.runtime.determinism import enable_determinism, seed_micro_batch
 
 _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
 
@@ -96,7 +96,7 @@ def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
     epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.replicas_per_process)
     outcome = train_step(run, *next(epoch))
     hook.remove()
-    return seen, float(outcome.norm)
+    return seen, float(outcome.grad_norm)
 
 
 def _set_modest_scale(components: TrainComponents) -> float:
@@ -133,7 +133,7 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
     """A run with --exact: its end, and the loss of every step."""
     if not process.exact:
         return {}
-    be_deterministic()
+    enable_determinism()
     try:
         run = process.run(stack, exact=True)
         losses = advance(run, process.steps)
@@ -158,8 +158,8 @@ def advance(run: Run, until: int) -> list[float]:
         for layout, work in run.loaders.train.epoch(
             batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
         ):
-            sums = train_step(run, layout, work).slots(run.world.device)
-            losses.append(fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.units.last)))
+            sums = train_step(run, layout, work).losses_by_micro_batch(run.world.device)
+            losses.append(fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.loss_normalizer.last)))
             progress.step += 1
             if progress.step == until:
                 break

@@ -64,7 +64,7 @@ def one_of_two_ranks(folder: str) -> None:
     config = resolve({"amp": "bf16", "batch_size": "16", "save_dir": folder, **DIGITS}, [], None)
     choice = Placement("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
     console = Console("silent" if launch_env and launch_env.rank else "normal", json=True)
-    engine.run(config, choice, launch_env, console, last_words=raise_again)
+    engine.run(config, choice, launch_env, console, on_fatal_error=raise_again)
 
 
 if __name__ == "__main__":
