@@ -78,6 +78,10 @@ class TrainComponents:
     loss_normalizer: LossNormalizer
     compiled: CompiledModel | None = field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        if self.compiled:
+            self.compiled.size = lambda: self.plan.batches.micro_batch  # whoever trains may halve it on the way
+
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
         """The parameters that the optimizer moves."""
@@ -128,12 +132,9 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     _restore_checkpoint(state, task, spec, world)
     model = run_on_all_ranks(world, lambda: _compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
-    components = TrainComponents(
-        spec, world, task, state, _build_strategy(model, world, spec), loaders, LossNormalizer(task, world)
-    )
-    if isinstance(model, CompiledModel):
-        components.compiled, model.size = model, lambda: components.plan.batches.micro_batch
-    return components
+    strategy, units = _build_strategy(model, world, spec), LossNormalizer(task, world)
+    compiled = model if isinstance(model, CompiledModel) else None
+    return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
 
 def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) -> TrainState:

@@ -125,6 +125,8 @@ def record_failure(run: Run) -> Iterator[None]:
     """An error inside, or a hang, ends the run: its summary says why, and what caused it is raised."""
 
     def failed(error: BaseException) -> None:
+        if run.control.summary_written:
+            return
         summary = finish_failed(run, error)
         if run.world.restarts_left <= 0:  # nobody starts it again: this summary is the one that --json prints
             run.log.console.print_json(summary)

@@ -3,7 +3,8 @@
 import io
 import json
 import re
-from contextlib import AbstractContextManager
+import shutil
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from multigpu_cli.checkpoint.lock import is_locked
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.batch_size_finder import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.run_state import Run
@@ -21,7 +23,7 @@ from multigpu_cli.runtime.placement import Placement
 from tests.support.run_training import run_training
 
 
-def prepared(folder: Path) -> AbstractContextManager[Run]:
+def prepared(folder: Path, **more: str) -> AbstractContextManager[Run]:
     """A run of one epoch, six steps, before its first one."""
     flags = {
         "data": "tests.support.user_code:tensors",
@@ -30,7 +32,7 @@ def prepared(folder: Path) -> AbstractContextManager[Run]:
         "batch_size": "10",
     }
     choice = Placement("single", (torch.device("cpu"),), 0, "a test")
-    config = resolve(flags | {"epochs": "1"}, [], None)
+    config = resolve(flags | {"epochs": "1"} | more, [], None)
     return engine.prepare(
         config, choice, None, Console("quiet", io.StringIO()), on_fatal_error=print, user_objects=None
     )
@@ -63,6 +65,24 @@ def test_a_failure_is_recorded_once_whether_it_leaves_the_run_or_only_a_call(
     with prepared(tmp_path / "call") as run, pytest.raises(type(error)), record_failure(run):
         raise error
     assert ends(tmp_path / "whole") == ends(tmp_path / "call") == ["failed", "failed"]
+
+
+def test_an_error_after_the_end_leaves_the_summary_as_it_is(tmp_path: Path) -> None:
+    """What a run has left counts, whatever becomes of showing it."""
+    with suppress(KeyboardInterrupt), prepared(tmp_path) as run:
+        finish_run(run, engine.fit(run))
+        raise KeyboardInterrupt
+    assert ends(tmp_path) == ["completed", "completed"]
+
+
+def test_micro_batches_that_memory_has_halved_run_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    with prepared(tmp_path, compile="default") as run:
+        assert run.compiled is not None
+        assert run.compiled.size() == 10
+        halve_micro_batch(run)
+        assert run.compiled.size() == 5
 
 
 def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(
