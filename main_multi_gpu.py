@@ -29,7 +29,7 @@ from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
-from multigpu_cli.faults.diagnose import is_consequence
+from multigpu_cli.faults.diagnose import describe_unexpected_error, is_consequence
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 
@@ -126,7 +126,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
     except BrokenPipeError:
         return FAILED, "the reader of our output has gone"
     except Exception as error:  # the door is where every error ends, and none may end as our traceback
-        return _report_error(FAILED, errors_text.describe_unexpected_error(error), error, argv)
+        return _report_error(FAILED, f"error: {describe_unexpected_error(error)}", error, argv)
     if code == STOPPED:
         restart_records.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""

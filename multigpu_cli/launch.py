@@ -9,8 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,7 +26,7 @@ from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.diagnose import is_consequence
+from multigpu_cli.faults.diagnose import describe_unexpected_error, is_consequence
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.placement import Placement
@@ -91,8 +91,9 @@ def _run_training(config: Config, placement: Placement, screen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
         request = Path(folder, "request.yaml")
         request.write_text(yaml.safe_dump(explicit_dump(config)))
-        flags = ["--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        _launch_cli(placement, flags, max_restarts=config.fault.max_restarts)
+        argv = [str(_FRONT_DOOR), "--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
+        launch = _build_launch_config(placement, config.fault.max_restarts, folder)
+        _launch(launch, placement, sys.executable, *argv)
 
 
 def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -114,31 +115,6 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     return printed
 
 
-def run_cli_in_workers(placement: Placement, argv: Sequence[str]) -> None:
-    """Run the front door with these words in `placement.launch` processes on this machine, and wait for them.
-
-    Raises:
-        WorkersFailed: some worker ended with a non-zero exit code.
-        KeyboardInterrupt: a signal ended them.
-    """
-    with _raising_interrupts():
-        _launch_cli(placement, argv, max_restarts=0)
-
-
-@contextmanager
-def _raising_interrupts() -> Iterator[None]:
-    """A signal that ended the workers ends the caller as Ctrl-C does."""
-    try:
-        yield
-    except SignalException as stopped:
-        raise KeyboardInterrupt from stopped
-
-
-def _launch_cli(placement: Placement, argv: Sequence[str], *, max_restarts: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
-        _launch(_build_launch_config(placement, max_restarts, logs), placement, sys.executable, str(_FRONT_DOOR), *argv)
-
-
 def run_in_workers(
     placement: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
@@ -148,9 +124,12 @@ def run_in_workers(
         WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
         KeyboardInterrupt: a signal ended them.
     """
-    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs, _raising_interrupts():
+    with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         config = _build_launch_config(placement, max_restarts, logs)
-        return _launch(config, placement, _call_in_worker, os.getpid(), function, *arguments)
+        try:
+            return _launch(config, placement, _call_in_worker, os.getpid(), function, *arguments)
+        except SignalException as stopped:
+            raise KeyboardInterrupt from stopped
 
 
 def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -161,13 +140,13 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
     except Exception as error:
         if getattr(error, "consequence", False) or is_consequence(error):
             time.sleep(_GRACE)
-        if not isinstance(error, TrainingError):
-            raise
-        restart_records.write_error(os.environ, error.exit_code, str(error))
-        sys.exit(error.exit_code)
-    if str(getattr(function, "__module__", "")).startswith(
-        "multigpu_cli."
-    ):  # nobody else's exit handlers are passed over
+        code, message = FAILED, describe_unexpected_error(error)
+        if isinstance(error, TrainingError):
+            code, message = error.exit_code, str(error)
+        restart_records.write_error(os.environ, code, message, traceback.format_exc())
+        raise SystemExit(code) from error
+    if str(getattr(function, "__module__", "")).startswith("multigpu_cli."):
+        # nobody else's exit handlers are passed over
         atexit.register(os._exit, 0)  # past torch's exit, where gloo now and then aborts what is done
     return result
 

@@ -19,7 +19,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
-from multigpu_cli.launch import WorkersFailed, run_cli, run_cli_in_workers, run_in_workers, self_launch
+from multigpu_cli.launch import WorkersFailed, run_cli, run_in_workers, self_launch
 from multigpu_cli.runtime.placement import Placement
 from tests.support.fork import exit_code
 
@@ -190,16 +190,16 @@ def test_a_signal_that_did_not_is_one(agent: Agent, status: str, code: int) -> N
 
 
 def test_a_signal_ends_a_command_whose_workers_it_ended_and_the_agent_keeps_no_handler(
-    agent: Agent, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end() -> None:
+    def end(*_: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent's own, once it has started workers
         raise SignalException("told to stop", signal.SIGINT)
 
-    agent.ending, before = end, signal.getsignal(signal.SIGINT)
-    (tmp_path / "request.yaml").touch()
+    monkeypatch.setattr(launch, "elastic_launch", lambda config, entry: end)
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        run_cli_in_workers(ON_CPU, ["bench", "--config", str(tmp_path / "request.yaml")])
+        run_in_workers(ON_CPU, fail_on_rank_1)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -262,17 +262,23 @@ def test_the_error_of_a_called_function_is_that_of_the_rank_at_fault(
     assert "planted" not in capfd.readouterr().err, "whoever started them says it, once"
 
 
+def fail_in_user_code() -> None:
+    json.loads("no number")
+
+
+def test_an_error_that_nobody_has_foreseen_is_left_with_the_line_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    starter = os.getpid()
+    assert exit_code(lambda: launch._call_in_worker(starter, fail_in_user_code)) == 1
+    left = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert left.startswith("training failed: JSONDecodeError: Expecting value")
+    assert f'{__file__}:{fail_in_user_code.__code__.co_firstlineno + 1} fail_in_user_code: json.loads("no' in left
+
+
 def test_a_worker_whose_starter_has_gone_meanwhile_does_no_work(tmp_path: Path) -> None:
     """It would go on beside whatever is started next: loading torch takes seconds in which nobody watches."""
     gone, work = os.getppid(), (tmp_path / "worked").touch
     assert exit_code(lambda: launch._call_in_worker(gone, work)) == 1
     assert not (tmp_path / "worked").exists()
-
-
-def test_a_signal_ends_the_caller_of_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(*_: Any) -> None:
-        raise SignalException("told to stop", signal.SIGTERM)
-
-    monkeypatch.setattr(launch, "elastic_launch", lambda config, entry: end)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_workers(ON_CPU, fail_on_rank_1)

@@ -37,18 +37,14 @@ def selftest(
     context: typer.Context,
     *,
     steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of the runs that are compared")] = "4",
-    results: Annotated[str | None, typer.Option(hidden=True)] = None,
     **values: Any,
 ) -> int:
     """Check on your own model and data that 1 worker and several do the same; exit code 0 only if all holds."""
     from multigpu_cli.commands.requests import build_config
 
     config = build_config(reject_idle_flags("selftest", values), context.obj)
-    from multigpu_cli.commands.selftest.selftest import print_report, run_selftest, run_worker  # torch loads here
+    from multigpu_cli.commands.selftest.selftest import print_report, run_selftest  # torch loads here
 
-    if results is not None:
-        run_worker(config, Path(results), context.obj)
-        return 0
     _refuse_launcher("selftest", context.obj)
     report = run_selftest(config, steps)
     print_report(report, as_json=values["json"])
@@ -217,24 +213,20 @@ def report(
 
 @app.command(cls=Command)
 @with_inference_options
-def evaluate(
-    context: typer.Context, run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = False, **given: Any
-) -> None:
+def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = False, **given: Any) -> None:
     """Evaluate a run's best weights, on any number of workers; each sample counts once."""
     from multigpu_cli.commands.requests import parse_inference_request
 
     request = parse_inference_request(run, given, own_code=own_code)
     from multigpu_cli.commands.inference.evaluate import evaluate_run, print_metrics  # torch loads here
 
-    argv = ["evaluate", *request.argv, *(["--json"] if as_json else [])]
-    if metrics := evaluate_run(request, argv, context.obj):
+    if metrics := evaluate_run(request):
         print_metrics(metrics, as_json=as_json)
 
 
 @app.command(cls=Command)
 @with_inference_options
 def predict(
-    context: typer.Context,
     run: _Weights,
     *,
     out: Annotated[str, typer.Option(metavar="FILE", help="the table to write: ….csv")],
@@ -247,7 +239,7 @@ def predict(
     request, target = parse_inference_request(run, given, own_code=own_code), parse_csv_target(out)
     from multigpu_cli.commands.inference.predict import predict_run, print_prediction  # torch loads here
 
-    if prediction := predict_run(request, target, ["predict", *request.argv, "--out", out], context.obj):
+    if prediction := predict_run(request, target):
         print_prediction(prediction)
 
 

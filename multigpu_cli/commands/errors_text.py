@@ -1,13 +1,9 @@
 """Errors in words: what a user reads on stderr."""
 
-import os
-import traceback
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from multigpu_cli.errors import TrainingError, did_you_mean
-from multigpu_cli.faults.diagnose import remedy_for
 
 _LONGEST = 15  # lines
 _ELSEWHERE = {
@@ -53,30 +49,6 @@ def describe_known_error(error: TrainingError) -> str:
     """An error that has a name: problem and remedy; several broken rules stand one after the other."""
     message = str(error)
     return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in message.splitlines())
-
-
-def describe_unexpected_error(error: Exception) -> str:
-    """Type, message and the lines of code that matter: the user's own, or else ours."""
-    here = str(Path(__file__).resolve().parents[2])
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [
-        frame
-        for frame in frames
-        if frame.filename.startswith((f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu"))
-    ]
-    theirs = [frame for frame in frames if frame not in ours and not _is_installed(frame.filename)]
-    shown = theirs[-3:] or ours[-2:]
-    kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
-    message = str(error).strip().splitlines()[:5]
-    lines = [f"error: {kind}: {type(error).__name__}: {' '.join(message[:1])}"]
-    lines += [f"  {line}" for line in message[1:]]
-    lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
-    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
-    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the whole traceback'}"])
-
-
-def _is_installed(file: str) -> bool:
-    return "site-packages" in file or file.startswith((str(Path(os.__file__).parent), "<frozen"))
 
 
 def shorten_message(message: str, columns: int | None = None) -> str:

@@ -37,7 +37,6 @@ class InferenceRequest:
         batch_size: samples at once; None as the run evaluated.
         workers: processes to start; None one for each GPU.
         own_code: code that the run names may be imported.
-        argv: the same on a command line, for workers.
     """
 
     run: Path
@@ -46,7 +45,6 @@ class InferenceRequest:
     batch_size: int | None
     workers: int | None
     own_code: bool
-    argv: tuple[str, ...]
 
 
 def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
@@ -90,10 +88,6 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
     config = resolve({name: given.get(name) for name in ("data", "data_dir")}, sets, None)
     if others := sorted(config.explicit - _DATA):
         raise RequestError(f"--set {others[0]}: only the data can differ from the run's", remedy="data.args.NAME=…")
-    argv = [run, *(word for setting in sets for word in ("--set", setting))]
-    for name, value in given.items():
-        if name != "set" and value is not None:
-            argv += ["--" + name.replace("_", "-"), str(value)]
     return InferenceRequest(
         run=Path(run),
         changes={key: config.get(key) for key in config.explicit},
@@ -101,7 +95,6 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
         batch_size=parse_option(integer(1, 2**31), "--batch-size", given.get("batch_size")),
         workers=parse_option(integer(1, 1024), "--nproc-per-node", given.get("nproc_per_node")),
         own_code=own_code,
-        argv=(*argv, *(["--own-code"] if own_code else [])),
     )
 
 

@@ -1,7 +1,10 @@
 """What an error of somebody else's means: whether it only follows from another rank's end, and the way out."""
 
+import os
 import re
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 _LOST = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
 _OF_THE_GROUP = {"DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -33,6 +36,30 @@ def remedy_for(error: BaseException) -> str:
     """The way out of a known failure, or ''."""
     text = f"{type(error).__name__}: {error}".lower()
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, text, re.DOTALL)), "")
+
+
+def describe_unexpected_error(error: Exception) -> str:
+    """Type, message, way out, and the lines of code that matter: the user's own, or else ours."""
+    here = str(Path(__file__).resolve().parents[2])
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [
+        frame
+        for frame in frames
+        if frame.filename.startswith((f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu"))
+    ]
+    theirs = [frame for frame in frames if frame not in ours and not _is_installed(frame.filename)]
+    shown = theirs[-3:] or ours[-2:]
+    kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
+    message = str(error).strip().splitlines()[:5]
+    lines = [f"{kind}: {type(error).__name__}: {' '.join(message[:1])}"]
+    lines += [f"  {line}" for line in message[1:]]
+    lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
+    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
+    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the whole traceback'}"])
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or file.startswith((str(Path(os.__file__).parent), "<frozen"))
 
 
 def find_unused_parameters(error: BaseException, trained: Sequence[str]) -> list[str]:

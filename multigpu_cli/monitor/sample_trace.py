@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -43,8 +42,6 @@ class SampleTrace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._lines:
             self._lines.close()

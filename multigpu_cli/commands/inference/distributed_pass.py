@@ -1,6 +1,6 @@
 """A pass over a dataset with a run's weights, on as many workers as there are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
-from multigpu_cli.launch import run_cli_in_workers
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import build_task
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
@@ -50,30 +50,22 @@ class InferencePass:
     names: Sequence[str] | None
 
 
-def run_distributed(
-    request: InferenceRequest,
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    work: Callable[[InferencePass], Result],
-    *,
-    judged: bool,
-) -> Result | None:
-    """Do `work` on each worker; its result on rank 0, None on the others and where workers were started for it.
+def run_distributed(request: InferenceRequest, work: Callable[[InferencePass], Result], judged: bool) -> Result | None:
+    """Do `work` on each worker, started here unless a launcher has; its result, but None on ranks above 0.
 
     Args:
-        argv: the command line of a worker.
-        environ: the process environment, for what a launcher has set.
+        work: what can be sent to other processes.
         judged: the samples' targets are needed.
 
     Raises:
         RequestError: the run can't be restored, or has no such split; the same on every rank.
     """
-    launch_env = LaunchEnv.from_environment(environ)
+    launch_env = LaunchEnv.current()
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
     placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     if placement.launch > 1:
-        run_cli_in_workers(placement, argv)
-        return None
+        found: Result = run_in_workers(placement, run_distributed, request, work, judged)[0]
+        return found
     with process_group(launch_env, placement.devices[0], timeout=600.0, backend=placement.backend) as world:
         share_threads(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))

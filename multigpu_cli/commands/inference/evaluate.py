@@ -1,6 +1,5 @@
 """The metrics of a run's weights on a split of its data, or of other data."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
@@ -9,13 +8,13 @@ from multigpu_cli.monitor import format
 from multigpu_cli.monitor.journal import dump_json
 
 
-def evaluate_run(request: InferenceRequest, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Metrics over exactly the samples of the split, the same bits on any number of workers; None where others speak.
+def evaluate_run(request: InferenceRequest) -> dict[str, Any] | None:
+    """Metrics over exactly the samples of the split, the same bits on any number of workers; None on ranks above 0.
 
     Raises:
         RequestError: the run can't be evaluated.
     """
-    return run_distributed(request, argv, environ, _compute_metrics, judged=True)
+    return run_distributed(request, _compute_metrics, judged=True)
 
 
 def _compute_metrics(part: InferencePass) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,27 +26,25 @@ class Prediction(NamedTuple):
     weights: str
 
 
-def predict_run(
-    request: InferenceRequest, target: Path, argv: Sequence[str], environ: Mapping[str, str]
-) -> Prediction | None:
-    """Write one row for each sample of the split, in order; None where others speak.
+def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
+    """Write one row for each sample of the split, in order; None on ranks above 0.
 
     Samples may be inputs alone: then the table has no column of targets.
 
     Raises:
         RequestError: the run can't be restored, or its task has no predictions.
     """
+    return run_distributed(request, partial(_write_predictions, target), judged=False)
 
-    def write(part: InferencePass) -> Prediction:
-        columns = _gather_columns(part)
-        if part.world.is_main:
-            try:
-                publish(target, _format_csv(columns))
-            except OSError as error:
-                raise RequestError(f"--out {target}: {error.strerror or error}", remedy="another place") from error
-        return Prediction(str(target), part.split, part.loader.size, part.origin)
 
-    return run_distributed(request, argv, environ, write, judged=False)
+def _write_predictions(target: Path, part: InferencePass) -> Prediction:
+    columns = _gather_columns(part)
+    if part.world.is_main:
+        try:
+            publish(target, _format_csv(columns))
+        except OSError as error:
+            raise RequestError(f"--out {target}: {error.strerror or error}", remedy="another place") from error
+    return Prediction(str(target), part.split, part.loader.size, part.origin)
 
 
 def print_prediction(prediction: Prediction) -> None:

@@ -1,13 +1,13 @@
 """selftest: whether the promises hold for the user's own model, data and settings, on one worker and on several."""
 
 import json
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.checkpoint.files import publish
@@ -17,8 +17,7 @@ from multigpu_cli.commands.selftest.measure import measure_all
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
 from multigpu_cli.config import rules
 from multigpu_cli.config.resume_rules import replace_settings
-from multigpu_cli.config.schema import Config, DeviceConfig
-from multigpu_cli.config.sources import explicit_dump
+from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
@@ -26,7 +25,7 @@ from multigpu_cli.data.open_source import open_source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import WRONG_REQUEST, RequestError
-from multigpu_cli.launch import WorkersFailed, run_cli_in_workers
+from multigpu_cli.launch import WorkersFailed, run_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
@@ -62,14 +61,12 @@ Launcher = Callable[[Config, Placement, Path], None]
 
 
 def start_workers(config: Config, placement: Placement, folder: Path) -> None:
-    """Run the workers by torch's elastic agent, through the front door.
+    """Run the workers by torch's elastic agent.
 
     Raises:
-        WorkersFailed: one ended with another exit code than 0.
+        WorkersFailed: one of them failed.
     """
-    request = folder / "request.yaml"
-    request.write_text(yaml.safe_dump(explicit_dump(config)))
-    run_cli_in_workers(placement, ["selftest", "--config", str(request), "--results", str(folder)])
+    run_in_workers(placement, _run_worker, config, folder)
 
 
 def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
@@ -118,11 +115,8 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     return Report(about, run_checks(evidence))
 
 
-def run_worker(config: Config, folder: Path, environ: Mapping[str, str]) -> None:
-    """What a started worker does: join the others, and take part."""
-    launch_env = LaunchEnv.from_environment(environ)
-    if launch_env is None:
-        raise RequestError("--results is for the workers that selftest starts", remedy="leave it out")
+def _run_worker(config: Config, folder: Path) -> None:
+    launch_env = LaunchEnv.current()
     placement = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     with process_group(
         launch_env, placement.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)
@@ -177,8 +171,11 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
     drop = config.batch.drop_last
     batches = plan_batches(samples=size, micro_batch=micro_batch, workers=workers, global_batch=whole, drop_last=drop)
     epochs = max(config.length.epochs, -(-steps // batches.steps_per_epoch))
-    plan = {"global_batch_size": whole, "grad_accum_steps": None, "max_steps": None, "epochs": epochs}
-    fixed = replace_settings(config, plan | {"trace_samples": False, "resume": "never"})
+    fixed = replace_settings(
+        config,
+        {name: SETTINGS[name].default for name in _OF_A_LAUNCH}
+        | {"global_batch_size": whole, "epochs": epochs, "trace_samples": False, "resume": "never"},
+    )
     explicit = config.explicit - _OF_A_LAUNCH | {"global_batch_size", "epochs", "resume"}
     return source, replace(fixed, explicit=explicit - {"save_dir"})
 
@@ -261,5 +258,6 @@ def _measure_workers(
     except WorkersFailed as failure:
         if failure.exit_code == WRONG_REQUEST:
             raise
+        print(f"error: {failure}", file=sys.stderr)
     files = [folder / f"rank_{rank}.pt" for rank in range(placement.launch)]
     return [dict(deserialize(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

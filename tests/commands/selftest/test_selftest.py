@@ -363,13 +363,6 @@ def test_an_option_that_does_nothing_here_is_refused(flag: str, capsys: pytest.C
     assert f"selftest does not accept {flag}" in capsys.readouterr().err
 
 
-def test_the_door_of_the_workers_is_theirs_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main_multi_gpu.run(["selftest", "--results", str(tmp_path)]) == 2
-    assert "--results is for the workers" in capsys.readouterr().err
-    assert main_multi_gpu.run(["selftest", "--help"]) == 0
-    assert "--results" not in capsys.readouterr().out
-
-
 def command(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(ROOT / "main_multi_gpu.py"), "selftest", *argv]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
