@@ -36,7 +36,7 @@ def limit(batch: int, *, channels_last: bool) -> Callable[[], None]:
     torch.manual_seed(0)
     model = resnet8()
     if channels_last:
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return one_step(model, adamw(model, fused=True), ready(batch, channels_last=channels_last))
 
 
@@ -62,7 +62,7 @@ def _mlp(turns: int) -> list[Row]:
     batches = (tuple(batch) for _ in cycle([0]) for batch in data)
     lying, prepared = mlp(SHAPE), ready(BATCH)
     rivals: dict[str, Callable[[], object]] = {
-        "tutorial": one_step(model, adamw(model, fused=False), batches),  # type: ignore[arg-type]
+        "tutorial": one_step(model, adamw(model, fused=False), batches),
         "limit": one_step(lying, adamw(lying, fused=True), prepared),
     }
     with tempfile.TemporaryDirectory() as folder:

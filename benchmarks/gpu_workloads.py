@@ -131,7 +131,7 @@ def tokens(windows: int = 2048, block: int = 1024, vocabulary: int = 50304) -> D
     torch.manual_seed(1)
     drawn = torch.randint(0, vocabulary, (windows, block + 1))
     train = TensorDataset(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-    kinds = {"model": "gpt", "task": "language-model"}
+    kinds: dict[str, Any] = {"model": "gpt", "task": "language-model"}
     return DataSource(train=train, val=None, test=None, input_shape=(block,), num_classes=vocabulary, **kinds)
 
 

@@ -41,10 +41,13 @@ def updates(id: str, environments: int) -> Iterator[None]:
         return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(id))
 
     envs = gymnasium.vector.SyncVectorEnv([made] * environments)
-    agent = Agent(envs.single_observation_space.shape[0], int(envs.single_action_space.n))
+    seen_shape, choices = envs.single_observation_space.shape, envs.single_action_space
+    assert seen_shape
+    assert isinstance(choices, gymnasium.spaces.Discrete)
+    agent = Agent(seen_shape[0], int(choices.n))
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
     shape = (STEPS, environments)
-    seen = torch.zeros(*shape, *envs.single_observation_space.shape)
+    seen = torch.zeros(*shape, *seen_shape)
     actions, log_probs, rewards, dones, values = (torch.zeros(shape) for _ in range(5))
     now, done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(environments)
     while True:
@@ -60,7 +63,7 @@ def updates(id: str, environments: int) -> Iterator[None]:
         with torch.no_grad():
             after = agent.critic(now).reshape(1, -1)
             advantages = torch.zeros_like(rewards)
-            last = 0.0
+            last = torch.zeros(())
             for step in reversed(range(STEPS)):
                 going_on = 1.0 - (done if step == STEPS - 1 else dones[step + 1])
                 next_values = after if step == STEPS - 1 else values[step + 1]

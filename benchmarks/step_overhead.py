@@ -81,7 +81,9 @@ def _bare(turns: int) -> list[Row]:
     ]
 
 
-def _unchecked(optimizer: torch.optim.Optimizer, parameters: list[Tensor], _: float | None) -> tuple[Tensor, Tensor]:
+def _unchecked(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
+) -> tuple[Tensor, Tensor]:
     optimizer.step()
     for parameter in parameters:
         parameter.grad = None

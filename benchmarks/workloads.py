@@ -147,7 +147,7 @@ class Rivals(ProgressDisplay):
         self.rivals, self._seconds = rivals, seconds
         self._last, self._position = 0.0, 0
 
-    def update(self, step: int, loss: float | None = None, rate: float | None = None) -> None:
+    def update(self, step: int, facts: Sequence[str] = ()) -> None:
         if self._position:
             self._seconds.add("ours", self._seconds.clock() - self._last)
         self._position = (self._position + 1) % STRETCH

@@ -25,7 +25,9 @@ def gradient(model: nn.Module, inputs: Tensor, targets: Tensor, weight: float = 
     """Of `weight` times the mean loss, all parameters in one vector."""
     model.zero_grad()
     (mse_loss(model(inputs), targets) * weight).backward()
-    return torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
+    return torch.cat(
+        [parameter.grad.flatten().clone() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def difference(one: Tensor, other: Tensor) -> str:
@@ -37,9 +39,10 @@ def difference(one: Tensor, other: Tensor) -> str:
 def main(rank: int, size: int) -> None:
     inputs, targets = data()
     whole = gradient(network(), inputs, targets)
-    own = gradient(network(), *(part.chunk(size)[rank] for part in (inputs, targets)))
+    share = inputs.chunk(size)[rank], targets.chunk(size)[rank]
+    own = gradient(network(), *share)
     replica = DistributedDataParallel(network())
-    reduced = gradient(replica, *(part.chunk(size)[rank] for part in (inputs, targets)))
+    reduced = gradient(replica, *share)
     shares = [SAMPLES * 3 // 4, SAMPLES // 4]  # 12 samples for rank 0, 4 for rank 1
     uneven = gradient(replica, *(part.split(shares)[rank] for part in (inputs, targets)))
     if rank == 0:

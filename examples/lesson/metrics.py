@@ -14,7 +14,8 @@ def mean(values: list[float]) -> float:
 
 def main(rank: int, size: int) -> None:
     share = torch.tensor([RIGHT[index] for index in range(rank, len(RIGHT), size)], dtype=torch.float64)
-    padded = [RIGHT[index] for index in DistributedSampler(range(len(RIGHT)), size, rank, shuffle=False)]
+    sampler: DistributedSampler[int] = DistributedSampler(range(len(RIGHT)), size, rank, shuffle=False)  # type: ignore[arg-type]
+    padded = [RIGHT[index] for index in sampler]
     means, repeated = share.mean(), torch.tensor(mean([float(right) for right in padded]))
     counts = torch.tensor([share.sum(), len(share)])
     for value in (means, repeated, counts):

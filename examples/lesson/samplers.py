@@ -7,7 +7,10 @@ SAMPLES, WORKERS = range(7), 2
 
 def shares(*, epoch: int | None = None, **options: bool) -> list[list[int]]:
     """The samples of each worker."""
-    samplers = [DistributedSampler(SAMPLES, WORKERS, rank, **options) for rank in range(WORKERS)]
+    samplers: list[DistributedSampler[int]] = [
+        DistributedSampler(SAMPLES, WORKERS, rank, **options)  # type: ignore[arg-type]  # it only asks for a length
+        for rank in range(WORKERS)
+    ]
     for sampler in samplers:
         if epoch is not None:
             sampler.set_epoch(epoch)

@@ -40,7 +40,7 @@ class TqdmDisplay(ProgressDisplay):
 
         from tqdm import tqdm
 
-        class Quiet(tqdm):
+        class Quiet(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
             monitor_interval = 0  # no thread of its own
 
         Quiet.set_lock(RLock())  # tqdm's default makes a semaphore for bars in several processes
