@@ -60,7 +60,7 @@ class EnvironmentGroup(ABC):
     """E environments, stepped together; all tensors on one device, with leading dimension E.
 
     The randomness of episode k (from 0) of the environment with global number i is drawn from key(seed, i, k) alone
-    (planning.keys), never from what other environments or workers do.
+    (planning.rng_keys), never from what other environments or workers do.
 
     A factory (registry, or "module:factory") is called with those of `split` (train, val or test), `data_dir`,
     `numbers` (global numbers of the E environments, tuple[int, ...]), `seed` (the split's own), `device` and of the
