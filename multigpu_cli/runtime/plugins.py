@@ -96,9 +96,12 @@ def _not_imported(name: str, module: str, flag: str, error: Exception) -> Except
     """What to raise where a module can't be imported; one of ours lacks a package of an extra, at worst."""
     if isinstance(error, TrainingError):
         return error
+    of_ours = isinstance(error, ImportError) and (error.name or "").startswith("multigpu_cli")
     return RequestError(
         f"{flag} {name}: importing {module} raised {type(error).__name__} in {_describe_place(error)}: {error}",
-        remedy=f"python -c 'import {module}' must work where you run this",
+        remedy="docs/migration.md says what it is called now"
+        if of_ours
+        else f"python -c 'import {module}' must work where you run this",
     )
 
 

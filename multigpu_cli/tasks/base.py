@@ -23,6 +23,17 @@ from multigpu_cli.runtime.world import World
 Loss = Callable[[Any, Any], Tensor]
 """A loss of the user's own: outputs and targets → a mean, or one loss for each sample."""
 
+RENAMED = {
+    "feed": "train_stream",
+    "begin": "check_model",
+    "told": "log_fields",
+    "enough": "stop_reason",
+    "evaluates": "should_evaluate",
+    "pictures": "plots",
+    "expects": "expected_shapes",
+}
+"""Earlier names of what a task may override: nobody calls them any more, so what has one of them is refused."""
+
 
 class BatchMetrics(NamedTuple):
     """What one batch adds to an evaluation.
@@ -73,6 +84,15 @@ class Task(ABC):
     units_per_sample: int = 1
     sums: tuple[str, ...] = ()
     expected_shapes: str = "what its loss_sum and measure take"
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for old, new in RENAMED.items():
+            if hasattr(cls, old) and getattr(cls, new) is getattr(Task, new):
+                raise RequestError(
+                    f"{cls.__module__}:{cls.__name__} has {old!r}, which is called {new!r} now",
+                    remedy=f"rename it to {new}; docs/migration.md has the other names that have changed",
+                )
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         self.source, self.config = source, config

@@ -74,6 +74,17 @@ def test_what_the_users_module_lacks_is_not_blamed_on_its_name(own: Path) -> Non
         find_factory("broken_for_plugins:build", REGISTRY, flag="--model")
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["from multigpu_cli.errors import AnOldName", "import multigpu_cli.an_old_room", "import multigpu_cli.data.old"],
+)
+def test_what_is_not_there_of_ours_has_another_name_now(own: Path, line: str) -> None:
+    (own / "broken_for_plugins.py").write_text(f"{line}\n")
+    with pytest.raises(RequestError, match=r"in broken_for_plugins\.py:1") as refused:
+        find_factory("broken_for_plugins:build", REGISTRY, flag="--task")
+    assert "docs/migration.md" in refused.value.remedy
+
+
 def test_a_module_that_is_no_python_is_named_with_its_line(own: Path) -> None:
     (own / "broken_for_plugins.py").write_text("x = 1\ndef build(:\n")
     with pytest.raises(RequestError, match=r"raised SyntaxError in broken_for_plugins\.py:2"):

@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.errors import OutOfMemory
+from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.base import RENAMED, BatchMetrics, Task
 from multigpu_cli.tasks.classification import Classification
 from tests.support.ranks import run_on_each_rank
 
@@ -175,3 +175,14 @@ def test_a_loss_that_is_not_finite_is_told_not_hidden() -> None:
     loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
     found = Counting(source, TaskConfig()).evaluate(nn.Linear(2, 2), loader, ALONE, Precision("off", CPU), 4)
     assert found.metrics["loss"] != found.metrics["loss"]
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_earlier_name_that_nobody_calls_any_more_is_refused(old: str) -> None:
+    with pytest.raises(RequestError, match=f"Mine has '{old}'") as refused:
+        type("Mine", (Task,), {old: "of the user's own"})
+    assert RENAMED[old] in refused.value.remedy
+
+
+def test_an_earlier_name_beside_the_new_one_is_the_users_own_affair() -> None:
+    type("Mine", (Task,), {"expects": "for the version before", "expected_shapes": "for this one"})
