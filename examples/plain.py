@@ -1,4 +1,4 @@
-"""A plain PyTorch script for one GPU: handwritten digits, a small network, ten epochs."""
+"""Handwritten digits, a small network, ten epochs."""
 
 import torch
 from sklearn.datasets import load_digits

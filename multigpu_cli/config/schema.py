@@ -1,4 +1,4 @@
-"""Every setting of a run: one frozen section for each part of the house, one table for flags, YAML and help.
+"""Every setting of a run: one frozen section for each part of the program, one table for flags, YAML and help.
 
 A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Only the free-form
 arguments of the parts have no flag: data.args.*, and so for model, task, optimizer and schedule.

@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of the house."""
+"""What a dataset is to the rest of the program."""
 
 import re
 from collections.abc import Callable, Mapping

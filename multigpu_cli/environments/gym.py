@@ -1,4 +1,4 @@
-"""Any environment of gymnasium, by its id: a loop over E of them, whose episodes can be told again."""
+"""Any environment of gymnasium, by its id: a loop over E of them, whose episodes can be repeated."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the ranks of an attempt ended: told over the launcher's store, which outlives them all."""
+"""How the ranks of an attempt ended: published in the launcher's store, which outlives them all."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Knows where each rank stands: ends a run that hangs, naming who did not arrive; tells whose failure came first."""
+"""Knows where each rank is: ends a run that hangs, naming who did not arrive; finds out which rank failed first."""
 
 import faulthandler
 import json
