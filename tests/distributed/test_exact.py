@@ -306,7 +306,7 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     cell = Cell("mlp", steps=1).settings(folder)
     trained(ALONE, cell, shortened(open_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("spec", "checks"):
+    for module in ("spec", "validate_request"):
         monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         trained(ALONE, cell | {"max_steps": 2}, shortened(open_source(Config().data, 42), 30))

@@ -1,5 +1,6 @@
 """A process of its own for something deadly: forked from the running test, since torch is imported already."""
 
+import gc
 import os
 import traceback
 import warnings
@@ -12,6 +13,7 @@ def exit_code(work: Callable[[], object]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
         process = os.fork()
     if process == 0:
+        gc.freeze()  # as in ranks.py
         try:
             work()
         except BaseException:

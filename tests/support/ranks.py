@@ -1,5 +1,6 @@
 """A few ranks with a gloo group between them, forked from the running test: quick, since torch is imported already."""
 
+import gc
 import os
 import tempfile
 import traceback
@@ -58,6 +59,7 @@ def run_on_each_rank(size: int, work: Callable[[World], Any], join: Join = with_
 
 
 def _rank(rank: int, size: int, store: Path, work: Callable[[World], Any], join: Join, pipe: Connection) -> None:
+    gc.freeze()  # garbage of the parent's may own threads, which are not in this process and cannot be joined here
     try:
         world = join(dist.FileStore(str(store), size), rank, size)
         pipe.send(("", work(world)))

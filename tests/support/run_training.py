@@ -1,6 +1,7 @@
 """Whole runs through `train`, in forked processes: as many workers as asked for, without the seconds of a launcher."""
 
 import faulthandler
+import gc
 import os
 import sys
 import time
@@ -162,6 +163,7 @@ def _rank(
     rank: int,
     pipes: list[tuple[Connection, Connection]],
 ) -> None:
+    gc.freeze()  # garbage of the parent's may own threads, which are not in this process and cannot be joined here
     flags, sets, recipe, dry_run, screen, apart, prepare = request
     faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
     os.environ.update(environ | agent.variables(rank, attempt))
