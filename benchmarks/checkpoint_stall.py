@@ -74,7 +74,7 @@ def save(store: Store, number: int, state: dict[str, Any]) -> None:
     store.save(number, state, {})
 
 
-def measured(kept: TrainState, step: Step, folder: Path, pairs: int) -> dict[str, float]:
+def measure_stall(kept: TrainState, step: Step, folder: Path, pairs: int) -> dict[str, float]:
     device = next(kept.model.parameters()).device
     store, state = Store(folder / "checkpoints", 1), kept.capture()  # a run's first checkpoint gets its memory
     stalls, saves, alone, beside, written = [], [], [], [], []
@@ -128,7 +128,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.folder, prefix=".checkpoint-stall-") as name:
         kept, step = learner(given.megabytes, torch.device(given.device))
         grown = peak(kept, Path(name))
-        found = measured(kept, step, Path(name), given.pairs)
+        found = measure_stall(kept, step, Path(name), given.pairs)
         found["peak_memory_in_states"] = grown / (found["state_megabytes"] * 1e6)
     print(json.dumps(found, indent=2))
 

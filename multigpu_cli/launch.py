@@ -137,7 +137,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
     die_with_parent(parent)  # it may have gone while torch was loaded here
     try:
         result = function(*arguments)
-    except Exception as error:
+    except Exception as error:  # anything the function raises: recorded for the starter, then raised as this exit code
         if getattr(error, "consequence", False) or is_consequence(error):
             time.sleep(_GRACE)
         code, message = FAILED, describe_unexpected_error(error)

@@ -44,7 +44,7 @@ def _row(name: str, lines: int, run: int) -> str:
     return f"{lines:7} {run:7} {run / lines:7.1%}  {name}"
 
 
-def measured(coverage: Coverage) -> Iterable[Lines]:
+def lines_by_file(coverage: Coverage) -> Iterable[Lines]:
     """The files of this project; copies of it that tests made elsewhere count as these (see tool.coverage.paths)."""
     for name in sorted(coverage.get_data().measured_files()):
         path = Path(name)
@@ -58,7 +58,7 @@ def main() -> None:
     coverage = Coverage(config_file=ROOT / "pyproject.toml")
     coverage.combine()
     coverage.save()
-    print(table(measured(coverage)))
+    print(table(lines_by_file(coverage)))
 
 
 if __name__ == "__main__":

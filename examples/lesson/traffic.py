@@ -13,7 +13,7 @@ def network() -> nn.Module:
     return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
 
 
-def reduced() -> list[float]:
+def reduce_all() -> list[float]:
     """MiB of each message of one step of DDP, in the order in which backward makes them ready."""
     messages = []
 
@@ -30,7 +30,7 @@ def reduced() -> list[float]:
 
 
 def main(rank: int, size: int) -> None:
-    messages = reduced()
+    messages = reduce_all()
     weights = sum(parameter.nbytes for parameter in network().parameters()) / MIB
     if rank == 0:
         print(f"a network of {weights:.0f} MiB: DDP reduces {sum(messages):.0f} MiB a step in {len(messages)} messages")
