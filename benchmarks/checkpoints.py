@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.checkpoint_stall import learner, measured
+from benchmarks.checkpoint_stall import learner, measure_stall
 from benchmarks.paired_timing import ROOT, Row, program, row
 
 _INTERVAL = 50  # steps between two checkpoints
@@ -21,7 +21,7 @@ def measure(tiny: bool = False) -> list[Row]:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(dir=ROOT, prefix=".checkpoint-stall-") as folder:
             kept, step = learner(megabytes, torch.device("cpu"))
-            found.append(measured(kept, step, Path(folder), pairs))
+            found.append(measure_stall(kept, step, Path(folder), pairs))
     shares = [each["stall_ms"] / (each["stall_ms"] + _INTERVAL * each["step_ms"]) for each in found]
     return [
         row("checkpoint: stall of the loop", [each["stall_ms"] for each in found], unit="ms"),
