@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.materialized_iterable import IndexedStream
-from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, to_pair, unwrap_dataset
+from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, get_tokens, to_pair, unwrap_dataset
 from multigpu_cli.errors import RequestError
 
 _MOST_SCANNED = 100_000
@@ -49,7 +49,7 @@ def _classes(dataset: Dataset[Any]) -> int:
     pairs = [to_pair(get_sample(dataset, index), f"sample {index}") for index in range(count)]
     if all(isinstance(label, Tensor) and label.ndim == 0 and float(label).is_integer() for _, label in pairs):
         return max(int(label) for _, label in pairs) + 1
-    return _vocabulary([(_tokens(inputs), label) for inputs, label in pairs], 1)
+    return _vocabulary([(get_tokens(inputs), label) for inputs, label in pairs], 1)
 
 
 def _vocabulary(pairs: Sequence[Sequence[Any]], axes: int) -> int:
@@ -64,7 +64,3 @@ def _vocabulary(pairs: Sequence[Sequence[Any]], axes: int) -> int:
         if pair[0].shape != pair[1].shape or pair[0].ndim < axes:
             return 0
     return max((int(each.max()) + 1 for pair in pairs for each in pair), default=0)
-
-
-def _tokens(inputs: Any) -> Any:
-    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs

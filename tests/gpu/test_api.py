@@ -52,7 +52,7 @@ def test_a_rank_takes_the_device_that_the_caller_names_for_it() -> None:
 
     devices, refused = alone(work)
     assert devices == [torch.device("cuda", 1), torch.device("cuda", 0)]
-    assert re.search(r"device_ids \[0, 7\]: there is no GPU 7 \(2 are visible\)", refused[0])
+    assert re.search(r"device_ids 0,7: there is no GPU 7 \(visible: 0,1\)", refused[0])
     assert re.search(r"device_ids \[1\]: 2 processes here need as many GPUs", refused[1])
 
 
