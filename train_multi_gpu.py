@@ -24,9 +24,9 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserve_stdout
 from multigpu_cli.runtime import restart_records
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.rank_output import RankOutput
-from multigpu_cli.runtime.world import LaunchEnv
 
 if TYPE_CHECKING:
     from multigpu_cli.api.public import *  # noqa: F403 - every name of that file is public

@@ -21,8 +21,8 @@ from multigpu_cli.data.image_augment import shift_and_mirror
 from multigpu_cli.models.resnet import ResNet
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import ProgressDisplay
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv
 
 FEATURES, CLASSES, BATCH = 3072, 10, 32
 MLP = {

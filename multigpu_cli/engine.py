@@ -22,9 +22,9 @@ from multigpu_cli.run.resume_point import log_recovery
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import log_step
 from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects

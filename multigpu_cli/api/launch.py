@@ -17,6 +17,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import (
     Placement,
     check_gpus_exist,
@@ -24,7 +25,7 @@ from multigpu_cli.runtime.placement import (
     count_cores,
     count_visible_gpus,
 )
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.world import World
 
 
 def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:

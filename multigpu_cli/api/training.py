@@ -23,7 +23,7 @@ from multigpu_cli.models.build import adapt_model
 from multigpu_cli.run.build import choose_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
-from multigpu_cli.runtime.world import process_group
+from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.tasks.base import Loss
 
 

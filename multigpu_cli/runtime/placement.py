@@ -8,7 +8,8 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.world import World
 
 
 class Placement(NamedTuple):

@@ -25,8 +25,10 @@ from multigpu_cli.run.lifecycle import assemble_run
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
 
 

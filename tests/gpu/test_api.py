@@ -11,7 +11,7 @@ from multigpu_cli.api.launch import resolve_placement
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from tests.gpu.simulated.gpus import alone
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import GIB, Gpu, Machine

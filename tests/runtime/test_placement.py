@@ -3,6 +3,7 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import (
     Placement,
     choose_placement,
@@ -12,7 +13,7 @@ from multigpu_cli.runtime.placement import (
     gpu_models,
 )
 from multigpu_cli.runtime.rendezvous import RankGpu
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.world import World
 
 
 def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:

@@ -24,6 +24,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.collectives import all_gather
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import (
     Placement,
     choose_placement,
@@ -32,7 +33,7 @@ from multigpu_cli.runtime.placement import (
     cuda_devices,
     usable_gpus,
 )
-from multigpu_cli.runtime.world import LaunchEnv, process_group
+from multigpu_cli.runtime.process_group import process_group
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds

@@ -23,7 +23,8 @@ from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.open_source import open_source
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.run.rank_consistency import group_ranks
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.world import World
 
 _START = 60.0  # seconds for rank 0 to load torch
 _MEANING = {

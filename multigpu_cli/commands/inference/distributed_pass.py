@@ -18,9 +18,11 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import build_task
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
 
 Result = TypeVar("Result")

@@ -26,8 +26,10 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.micro_batch_cost import MicroBatchCost, profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buckets import measure_cap
 from multigpu_cli.tasks.open_data import check_has_samples
 
