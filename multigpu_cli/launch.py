@@ -26,7 +26,7 @@ from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.diagnose import describe_unexpected_error, is_consequence
+from multigpu_cli.faults.diagnose import describe_unexpected_error, is_peer_failure
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.placement import Placement
@@ -138,7 +138,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
     try:
         result = function(*arguments)
     except Exception as error:  # anything the function raises: recorded for the starter, then raised as this exit code
-        if getattr(error, "consequence", False) or is_consequence(error):
+        if getattr(error, "consequence", False) or is_peer_failure(error):
             time.sleep(_GRACE)
         code, message = FAILED, describe_unexpected_error(error)
         if isinstance(error, TrainingError):

@@ -125,7 +125,7 @@ class MultiGPUTrainer(Functions):
             self.run = self._stack.enter_context(opening)
         except RequestError as error:
             raise to_python_error(error) from error
-        self.run.observer.watchdog.resting = True
+        self.run.observer.watchdog.paused = True
         atexit.register(self.close)
         return user_objects.model, TrainLoader(self.run), self.run.loaders.val
 
@@ -250,12 +250,12 @@ class MultiGPUTrainer(Functions):
 @contextmanager
 def _working(run: Run) -> Iterator[None]:
     """Within a call from the user's loop the watchdog is active, and an error ends the run."""
-    run.observer.watchdog.resting = False
+    run.observer.watchdog.paused = False
     try:
         with record_failure(run):
             yield
     finally:
-        run.observer.watchdog.resting = True
+        run.observer.watchdog.paused = True
 
 
 class DataParallelTrainer(MultiGPUTrainer):

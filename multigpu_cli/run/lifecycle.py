@@ -17,10 +17,10 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError, pluralize
-from multigpu_cli.faults.rank_failures import read_previous_cause
-from multigpu_cli.faults.skipped_steps import NonfiniteGuard
+from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
+from multigpu_cli.faults.rank_status import read_previous_cause
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
-from multigpu_cli.faults.watchdog import LONG, Watchdog
+from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import StepTimer
@@ -82,7 +82,7 @@ def resolve_request(
         RequestError: it can't be carried out; nothing was written.
     """
     began = time.perf_counter()
-    patience = placement.timeout or max(LONG, config.fault.hang_timeout)
+    patience = placement.timeout or max(STARTUP_TIMEOUT, config.fault.hang_timeout)
     with (
         process_group(launch_env, placement.devices[0], timeout=patience, backend=placement.backend) as world,
         StopRequest() as stop,
@@ -133,12 +133,12 @@ def record_failure(run: Run) -> Iterator[None]:
         if run.world.restarts_left <= 0:  # nobody starts it again: this summary is the one that --json prints
             run.log.console.print_json(summary)
 
-    run.observer.watchdog.on_end = failed
+    run.observer.watchdog.before_fatal_exit = failed
     try:
         yield
     except BaseException as error:
         name_unused_parameters(run, error)
-        reason = run.observer.watchdog.root_cause(error)
+        reason = run.observer.watchdog.publish_and_find_root_cause(error)
         failed(reason)
         raise reason from (None if reason is error else error)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.faults.skipped_steps import NonfiniteGuard
+from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
