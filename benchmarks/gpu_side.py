@@ -29,7 +29,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.determinism import enable_fast_kernels
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 
 _NEVER = 1_000_000
 

@@ -28,8 +28,8 @@ from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
 from multigpu_cli.faults.diagnose import describe_unexpected_error, is_peer_failure
 from multigpu_cli.runtime import restart_records
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
-from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.rank_output import quote_last_lines
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"

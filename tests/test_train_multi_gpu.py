@@ -63,11 +63,11 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     rooms |= {
         "strategies.distributed",
         "strategies.data_parallel",
-        "runtime.rendezvous",
+        "runtime.rank_handshake",
         "run.data_check",
         "run.user_objects",
     }
-    rooms |= {"data.torch_dataloader", "data.unlabeled", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
+    rooms |= {"data.map_style_fetcher", "data.unlabeled", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
     rooms |= {"monitor.tensorboard", "strategies.buckets"}
     assert not loaded & (rooms | {"yaml", "tqdm", "rich", "tensorboard", "matplotlib", "sklearn", "pynvml"})
     assert not {name for name in loaded if name.startswith("torch.")}

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from multigpu_cli.api import gpu_info, scaling, training
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.device_placement import check_gpus_exist, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.placement import check_gpus_exist, count_visible_gpus
 
 
 class Functions:

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
 from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.data.collate import Collate, count_declared_classes, get_sample, get_tokens
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import Order
+from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.infer_shape import infer_source
-from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, get_tokens
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.tasks.base import Loss
@@ -33,7 +33,7 @@ class UserInputs:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
     scheduler_step: str = "epoch"
-    order: Order | None = None
+    order: SampleOrder | None = None
 
     def check(self, seed: int) -> "UserInputs":
         """Check all of them; returns the same, with IterableDatasets read into indexed datasets.

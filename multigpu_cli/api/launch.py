@@ -17,14 +17,14 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.placement import (
+from multigpu_cli.runtime.device_placement import (
     Placement,
     check_gpus_exist,
     choose_placement,
     count_cores,
     count_visible_gpus,
 )
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.world import World
 
 

@@ -19,8 +19,8 @@ from torch.utils.data import (
 )
 
 from multigpu_cli.api.settings import MultiGPUConfig
-from multigpu_cli.data.epoch_order import Order
-from multigpu_cli.data.materialized_iterable import IndexedStream
+from multigpu_cli.data.epoch_order import SampleOrder
+from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.determinism import seed_host
@@ -95,7 +95,9 @@ class SamplerOrder:
         return order
 
 
-def from_loader(loader: DataLoader[Any], config: MultiGPUConfig) -> tuple[Dataset[Any], Order | None, MultiGPUConfig]:
+def from_loader(
+    loader: DataLoader[Any], config: MultiGPUConfig
+) -> tuple[Dataset[Any], SampleOrder | None, MultiGPUConfig]:
     """Dataset, order of samples (None: shuffled by seed), and the config with the loader's batch size and workers.
 
     Raises:
@@ -137,10 +139,12 @@ def index_stream(dataset: Any, seed: int, split: str) -> Any:
     """An IterableDataset is read once, so that its samples have indices; any other dataset is returned as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return IndexedStream(dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split)))
+    return MaterializedIterable(
+        dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split))
+    )
 
 
-def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> Order | None:
+def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:
     if isinstance(sampler, DistributedSampler):  # the engine divides the samples among the ranks
         return None if sampler.shuffle else SequentialOrder(count)
     if isinstance(sampler, SequentialSampler):

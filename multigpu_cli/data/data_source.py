@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.epoch_order import Order
+from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class DataSource:
     note: str = ""
     transform_signature: str = ""
     new: Dataset[Any] | None = None
-    order: Order | None = None
+    order: SampleOrder | None = None
     loader_options: LoaderOptions = LoaderOptions()
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     fixed_batch_sizes: tuple[int, int] | None = None

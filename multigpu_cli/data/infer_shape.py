@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from multigpu_cli.data.collate import Collate, count_declared_classes, get_sample, get_tokens, to_pair, unwrap_dataset
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.materialized_iterable import IndexedStream
-from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, get_tokens, to_pair, unwrap_dataset
+from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.errors import RequestError
 
 _MOST_SCANNED = 100_000
@@ -28,7 +28,7 @@ def infer_source(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[An
         num_classes=_vocabulary([part.tensors for part in held_in_memory], 2) or _classes(train),
         outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
         note="a stream that was read once, with its randomness: "
-        if isinstance(unwrap_dataset(train), IndexedStream)
+        if isinstance(unwrap_dataset(train), MaterializedIterable)
         else "",
     )
 

@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.torch_dataloader import ItemFetcher
+    from multigpu_cli.data.map_style_fetcher import ItemFetcher
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 
@@ -75,7 +75,7 @@ class Loader:
         if isinstance(split, TensorDataset):
             self._fetch = _InMemoryFetcher(split, device, config.on_device, source.loader_options)
         else:
-            from multigpu_cli.data.torch_dataloader import (
+            from multigpu_cli.data.map_style_fetcher import (
                 ItemFetcher,  # late: what lies in memory needs no loader processes
             )
 

@@ -20,7 +20,7 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def mark(self) -> str:
-        """All of it as text, for `restore_vocabulary`."""
+        """All of it as text, for `deserialize_vocabulary`."""
         ...
 
 
@@ -97,7 +97,7 @@ class Numbers:
         return f"numbers:{self.size}"
 
 
-def restore_vocabulary(mark: str) -> Vocabulary:
+def deserialize_vocabulary(mark: str) -> Vocabulary:
     """The vocabulary that has given this mark."""
     kind, _, text = mark.partition(":")
     if kind == "characters":

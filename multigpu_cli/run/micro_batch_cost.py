@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.run.build import TrainComponents, first_batch
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.runtime.module_state import preserve_buffers
+from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 
 @dataclass(frozen=True)

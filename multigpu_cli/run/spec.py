@@ -22,8 +22,8 @@ from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.resume_point import agree_on_start
 from multigpu_cli.run.validate_request import check_data, check_device, describe_machine, raise_all
 from multigpu_cli.runtime.collectives import run_on_all_ranks
-from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.placement import Placement, count_cores
+from multigpu_cli.runtime.determinism import set_threads_per_rank
+from multigpu_cli.runtime.device_placement import Placement, count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory, open_data
@@ -245,7 +245,7 @@ def _make_plan(
         save_dir=start.folder,
         epochs=epochs,
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
-        threads=share_threads(here, count_cores(), exact=config.reproducibility.exact),
+        threads=set_threads_per_rank(here, count_cores(), exact=config.reproducibility.exact),
         compiled=_describe_compile(config, placement),
     )
 

@@ -65,7 +65,7 @@ def enable_fast_kernels(device: torch.device) -> None:
         torch.backends.cudnn.benchmark = True
 
 
-def share_threads(workers_here: int, cpus: int, *, exact: bool) -> int:
+def set_threads_per_rank(workers_here: int, cpus: int, *, exact: bool) -> int:
     """Give each worker of this machine its part of the cores, so that they don't fight; returns the number.
 
     A lone worker keeps what the user set (OMP_NUM_THREADS); torchrun sets that to one for several. With --exact it is

@@ -131,7 +131,11 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
     Raises:
         AttemptRefused: an earlier attempt has ended for good.
     """
-    from multigpu_cli.runtime.rendezvous import RankGpu, RankInfo, agree_on_roster  # late: a world of one meets nobody
+    from multigpu_cli.runtime.rank_handshake import (  # late: a world of one meets nobody
+        RankGpu,
+        RankInfo,
+        agree_on_roster,
+    )
 
     environ = launch_env.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None

@@ -6,8 +6,8 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.open_source import open_source
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 
@@ -30,7 +30,7 @@ def filled(folder: Path, count: int = 10) -> Path:
 
 def opened(folder: Path | None, **args: Any) -> DataSource:
     place = None if folder is None else str(folder)
-    return open_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
+    return load_data_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
 
 
 def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:

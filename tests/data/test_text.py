@@ -9,8 +9,8 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.open_source import open_source
 from multigpu_cli.data.text import IGNORED, Windows
 from multigpu_cli.errors import RequestError
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path | None, **args: Any) -> DataSource:
-    return open_source(DataConfig(name="text", dir=str(folder) if folder else None, args={"block": 16} | args), 42)
+    return load_data_source(DataConfig(name="text", dir=str(folder) if folder else None, args={"block": 16} | args), 42)
 
 
 def loaded(split: Any, source: DataSource, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:

@@ -99,7 +99,7 @@ def test_so_does_what_the_optimizer_keeps() -> None:
     for alike, missing, again, other in run_on_each_rank(3, said):
         assert (alike, again) == ("", "")
         assert "rank 2 differs in the optimizer's state of 0.weight, the optimizer's state of 2.weight" in missing
-        assert other.endswith("by step 7: rank 1 differs in the optimizer's state of 2.weight")
+        assert other.endswith("at step 7: rank 1 differs in the optimizer's state of 2.weight")
 
 
 @pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])

@@ -19,7 +19,7 @@ from multigpu_cli.run.batch_size_finder import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.run_state import Run
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 
 

@@ -10,7 +10,7 @@ from multigpu_cli.runtime.determinism import (
     seed_everything,
     seed_micro_batch,
     seed_weights,
-    share_threads,
+    set_threads_per_rank,
 )
 
 CPU = torch.device("cpu")
@@ -88,10 +88,10 @@ def test_only_gpus_try_kernels_out(kind: str, wanted: tuple[bool, str], monkeypa
 def test_threads_are_shared_out() -> None:
     before = torch.get_num_threads()
     try:
-        assert share_threads(2, 8, exact=False) == 4 == torch.get_num_threads()
-        assert share_threads(3, 8, exact=False) == 2
-        assert share_threads(8, 2, exact=False) == 1 == torch.get_num_threads()
-        assert share_threads(1, 8, exact=True) == 1, "the number of threads changes the order of sums"
+        assert set_threads_per_rank(2, 8, exact=False) == 4 == torch.get_num_threads()
+        assert set_threads_per_rank(3, 8, exact=False) == 2
+        assert set_threads_per_rank(8, 2, exact=False) == 1 == torch.get_num_threads()
+        assert set_threads_per_rank(1, 8, exact=True) == 1, "the number of threads changes the order of sums"
     finally:
         torch.set_num_threads(before)
 

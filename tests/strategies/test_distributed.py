@@ -247,7 +247,7 @@ def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]
                 (loss * strategy.loss_factor / 10 / len(step)).backward()
             strategy.after_backward(number)
         strategy.reduce_gradients(idle=not mine)
-        Precision("off", world.device).step_optimizer(moved, list(model.parameters()), 1.0)
+        Precision("off", world.device).clip_and_step(moved, list(model.parameters()), 1.0)
     return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
 
 

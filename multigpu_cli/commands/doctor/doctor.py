@@ -18,8 +18,8 @@ from multigpu_cli.errors import FAILED
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.process_group import init_process_group, rendezvous
 
 _HOME = "checkpoints"

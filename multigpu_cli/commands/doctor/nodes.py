@@ -20,7 +20,7 @@ from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.run.rank_consistency import group_ranks
 from multigpu_cli.runtime.launch_env import LaunchEnv
@@ -111,7 +111,7 @@ def list_versions() -> dict[str, str]:
 def _fingerprint_data(config: Config) -> dict[str, Any]:
     seed = config.reproducibility.seed
     try:
-        exact, sums = compute_fingerprint(open_source(config.data, seed), seed)
+        exact, sums = compute_fingerprint(load_data_source(config.data, seed), seed)
     except RequestError as error:
         return {"error": str(error), "exact": [], "sums": []}
     return {"error": "", "exact": exact, "sums": sums}

@@ -26,8 +26,8 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.micro_batch_cost import MicroBatchCost, profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buckets import measure_cap
@@ -266,7 +266,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
             timer.mark()
         strategy.after_backward(batch.index)
         strategy.reduce_gradients(idle=False)
-        _, skipped = state.precision.step_optimizer(state.optimizer, components.trainable_parameters, 1.0)
+        _, skipped = state.precision.clip_and_step(state.optimizer, components.trainable_parameters, 1.0)
         strategy.rollback_buffers(skipped)
         timer.mark()
         data, forward, backward, *sent, commit = timer.read()

@@ -12,8 +12,8 @@ from multigpu_cli.data.loader import Batch, StepWork
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.collectives import all_reduce_sum
-from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve_module_state import eval_mode
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.advantages import advantages
 from multigpu_cli.tasks.ppo.env_source import EnvSource

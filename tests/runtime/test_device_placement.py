@@ -3,8 +3,7 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.placement import (
+from multigpu_cli.runtime.device_placement import (
     Placement,
     choose_placement,
     count_cores,
@@ -12,7 +11,8 @@ from multigpu_cli.runtime.placement import (
     describe_unlike_gpus,
     gpu_models,
 )
-from multigpu_cli.runtime.rendezvous import RankGpu
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.rank_handshake import RankGpu
 from multigpu_cli.runtime.world import World
 
 

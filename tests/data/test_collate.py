@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from multigpu_cli.data.sample import Collate, describe_shapes, get_sample, to_pair
+from multigpu_cli.data.collate import Collate, describe_shapes, get_sample, to_pair
 from multigpu_cli.errors import RequestError
 
 
@@ -89,7 +89,7 @@ def test_samples_that_make_no_batch_are_shown() -> None:
 
 
 def test_a_sample_that_raises_is_named_with_its_place() -> None:
-    with pytest.raises(RequestError, match=r"sample 7 raised KeyError in test_sample\.py:\d+: 'broken'"):
+    with pytest.raises(RequestError, match=r"sample 7 raised KeyError in test_collate\.py:\d+: 'broken'"):
         get_sample(Ragged(), 7)  # type: ignore[arg-type]
 
 

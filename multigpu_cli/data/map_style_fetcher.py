@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from multigpu_cli.data.collate import Collate, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.data_source import LoaderOptions
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
-from multigpu_cli.data.loader_processes import LoaderContext, end_processes, ignore_group_signals
-from multigpu_cli.data.sample import Collate, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.transfer import Fetched, move_batches
+from multigpu_cli.data.worker_context import LoaderContext, end_processes, ignore_group_signals
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.determinism import seed_host
