@@ -21,10 +21,10 @@ from multigpu_cli.run.lifecycle import open_run, resolve_request
 from multigpu_cli.run.resume_point import log_recovery
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import log_step
-from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
+from multigpu_cli.runtime.seeding import seed_micro_batch
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects

@@ -23,7 +23,7 @@ from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime.determinism import seed_host
+from multigpu_cli.runtime.seeding import seed_host
 
 SPLITS = ("train", "val", "test")
 

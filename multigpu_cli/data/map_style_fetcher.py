@@ -21,7 +21,7 @@ from multigpu_cli.data.transfer import Fetched, move_batches
 from multigpu_cli.data.worker_context import LoaderContext, end_processes, ignore_group_signals
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime.determinism import seed_host
+from multigpu_cli.runtime.seeding import seed_host
 
 _MOST_PROCESSES = 8  # for each worker
 _HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it

@@ -28,12 +28,12 @@ from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime import factories
-from multigpu_cli.runtime.collectives import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.compile import CompiledModel
-from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single

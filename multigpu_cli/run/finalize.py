@@ -18,7 +18,8 @@ from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkp
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.collectives import all_gather
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path
 
 

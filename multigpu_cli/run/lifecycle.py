@@ -37,13 +37,14 @@ from multigpu_cli.run.run_state import Run, RunControl, RunLog
 from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.runtime.collectives import disable_collective_timeout, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.determinism import enable_determinism, enable_fast_kernels
+from multigpu_cli.runtime.collectives import disable_collective_timeout
 from multigpu_cli.runtime.device_placement import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.rank_output import log_path
 from multigpu_cli.runtime.restart_records import record_run
+from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels
 from multigpu_cli.runtime.world import World
 
 if TYPE_CHECKING:

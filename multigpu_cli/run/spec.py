@@ -21,10 +21,10 @@ from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, re
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.resume_point import agree_on_start
 from multigpu_cli.run.validate_request import check_data, check_device, describe_machine, raise_all
-from multigpu_cli.runtime.collectives import run_on_all_ranks
-from multigpu_cli.runtime.determinism import set_threads_per_rank
 from multigpu_cli.runtime.device_placement import Placement, count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory, open_data
 

@@ -14,10 +14,11 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_sum, run_on_all_ranks
-from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
 
 Loss = Callable[[Any, Any], Tensor]

@@ -40,9 +40,9 @@ from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
 from multigpu_cli.run.lifecycle import assemble_run, start_run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.determinism import enable_determinism
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.torch_settings import enable_determinism
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank

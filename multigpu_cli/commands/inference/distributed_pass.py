@@ -16,12 +16,12 @@ from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import build_task
-from multigpu_cli.runtime.collectives import run_on_all_ranks
-from multigpu_cli.runtime.determinism import set_threads_per_rank
 from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
 from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
 

@@ -12,7 +12,8 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import broadcast_object, run_on_all_ranks
+from multigpu_cli.runtime.collectives import broadcast_object
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 
 Columns = dict[str, list[Any]]
 

@@ -13,7 +13,8 @@ from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, fi
 from multigpu_cli.commands.selftest.steps import measure_exact, measure_gradients, measure_reference, measure_resume
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.runtime.determinism import enable_determinism, seed_micro_batch
+from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.runtime.torch_settings import enable_determinism
 
 _SAMPLES = 16
 

@@ -16,8 +16,8 @@ from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.lifecycle import assemble_run
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.determinism import set_threads_per_rank
 from multigpu_cli.runtime.device_placement import Placement, count_cores
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 
 Measured = dict[str, Any]

@@ -18,7 +18,8 @@ from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
-from multigpu_cli.runtime.determinism import enable_determinism, seed_micro_batch
+from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.runtime.torch_settings import enable_determinism
 
 _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
 

@@ -12,9 +12,10 @@ from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum, run_on_all_ranks
+from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import BatchMetrics, Evaluation, Task
 from multigpu_cli.tasks.ppo.env_source import EnvSource
