@@ -135,7 +135,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
 def _report_error(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
     whole = "".join(traceback.format_exception(error))
-    follows = getattr(error, "consequence", False)
+    follows = getattr(error, "caused_by_peer", False)
     lost = follows or ("RANK" in os.environ and is_peer_failure(error))
     if code == FAILED and not lost:
         again = restart_records.record_failure(os.environ, message, getattr(error, "failed_at", None))

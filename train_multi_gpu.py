@@ -70,7 +70,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         )
     launch_env = LaunchEnv.from_environment(os.environ)
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    if placement.launch and not dry_run:
+    if placement.num_processes_to_launch and not dry_run:
         from multigpu_cli.launch import self_launch  # late: the elastic agent is needed here only
 
         return self_launch(config, placement, screen)
@@ -109,7 +109,7 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
     message = errors_text.describe_known_error(error)
     again = (
         ""
-        if error.consequence
+        if error.caused_by_peer
         else restart_records.record_failure(os.environ, message.splitlines()[0], error.failed_at)
     )
     restart_records.write_error(os.environ, error.exit_code, message)

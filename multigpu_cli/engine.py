@@ -170,9 +170,9 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.set_learning_rates(layout.step)
     run.strategy.begin_step(layout.micro_batches)
     for batch, last in observer.fetch(layout, work):
-        seed_micro_batch(seed, layout.step, batch.index, *run.spec.placement.devices)
-        losses[batch.index] = forward_backward(run, batch, divisor, last=last, observer=observer)
-        run.strategy.after_backward(batch.index)
+        seed_micro_batch(seed, layout.step, batch.micro_batch_index, *run.spec.placement.devices)
+        losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
+        run.strategy.after_backward(batch.micro_batch_index)
         units.append(run.task.units(batch))
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)

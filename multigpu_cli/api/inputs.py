@@ -62,7 +62,7 @@ class UserInputs:
             test=self.test,
             input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
             num_classes=0 if criterion else self._classes(task, inputs),
-            outputs=prod(getattr(targets, "shape", (1,))[1:]),
+            num_outputs=prod(getattr(targets, "shape", (1,))[1:]),
             prepare=nn.Identity(),
             order=self.order,
             loader_options=config.loader_options,

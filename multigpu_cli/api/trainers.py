@@ -112,7 +112,7 @@ class MultiGPUTrainer(Functions):
         frozen, user_objects = prepare_run(self.config, inputs)
         launch_env = find_launch_env(self.config)
         placement = resolve_placement(self.config, frozen, launch_env)
-        if placement.launch:
+        if placement.num_processes_to_launch:
             raise RequestError(
                 f"{placement.reason}: a training loop of your own must be started in every process",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",

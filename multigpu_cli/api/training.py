@@ -108,7 +108,7 @@ def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
     frozen, user_objects = prepare_run(config, inputs)
     launch_env = find_launch_env(config)
     placement = resolve_placement(config, frozen, launch_env)
-    if placement.launch:
+    if placement.num_processes_to_launch:
         return run_in_processes(frozen, placement, user_objects, config.screen)
     return run_here(frozen, placement, launch_env, user_objects, config.screen)
 

@@ -57,8 +57,10 @@ class ItemFetcher:
             worker_init_fn=ignore_group_signals,
             multiprocessing_context=LoaderContext() if processes else None,
         )
-        self.where = f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
-        self.where += reason
+        self.data_location = (
+            f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
+        )
+        self.data_location += reason
         if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
             deque(self._loader, maxlen=0)
 

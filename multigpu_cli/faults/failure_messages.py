@@ -19,7 +19,7 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
         done: steps done, None before the first of this attempt.
         logs: the folder of the ranks' log files, once training has begun.
     """
-    cause = next((end for end in exits if not end.consequence), None)
+    cause = next((end for end in exits if not end.caused_by_peer), None)
     if cause is not None:
         head, *rest = cause.problem.splitlines() or [""]
         problem = "\n".join([f"rank {cause.rank} failed ({cause.place}): {head}", *(f"  {line}" for line in rest[:5])])
@@ -37,7 +37,7 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
             remedy="check dmesg or the scheduler for an out-of-memory kill; "
             "the same command resumes from the last checkpoint",
         )
-    error.consequence = True
+    error.caused_by_peer = True
     return error
 
 
@@ -49,10 +49,10 @@ def summary_line(error: BaseException) -> str:
 
 def full_report(error: BaseException, exits: Sequence[RankExit]) -> str:
     """The crash report with all stacks; that of the rank at fault comes last, where people look."""
-    ordered = sorted(exits, key=lambda end: not end.consequence)
+    ordered = sorted(exits, key=lambda end: not end.caused_by_peer)
     parts = [f"{type(error).__name__}: {error}\n"]
     for end in ordered:
-        note = " (only lost its peers)" if end.consequence else ""
+        note = " (only lost its peers)" if end.caused_by_peer else ""
         batch = f"samples of its batch: {', '.join(map(str, end.samples[:32]))}\n" if end.samples else ""
         parts.append(f"--- rank {end.rank}{note}: {end.place}\n{batch}{end.stack}")
     return "\n".join(parts)

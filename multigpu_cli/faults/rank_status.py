@@ -31,7 +31,7 @@ class RankExit:
     place: str
     problem: str
     stack: str
-    consequence: bool
+    caused_by_peer: bool
     exit_code: int = FAILED
     samples: Sequence[int] = ()
 

@@ -36,7 +36,7 @@ class RootCauseFinder:
         progress = self._progress
         error = failure_messages.lost_peer_error(exits, self._world.size, progress.steps_done(), progress.logs)
         error.failed_at = progress.steps_done()
-        without_fault = [end.rank for end in exits if end.consequence]
+        without_fault = [end.rank for end in exits if end.caused_by_peer]
         error.shared = min([*without_fault, self._world.rank]) != self._world.rank
         if not error.shared:
             self._report(error, exits)
@@ -56,7 +56,7 @@ class RootCauseFinder:
         error.failed_at = self._progress.steps_done()  # type: ignore[attr-defined]
         own = self._describe_exit(error)
         self._exits.publish(own)
-        if own.consequence:
+        if own.caused_by_peer:
             return self.find_for_lost_peer(self._exits.wait_for_exits(patience=PATIENCE))
         self._report(error, self._exits.wait_for_exits())
         return error
@@ -71,7 +71,7 @@ class RootCauseFinder:
             place=f"{self._progress.phase}, {self._progress.steps} steps done",
             problem="\n".join([head, *getattr(error, "__notes__", ()), *line]),
             stack="".join(traceback.format_exception(error)),
-            consequence=is_peer_failure(error),
+            caused_by_peer=is_peer_failure(error),
             exit_code=error.exit_code if isinstance(error, TrainingError) else TrainingError.exit_code,
             samples=[] if samples is None else samples.tolist(),
         )

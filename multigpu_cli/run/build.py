@@ -80,7 +80,9 @@ class TrainComponents:
 
     def __post_init__(self) -> None:
         if self.compiled:
-            self.compiled.size = lambda: self.plan.batches.micro_batch  # whoever trains may halve it on the way
+            self.compiled.full_batch_size = lambda: (
+                self.plan.batches.micro_batch
+            )  # whoever trains may halve it on the way
 
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
@@ -160,7 +162,7 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
     """The network as its seed makes it, the dataset's own where the user named none."""
     offered = {
         "input_shape": source.input_shape,
-        "num_classes": source.num_classes or source.outputs,
+        "num_classes": source.num_classes or source.num_outputs,
         "task": config.task.name or source.task,
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
@@ -202,7 +204,7 @@ def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[str],
     source, config = spec.source, spec.config
     line = traceback.extract_tb(error.__traceback__)[-1]
     said = (str(error).splitlines() or [""])[0]
-    classes = source.num_classes or source.outputs
+    classes = source.num_classes or source.num_outputs
     args = "".join(f", {name}={quote_value(value)}" for name, value in config.model.args.items())
     built = f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}"
     lines = [

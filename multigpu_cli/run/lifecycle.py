@@ -230,7 +230,7 @@ def start_run(run: Run, faults: list[str]) -> None:
         hosts=list(dict.fromkeys(run.world.hosts)),
         devices=[str(device) for device in run.spec.placement.devices],
         gpus=list(models.values()),
-        data=run.loaders.train.where,
+        data=run.loaders.train.data_location,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         resumed_from=start.checkpoint,
         **compiler_fields(run),
@@ -283,7 +283,7 @@ def _detail_rows(run: Run) -> list[tuple[str, str]]:
     rows = [
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
         ("model", f"{spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
-        ("samples", f"{samples}; {run.loaders.train.where}; evaluated in batches of {run.eval_batch}"),
+        ("samples", f"{samples}; {run.loaders.train.data_location}; evaluated in batches of {run.eval_batch}"),
         ("optimizer", f"{type(run.state.optimizer).__name__}, {pluralize(len(run.trainable_parameters), 'tensor')}"),
         ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
     ]

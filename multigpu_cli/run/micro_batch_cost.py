@@ -54,7 +54,7 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCos
     with preserve_buffers(model), _FlopCounter() as counter, saved_tensors_hooks(pack, _unchanged):
         forward_backward(components, batch, 1.0, last=False, observer=counter)
     model.zero_grad(set_to_none=True)
-    return MicroBatchCost(len(batch.indices), counter.get_total_flops(), sum(activations.values()))
+    return MicroBatchCost(len(batch.sample_indices), counter.get_total_flops(), sum(activations.values()))
 
 
 class _FlopCounter(FlopCounterMode):

@@ -174,6 +174,6 @@ def log_recovery(run: "Run") -> None:
     last, run.control.previous_attempt = run.control.previous_attempt, None
     if last is not None:
         lost = max(0, (last.step or 0) - (run.progress.step - 1))
-        seconds = max(0.0, time.time() - last.moved)
+        seconds = max(0.0, time.time() - last.last_progress_time)
         run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
         run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} done again")

@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 
     strategy: str
     devices: tuple[torch.device, ...]
-    launch: int
+    num_processes_to_launch: int
     reason: str
     backend: str | None = None
     timeout: float | None = None

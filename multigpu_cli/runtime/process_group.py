@@ -100,7 +100,7 @@ def init_process_group(
 
 def _is_shared_error(error: BaseException) -> bool:
     """Whether all ranks raise it, over this group: an abort would cut off the message that tells the others of it."""
-    return isinstance(error, TrainingError) and error.shared and not error.consequence
+    return isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
 
 
 def check_own_gpus(world: World) -> None:
@@ -148,13 +148,13 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         attempt=restart_records.attempt_number(environ) if environ else launch_env.attempt,
         restarts_left=launch_env.restarts_left,
         verdict=restart_records.read_last_verdict(environ),
-        last=restart_records.read_previous_attempt(environ),
+        previous_attempt=restart_records.read_previous_attempt(environ),
         gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
     )
     agreed = agree_on_roster(store, hello, patience=_PATIENCE)
     if agreed.verdict:
         raise restart_records.AttemptRefused(agreed.verdict)
-    restart_records.record_attempt(environ, agreed.attempt, agreed.nodes)
+    restart_records.record_attempt(environ, agreed.attempt, agreed.agent_ids)
     return World(
         device,
         launch_env.rank,
@@ -164,9 +164,9 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         agreed.attempt,
         dist.PrefixStore(agreed.store_prefix, client),
         hosts=agreed.hosts,
-        nodes=agreed.nodes,
+        agent_ids=agreed.agent_ids,
         restarts_left=agreed.restarts_left,
-        previous_attempt=agreed.last,
+        previous_attempt=agreed.previous_attempt,
         agent_dir=restart_records.find_agent_dir(environ),
         store_prefix=agreed.store_prefix,
         gpus=agreed.gpus,
@@ -199,7 +199,7 @@ def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
     if launch_env.agent_store and launch_env.size > launch_env.local_size:
         problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"
     error = TrainingError(problem, remedy="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every node")
-    error.consequence = True
+    error.caused_by_peer = True
     return error
 
 

@@ -40,10 +40,10 @@ def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
     if world.size == 1 and error:
         raise error
     kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
-    own = [error.problem, error.remedy, kind, error.consequence] if error else None
+    own = [error.problem, error.remedy, kind, error.caused_by_peer] if error else None
     told = broadcast_object(world, own, source=guilty)
     everywhere = _KINDS[told[2]](told[0], remedy=told[1])
-    everywhere.shared, everywhere.consequence = True, told[3]
+    everywhere.shared, everywhere.caused_by_peer = True, told[3]
     raise everywhere from error
 
 

@@ -37,7 +37,7 @@ class World:
     attempt: int = 0
     store: dist.PrefixStore | None = field(default=None, compare=False)
     hosts: tuple[str, ...] = field(default=(), compare=False)
-    nodes: tuple[str, ...] = field(default=(), compare=False)
+    agent_ids: tuple[str, ...] = field(default=(), compare=False)
     restarts_left: int = field(default=0, compare=False)
     previous_attempt: restart_records.PreviousAttempt | None = field(default=None, compare=False)
     agent_dir: Path | None = field(default=None, compare=False)

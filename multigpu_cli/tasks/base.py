@@ -209,12 +209,12 @@ class Task(ABC):
         units = torch.zeros((), dtype=torch.int64, device=world.device)
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for batch in loader.eval_batches(batch_size, world.rank, world.size):
-            seed_micro_batch(seed, EVAL_EPOCH, batch.index, world.device)
+            seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
             with precision.autocast():
                 measured = self.measure(model, batch)
-            slots[0, batch.index] = measured.loss_sum
+            slots[0, batch.micro_batch_index] = measured.loss_sum
             if measured.sums is not None:
-                slots[1:, batch.index] = measured.sums
+                slots[1:, batch.micro_batch_index] = measured.sums
             units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
         return slots, counts, units

@@ -21,7 +21,7 @@ def filled(folder: Path, count: int = 10) -> Path:
         (folder / name / "deeper").mkdir(parents=True)
         for at in range(count):
             place = folder / name / ("deeper" if at % 3 == 0 else "")
-            image = Image.new("RGB", (20 + 3 * at, 40 - 2 * at), colour)
+            image = Image.predict("RGB", (20 + 3 * at, 40 - 2 * at), colour)
             image.putpixel((0, 0), (at, at, at))
             image.save(place / (f"{at}.JPG" if at % 2 else f"{at}.png"), quality=95)
     (folder / "notes.txt").write_text("no image")
@@ -68,7 +68,7 @@ def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> N
 
     def seen(split: Any, epoch: int, processes: int = 0) -> torch.Tensor:
         loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
-        batch = next(loader.samples([torch.arange(8)], epoch)).inputs
+        batch = next(loader.iter_training_batches([torch.arange(8)], epoch)).inputs
         loader.close()
         return batch
 

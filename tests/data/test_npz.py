@@ -64,7 +64,7 @@ def test_the_targets_say_what_is_learned(
 ) -> None:
     np.savez(tmp_path / "data.npz", X=inputs, y=targets)
     source = opened(tmp_path)
-    assert (source.task, source.num_classes, source.outputs) == (task, classes, outputs)
+    assert (source.task, source.num_classes, source.num_outputs) == (task, classes, outputs)
     flags = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "save_dir": str(tmp_path / "run")}
     sets = ["model.args.width=8"]
     assert run_training(1, **flags, sets=sets, epochs=1, num_workers=0).summary["status"] == "completed"

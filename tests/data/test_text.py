@@ -30,7 +30,9 @@ def opened(folder: Path | None, **args: Any) -> DataSource:
 def loaded(split: Any, source: DataSource, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:
     """Inputs of some windows as training meets them."""
     loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
-    rows = [row for batch in loader.samples([torch.tensor(samples)], epoch) for row in batch.inputs.tolist()]
+    rows = [
+        row for batch in loader.iter_training_batches([torch.tensor(samples)], epoch) for row in batch.inputs.tolist()
+    ]
     loader.close()
     return rows
 

@@ -14,7 +14,7 @@ INNOCENT = RankExit(0, "reduction, 12 steps done", "RuntimeError: closed by peer
 def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
     error = lost_peer_error([INNOCENT, GUILTY], 3, 12)
     assert error.problem == "rank 2 failed (forward, 12 steps done): ValueError: bad\n  in own.py:3 in f"
-    assert error.consequence
+    assert error.caused_by_peer
     assert "stack of 2" in error.__notes__[0], "for --debug"
 
 

@@ -139,7 +139,9 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
             watch.set_position(0, "reduction")
             time.sleep(20)
 
-    RankExits(world(1)).publish(RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
+    RankExits(world(1)).publish(
+        RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", caused_by_peer=False)
+    )
     began = time.monotonic()
     assert exit_code(waits) == 1
     assert time.monotonic() - began < 10

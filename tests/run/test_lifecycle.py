@@ -80,9 +80,9 @@ def test_micro_batches_that_memory_has_halved_run_compiled_too(tmp_path: Path, m
     monkeypatch.setattr(shutil, "which", lambda name: name)
     with prepared(tmp_path, compile="default") as run:
         assert run.compiled is not None
-        assert run.compiled.size() == 10
+        assert run.compiled.full_batch_size() == 10
         halve_micro_batch(run)
-        assert run.compiled.size() == 5
+        assert run.compiled.full_batch_size() == 5
 
 
 def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(

@@ -132,7 +132,7 @@ def _free_port() -> int:
 
 def _shared(*, consequence: bool) -> RequestError:
     error = RequestError("of the run")
-    error.shared, error.consequence = True, consequence
+    error.shared, error.caused_by_peer = True, consequence
     return error
 
 

@@ -54,13 +54,13 @@ def test_a_failed_training_stays_one() -> None:
 def test_whose_fault_it_is_not_stays_so() -> None:
     def lost() -> None:
         error = TrainingError("cut off")
-        error.consequence = True
+        error.caused_by_peer = True
         raise error
 
     def work(world: World) -> bool:
         with pytest.raises(TrainingError) as raised:
             run_on_main_rank(world, lost)
-        return raised.value.consequence
+        return raised.value.caused_by_peer
 
     assert run_on_each_rank(2, work) == [True, True]
 

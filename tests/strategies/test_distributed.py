@@ -305,7 +305,7 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
             return graph.forward
 
         model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
-        model.size = lambda: 8
+        model.full_batch_size = lambda: 8
         strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
         with strategy.accumulate(last=True):
             strategy.callable(torch.ones(8, 512)).sum().backward()

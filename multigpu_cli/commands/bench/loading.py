@@ -63,7 +63,7 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
             loader = Loader(source.train, source, data, device=device, seed=config.reproducibility.seed)
             with closing(loader):
                 rates[number].append(_measure_rate(loader, size))
-                where = loader.where
+                where = loader.data_location
     return LoadingRates(where, rates, _choose_advice(rates, in_memory=in_memory))
 
 
@@ -85,7 +85,7 @@ def _measure_rate(loader: Loader, size: int) -> float:
                 if not began:
                     began, last = now, now
                 else:
-                    samples, last = samples + len(batch.indices), now
+                    samples, last = samples + len(batch.sample_indices), now
             if last - began > _SECONDS:
                 break
         if last > began:

@@ -106,7 +106,7 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         wait()
         began = time.perf_counter()
         components.strategy.begin_step(components.world.size)
-        forward_backward(components, batch, len(batch.indices) * components.world.size, last=not explicit)
+        forward_backward(components, batch, len(batch.sample_indices) * components.world.size, last=not explicit)
         wait()
         reduced = _reduce_gradients(components, wait) if explicit else (0.0, 0.0)
         ended = time.perf_counter()

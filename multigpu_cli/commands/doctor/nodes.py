@@ -127,7 +127,7 @@ def exchange_facts(world: World, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 def leader_ranks(world: World) -> list[int]:
     """The first rank of each node."""
-    return [rank for rank, node in enumerate(world.nodes) if node not in world.nodes[:rank]]
+    return [rank for rank, node in enumerate(world.agent_ids) if node not in world.agent_ids[:rank]]
 
 
 def probe_connections(

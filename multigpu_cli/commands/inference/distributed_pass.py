@@ -65,7 +65,7 @@ def run_distributed(request: InferenceRequest, work: Callable[[InferencePass], R
     launch_env = LaunchEnv.current()
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
     placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    if placement.launch > 1:
+    if placement.num_processes_to_launch > 1:
         found: Result = run_in_workers(placement, run_distributed, request, work, judged)[0]
         return found
     with process_group(launch_env, placement.devices[0], timeout=600.0, backend=placement.backend) as world:

@@ -70,7 +70,7 @@ def _predict_share(part: InferencePass) -> Columns:
     for batch in part.loader.eval_batches(part.batch_size, part.world.rank, part.world.size):
         with part.precision.autocast():
             columns = part.task.predictions(part.model, batch)
-        numbers = batch.indices.tolist()
+        numbers = batch.sample_indices.tolist()
         named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
         for name, values in ({"sample": numbers} | named | columns).items():
             if part.answered or not name.startswith("target"):

@@ -260,11 +260,11 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         batch = next(stream)
         timer.mark()
         strategy.begin_step(workers)
-        forward_backward(components, batch, len(batch.indices), last=True, observer=timer)
+        forward_backward(components, batch, len(batch.sample_indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)
             timer.mark()
-        strategy.after_backward(batch.index)
+        strategy.after_backward(batch.micro_batch_index)
         strategy.reduce_gradients(idle=False)
         _, skipped = state.precision.clip_and_step(state.optimizer, components.trainable_parameters, 1.0)
         strategy.rollback_buffers(skipped)

@@ -82,7 +82,7 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
         RequestError: the settings can't be tested, or not be carried out at all.
     """
     length, placement = _parse_steps(steps), _choose_devices(config)
-    workers, device = placement.launch, placement.devices[0]
+    workers, device = placement.num_processes_to_launch, placement.devices[0]
     precision = agree_on_precision(config.precision.amp, World(device), placement.devices).name
     config = replace(replace_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepare_run(config, workers, length)
@@ -261,5 +261,5 @@ def _measure_workers(
         if failure.exit_code == WRONG_REQUEST:
             raise
         print(f"error: {failure}", file=sys.stderr)
-    files = [folder / f"rank_{rank}.pt" for rank in range(placement.launch)]
+    files = [folder / f"rank_{rank}.pt" for rank in range(placement.num_processes_to_launch)]
     return [dict(deserialize(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

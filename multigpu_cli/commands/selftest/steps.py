@@ -43,7 +43,7 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
     layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
     whole = layout.samples * components.task.units_per_sample
     for batch in work:
-        seed_micro_batch(seed, number, batch.index, components.world.device)
+        seed_micro_batch(seed, number, batch.micro_batch_index, components.world.device)
         forward_backward(components, batch, whole, last=True)
         samples += len(batch)
         seen += int(components.task.units(batch))

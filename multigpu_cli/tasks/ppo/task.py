@@ -80,7 +80,7 @@ class PPO(Task):
         outputs, values, _ = model(seen.observations, seen.begun, seen.memory)
         log_probabilities, entropies = self.policy.evaluate_actions(outputs.float(), then.actions)
         loss, figures = losses(log_probabilities, entropies, values.float(), then, self.settings)
-        self.rollouts.metrics.record_step(seen.slot, batch.index, figures)
+        self.rollouts.metrics.record_step(seen.slot, batch.micro_batch_index, figures)
         return loss.sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:

@@ -24,7 +24,7 @@ OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_c
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def workers(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(run_on_each_rank(choice.launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, allreduce.measure_allreduce)))
 
     monkeypatch.setattr(allreduce, "run_in_workers", workers)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})

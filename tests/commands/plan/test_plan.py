@@ -193,7 +193,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
     def forked(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(run_on_each_rank(choice.launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, allreduce.measure_allreduce)))
 
     real = torch.distributed.all_reduce
 

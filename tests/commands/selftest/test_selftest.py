@@ -107,7 +107,7 @@ def in_forks(config: Config, choice: Placement, folder: Path) -> None:
         measure_as_worker(config, folder, Placement("ddp", choice.devices[:1], 0, "a test"), world)
 
     try:
-        run_on_each_rank(choice.launch, worker)
+        run_on_each_rank(choice.num_processes_to_launch, worker)
     except AssertionError as failure:
         raise WorkersFailed(1) from failure
 
