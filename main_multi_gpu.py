@@ -29,7 +29,7 @@ from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
-from multigpu_cli.faults.diagnose import describe_unexpected_error, is_consequence
+from multigpu_cli.faults.diagnose import describe_unexpected_error, is_peer_failure
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 
@@ -135,8 +135,8 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
 def _report_error(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
     whole = "".join(traceback.format_exception(error))
-    follows = getattr(error, "consequence", False)
-    lost = follows or ("RANK" in os.environ and is_consequence(error))
+    follows = getattr(error, "caused_by_peer", False)
+    lost = follows or ("RANK" in os.environ and is_peer_failure(error))
     if code == FAILED and not lost:
         again = restart_records.record_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))

@@ -5,7 +5,7 @@ from train_multi_gpu import train
 
 summary = train(Config())          # scikit-learn's digits, on what this machine has
 
-The names of the API, `train_with_multi_gpu` and the others in API, load when they are first asked for.
+The names of the API, all those of multigpu_cli/api/public.py, load when one of them is first used.
 """
 
 import os
@@ -24,73 +24,28 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserve_stdout
 from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.rank_output import RankOutput
-from multigpu_cli.runtime.world import LaunchEnv
 
 if TYPE_CHECKING:
-    from multigpu_cli.api.fault_tolerance import FaultToleranceManager as FaultToleranceManager
-    from multigpu_cli.api.functions import cleanup_distributed as cleanup_distributed
-    from multigpu_cli.api.functions import get_multi_gpu_metrics as get_multi_gpu_metrics
-    from multigpu_cli.api.functions import get_multi_gpu_status as get_multi_gpu_status
-    from multigpu_cli.api.functions import log_training_metrics as log_training_metrics
-    from multigpu_cli.api.functions import setup_data_parallel as setup_data_parallel
-    from multigpu_cli.api.functions import setup_distributed_data_parallel as setup_distributed_data_parallel
-    from multigpu_cli.api.functions import setup_multi_gpu_training as setup_multi_gpu_training
-    from multigpu_cli.api.gpu_info import clear_gpu_memory as clear_gpu_memory
-    from multigpu_cli.api.gpu_info import get_gpu_info as get_gpu_info
-    from multigpu_cli.api.gpu_info import print_gpu_info as print_gpu_info
-    from multigpu_cli.api.manager import MultiGPUTrainingManager as MultiGPUTrainingManager
-    from multigpu_cli.api.metrics import MetricsCollector as MetricsCollector
-    from multigpu_cli.api.metrics import PerformanceMonitor as PerformanceMonitor
-    from multigpu_cli.api.scaling import estimate_training_speedup as estimate_training_speedup
-    from multigpu_cli.api.scaling import launch_distributed_training as launch_distributed_training
-    from multigpu_cli.api.scaling import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
-    from multigpu_cli.api.scaling import print_training_speedup_estimates as print_training_speedup_estimates
-    from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
-    from multigpu_cli.api.settings import TrainingMode as TrainingMode
-    from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer
-    from multigpu_cli.api.trainers import DistributedDataParallelTrainer as DistributedDataParallelTrainer
-    from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
-    from multigpu_cli.api.training import evaluate_with_multi_gpu as evaluate_with_multi_gpu
-    from multigpu_cli.api.training import train_with_multi_gpu as train_with_multi_gpu
-
-API = {
-    "functions": (
-        "setup_multi_gpu_training",
-        "setup_data_parallel",
-        "setup_distributed_data_parallel",
-        "get_multi_gpu_status",
-        "get_multi_gpu_metrics",
-        "log_training_metrics",
-        "cleanup_distributed",
-    ),
-    "gpu_info": ("get_gpu_info", "print_gpu_info", "clear_gpu_memory"),
-    "manager": ("MultiGPUTrainingManager",),
-    "metrics": ("MetricsCollector", "PerformanceMonitor"),
-    "fault_tolerance": ("FaultToleranceManager",),
-    "settings": ("MultiGPUConfig", "TrainingMode"),
-    "scaling": (
-        "optimize_batch_size_for_multi_gpu",
-        "launch_distributed_training",
-        "estimate_training_speedup",
-        "print_training_speedup_estimates",
-    ),
-    "trainers": ("MultiGPUTrainer", "DataParallelTrainer", "DistributedDataParallelTrainer"),
-    "training": ("train_with_multi_gpu", "evaluate_with_multi_gpu"),
-}
-"""Names of the Python API by the file of multigpu_cli/api that holds them."""
+    from multigpu_cli.api.public import *  # noqa: F403 - every name of that file is public
 
 
 def __getattr__(name: str) -> Any:
-    for file, names in API.items():
-        if name in names:
-            return getattr(import_module(f"multigpu_cli.api.{file}"), name)
+    if not name.startswith("_") and name in (public := _import_public_names()):
+        return public[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *(name for names in API.values() for name in names)])
+    return sorted([*globals(), *_import_public_names()])
+
+
+def _import_public_names() -> dict[str, Any]:
+    """The names of the Python API; imported late, since training from the command line needs none of them."""
+    public = vars(import_module("multigpu_cli.api.public"))
+    return {name: value for name, value in public.items() if not name.startswith("_")}
 
 
 def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> dict[str, Any]:
@@ -115,7 +70,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         )
     launch_env = LaunchEnv.from_environment(os.environ)
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    if placement.launch and not dry_run:
+    if placement.num_processes_to_launch and not dry_run:
         from multigpu_cli.launch import self_launch  # late: the elastic agent is needed here only
 
         return self_launch(config, placement, screen)
@@ -154,7 +109,7 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
     message = errors_text.describe_known_error(error)
     again = (
         ""
-        if error.consequence
+        if error.caused_by_peer
         else restart_records.record_failure(os.environ, message.splitlines()[0], error.failed_at)
     )
     restart_records.write_error(os.environ, error.exit_code, message)

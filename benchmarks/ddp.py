@@ -25,7 +25,7 @@ from benchmarks.end_to_end import ready
 from benchmarks.paired_timing import ONE_THREAD, STRETCH, Row, Seconds, program
 from benchmarks.workloads import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
 from multigpu_cli.models.convnet import build
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv
 
 WORKERS = 2
 Rivals = dict[str, Callable[[], object]]

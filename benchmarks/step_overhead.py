@@ -25,7 +25,7 @@ from multigpu_cli.run.build import build_components
 from multigpu_cli.run.lifecycle import assemble_run
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 
 
@@ -63,7 +63,7 @@ def _bare(turns: int) -> list[Row]:
             assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
             for folder in (first, second)
         ]
-        runs[0].state.precision.step_optimizer = _unchecked  # type: ignore[method-assign]
+        runs[0].state.precision.clip_and_step = _unchecked  # type: ignore[method-assign]
         bare, checked = map(_steps, runs)
         sides = {
             "bare": lambda: next(bare),

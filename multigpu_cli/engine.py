@@ -21,10 +21,10 @@ from multigpu_cli.run.lifecycle import open_run, resolve_request
 from multigpu_cli.run.resume_point import log_recovery
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import log_step
-from multigpu_cli.runtime.determinism import seed_micro_batch
+from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
-from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.runtime.seeding import seed_micro_batch
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -170,16 +170,16 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.set_learning_rates(layout.step)
     run.strategy.begin_step(layout.micro_batches)
     for batch, last in observer.fetch(layout, work):
-        seed_micro_batch(seed, layout.step, batch.index, *run.spec.placement.devices)
-        losses[batch.index] = forward_backward(run, batch, divisor, last=last, observer=observer)
-        run.strategy.after_backward(batch.index)
+        seed_micro_batch(seed, layout.step, batch.micro_batch_index, *run.spec.placement.devices)
+        losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
+        run.strategy.after_backward(batch.micro_batch_index)
         units.append(run.task.units(batch))
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
     run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
     run.checkpointer.writer.wait_for_staging()  # what the optimizer is about to move, for a checkpoint in flight
     observer.phase("optimizer")
-    norm, skipped = state.precision.step_optimizer(state.optimizer, run.trainable_parameters, _max_norm(run.config))
+    norm, skipped = state.precision.clip_and_step(state.optimizer, run.trainable_parameters, _max_norm(run.config))
     run.strategy.rollback_buffers(skipped)
     if state.average:
         state.average.update_parameters(state.model)

@@ -19,7 +19,7 @@ class TrainingError(Exception):
 
     exit_code = FAILED
     shared = False  # raised on every rank alike, so that one of them can speak for all
-    consequence = False  # of another rank's end: the same again may go well
+    caused_by_peer = False  # of another rank's end: the same again may go well
     failed_at: int | None = None  # optimizer steps done; None before the first of this attempt
 
     def __init__(self, problem: str, *, remedy: str = "") -> None:

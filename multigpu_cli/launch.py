@@ -26,10 +26,10 @@ from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.diagnose import describe_unexpected_error, is_consequence
+from multigpu_cli.faults.diagnose import describe_unexpected_error, is_peer_failure
 from multigpu_cli.runtime import restart_records
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
-from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.rank_output import quote_last_lines
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
@@ -52,7 +52,7 @@ class WorkersFailed(TrainingError):
 
 
 def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, Any]:
-    """Run the command in `placement.launch` processes of this machine, over a free loopback port; returns the summary.
+    """Run the command in as many processes as the placement says, over a free loopback port; returns the summary.
 
     The folder is chosen here, so that all restarts mean the same one. The workers get the explicit settings as a file
     and write the run folder; signals are passed on by the agent.
@@ -118,7 +118,7 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 def run_in_workers(
     placement: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
-    """Call a function of some module with these arguments in `placement.launch` processes; what each rank returned.
+    """Call a function of a module in as many processes as the placement says; what each rank returned.
 
     Raises:
         WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
@@ -138,7 +138,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
     try:
         result = function(*arguments)
     except Exception as error:  # anything the function raises: recorded for the starter, then raised as this exit code
-        if getattr(error, "consequence", False) or is_consequence(error):
+        if getattr(error, "caused_by_peer", False) or is_peer_failure(error):
             time.sleep(_GRACE)
         code, message = FAILED, describe_unexpected_error(error)
         if isinstance(error, TrainingError):
@@ -155,7 +155,7 @@ def _build_launch_config(placement: Placement, max_restarts: int, logs: str) -> 
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=placement.launch,
+        nproc_per_node=placement.num_processes_to_launch,
         run_id=OWN_RUN_ID + uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",

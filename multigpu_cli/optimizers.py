@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime import factories
 
 _DISABLED = "__dynamo_disable"  # where torch keeps a method that its compiler leaves alone
 
@@ -113,7 +113,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     _without_compiler()
     if taken := sorted(config.args.keys() & {"lr", "params", "weight_decay"}):
         raise RequestError(f"optimizer.args.{taken[0]} is not for you to give", remedy="--lr and --weight-decay")
-    optimizer: torch.optim.Optimizer = plugins.call_factory(
+    optimizer: torch.optim.Optimizer = factories.call_factory(
         kind, {"params": groups, "lr": 0.0, **offered}, config.args, where="optimizer"
     )
     if optimizer.defaults.get("momentum"):

@@ -20,7 +20,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.run_state import Run
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 
 RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}

@@ -29,7 +29,7 @@ ENVIRONMENT_READERS = {
     "main_multi_gpu.py",
     "train_multi_gpu.py",
     "multigpu_cli/launch.py",
-    "multigpu_cli/runtime/world.py",
+    "multigpu_cli/runtime/launch_env.py",
 }
 GRAB_BAGS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
 

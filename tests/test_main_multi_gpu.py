@@ -264,8 +264,8 @@ def test_a_node_that_only_lost_another_is_free_at_once(
 ) -> None:
     """Its agent can't end anybody who has more to say."""
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    trainer.answer = TrainingError("rank 0 ended without a word")
-    trainer.answer.consequence = True
+    trainer.answer = TrainingError("rank 0 ended without an error message")
+    trainer.answer.caused_by_peer = True
     for local in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", local)
         door()

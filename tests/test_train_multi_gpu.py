@@ -63,11 +63,11 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     rooms |= {
         "strategies.distributed",
         "strategies.data_parallel",
-        "runtime.handshake",
+        "runtime.rank_handshake",
         "run.data_check",
         "run.user_objects",
     }
-    rooms |= {"data.items", "data.unanswered", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
+    rooms |= {"data.map_style_fetcher", "data.unlabeled", "data.vocabulary", "monitor.gpu", "config.yaml_entries"}
     rooms |= {"monitor.tensorboard", "strategies.buckets"}
     assert not loaded & (rooms | {"yaml", "tqdm", "rich", "tensorboard", "matplotlib", "sklearn", "pynvml"})
     assert not {name for name in loaded if name.startswith("torch.")}
@@ -80,7 +80,7 @@ def test_usage_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     model, success, gpu_info = trainer.setup_multi_gpu_training(network(), strategy="auto")
     assert (success, gpu_info["gpu_count"], trainer.current_strategy) == (False, 0, None)
     assert train_multi_gpu.setup_data_parallel(model) == (model, False)
-    with pytest.raises(RequestError, match=r"device_ids \[0, 1\]: there is no GPU 0, 1"):
+    with pytest.raises(RequestError, match="device_ids 0,1: there is no GPU 0,1"):
         trainer.setup_data_parallel(model, device_ids=[0, 1])
     trainer.log_training_metrics(
         epoch=0, step=100, loss=0.5, learning_rate=0.001, gpu_utilization={"gpu_0": 0.8, "gpu_1": 0.7}

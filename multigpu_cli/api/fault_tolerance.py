@@ -1,4 +1,4 @@
-"""`FaultToleranceManager`: what an error means, and what is done about it."""
+"""`FaultToleranceManager`: explains an error of a training step."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 
 
 class FaultToleranceManager:
-    """Says what an error of a training step means.
+    """Explains an error of a training step.
 
-    It does not continue after an error: a failed step leaves replicas that differ, or half of a gradient. The engine
-    itself survives running out of memory, with smaller micro-batches.
+    Training does not continue after it: a failed step leaves replicas that differ, or an incomplete gradient. The
+    engine itself survives a lack of memory, with smaller micro-batches.
 
     Attributes:
         errors: what was handled, as dicts with error, kind and remedy.
@@ -23,11 +23,10 @@ class FaultToleranceManager:
         self.errors: list[dict[str, Any]] = []
 
     def handle_error(self, error: BaseException) -> dict[str, Any]:
-        """Note the error, free cached memory after a lack of it, and raise it again with what can be done as a note.
+        """Record the error, free cached memory after a lack of it, and raise it again with the remedy as a note.
 
         Raises:
-            BaseException: the same error, always; the run's last checkpoint is whole, and the same script goes on
-                from there where it has a save_dir.
+            BaseException: the same error, always; a script with a save_dir resumes from the last checkpoint.
         """
         remedy = remedy_for(error) if isinstance(error, Exception) else ""
         self.errors.append({"error": str(error), "kind": type(error).__name__, "remedy": remedy})
@@ -35,7 +34,7 @@ class FaultToleranceManager:
             clear_gpu_memory()
         folder = self.trainer.run.folder if self.trainer and self.trainer.run else None
         if folder:
-            error.add_note(f"the run goes on from its last checkpoint with save_dir={str(folder)!r}")
+            error.add_note(f"save_dir={str(folder)!r} resumes the run from its last checkpoint")
         if remedy:
             error.add_note(f"try: {remedy}")
         raise error

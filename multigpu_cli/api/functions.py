@@ -1,18 +1,22 @@
-"""The functions of the API as methods of one object that remembers: strategy, and the metrics that were logged."""
+"""The functions of the API for a training loop of the user's own: wrapping a model, and keeping its metrics."""
 
 from collections import defaultdict
-from functools import cache, wraps
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from multigpu_cli.api import gpu_info, scaling, training, wrap
+from multigpu_cli.api import gpu_info, scaling, training
 from multigpu_cli.api.settings import TrainingMode
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.device_placement import check_gpus_exist, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
 
 
 class Functions:
-    """What MultiGPUTrainer() offers beside a run of its own.
+    """What MultiGPUTrainer() offers beside a run of its own; the public functions are methods of one shared object.
 
     Attributes:
         current_strategy: DataParallel or DistributedDataParallel, once a setup has wrapped a model; else None.
@@ -34,23 +38,90 @@ class Functions:
         self.training_metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def setup_data_parallel(self, model: nn.Module, device_ids: list[int] | None = None) -> tuple[nn.Module, bool]:
-        """As wrapping.setup_data_parallel."""
-        return self._remember_strategy(*wrap.setup_data_parallel(model, device_ids))
+        """Wrap the model in nn.DataParallel on these GPUs (default: all).
 
-    def setup_distributed_data_parallel(self, model: nn.Module, *args: Any, **named: Any) -> tuple[nn.Module, bool]:
-        """As wrapping.setup_distributed_data_parallel."""
-        return self._remember_strategy(*wrap.setup_distributed_data_parallel(model, *args, **named))
+        Returns:
+            the wrapped model and True; with fewer than two GPUs the unchanged model and False.
+
+        Raises:
+            RequestError: a GPU of `device_ids` does not exist.
+        """
+        ids = _usable_gpus(device_ids)
+        if len(ids) < 2:
+            return model, False
+        return self._record_wrapped(nn.DataParallel(model.to(f"cuda:{ids[0]}"), device_ids=ids))
+
+    def setup_distributed_data_parallel(
+        self,
+        model: nn.Module,
+        backend: str | None = None,
+        init_method: str = "env://",
+        world_size: int | None = None,
+        rank: int | None = None,
+        device_ids: list[int] | None = None,
+    ) -> tuple[nn.Module, bool]:
+        """Wrap the model in DistributedDataParallel on the one device of this process: a GPU, or the CPU with gloo.
+
+        The process group is formed if there is none: from torchrun's variables, or from `world_size` and `rank` with an
+        `init_method` or MASTER_ADDR and MASTER_PORT. `cleanup_distributed` destroys it.
+
+        Returns:
+            the wrapped model and True; without other ranks the unchanged model and False.
+
+        Raises:
+            RequestError: a GPU does not exist, or `world_size` and `rank` contradict the launcher.
+        """
+        launch_env = LaunchEnv.current()
+        if not dist.is_initialized():
+            given = rank is not None and world_size is not None
+            if launch_env is None and given and init_method == "env://":
+                launch_env = LaunchEnv.for_existing_group(rank or 0, world_size or 1, None)
+            if launch_env is None and not given:
+                return model, False
+            size, own_rank = (launch_env.size, launch_env.rank) if launch_env else (world_size or 1, rank or 0)
+            if (world_size not in (None, size)) or (rank not in (None, own_rank)):
+                raise RequestError(f"world_size={world_size}, rank={rank}: the launcher says {size} and {own_rank}")
+            backend = backend or ("nccl" if count_visible_gpus() else "gloo")
+            if backend == "nccl" and not count_visible_gpus():
+                raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="backend='gloo'")
+            dist.init_process_group(backend, init_method=init_method, world_size=size, rank=own_rank)
+        ids = _usable_gpus(device_ids)
+        if not ids:
+            return self._record_wrapped(DistributedDataParallel(model))
+        local_rank = launch_env.local_rank if launch_env else dist.get_rank()
+        device = torch.device("cuda", ids[local_rank % len(ids)])
+        torch.cuda.set_device(device)
+        return self._record_wrapped(DistributedDataParallel(model.to(device), device_ids=[device]))
 
     def setup_multi_gpu_training(
-        self, model: nn.Module, strategy: str | TrainingMode = "auto", *args: Any, **named: Any
+        self,
+        model: nn.Module,
+        strategy: str | TrainingMode = "auto",
+        device_ids: list[int] | None = None,
+        ddp_backend: str | None = None,
+        ddp_init_method: str = "env://",
     ) -> tuple[nn.Module, bool, dict[str, Any]]:
-        """As wrapping.setup_multi_gpu_training."""
-        model, ok, found = wrap.setup_multi_gpu_training(model, strategy, *args, **named)
-        return (*self._remember_strategy(model, ok), found)
+        """Wrap the model as the strategy says; returns it, whether it is wrapped, and `get_gpu_info()`.
+
+        `auto` takes DistributedDataParallel where a launcher or a process group exists, and else leaves the model
+        unchanged. It never takes DataParallel, which PyTorch advises against.
+
+        Raises:
+            RequestError: the strategy is unknown, or a GPU does not exist.
+        """
+        mode, wrapped = TrainingMode.named(strategy), False
+        if mode is TrainingMode.DATA_PARALLEL:
+            model, wrapped = self.setup_data_parallel(model, device_ids)
+        elif mode is not TrainingMode.SINGLE_GPU:
+            model, wrapped = self.setup_distributed_data_parallel(
+                model, ddp_backend, ddp_init_method, device_ids=device_ids
+            )
+        return model, wrapped, gpu_info.get_gpu_info()
 
     def cleanup_distributed(self) -> None:
-        """End this process's group, and forget the strategy."""
-        gpu_info.cleanup_distributed()
+        """Destroy this process's group, if there is one, and forget the strategy. Runs of the engine end their own."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
         self.current_strategy = None
 
     def log_training_metrics(
@@ -61,7 +132,7 @@ class Functions:
         learning_rate: float,
         gpu_utilization: dict[str, Any] | None = None,
     ) -> None:
-        """Remember the numbers of a step of a loop of your own; runs of the engine have their journal.
+        """Record the numbers of one step, for `get_multi_gpu_metrics`; runs of the engine have their journal.
 
         Args:
             gpu_utilization: per cent, by GPU; None asks NVML.
@@ -73,71 +144,41 @@ class Functions:
         )
 
     def get_multi_gpu_metrics(self) -> dict[str, Any]:
-        """strategy, gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
-        found = {epoch: list(entries) for epoch, entries in self.training_metrics.items()}
-        return {"strategy": self.current_strategy, "gpu_info": gpu_info.get_gpu_info(), "training_metrics": found}
+        """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
+        metrics = {epoch: list(entries) for epoch, entries in self.training_metrics.items()}
+        return {"strategy": self.current_strategy, "gpu_info": gpu_info.get_gpu_info(), "training_metrics": metrics}
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
         """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
-        found, launch_env = self.get_multi_gpu_metrics(), LaunchEnv.current()
+        metrics, launch_env = self.get_multi_gpu_metrics(), LaunchEnv.current()
         return {
-            "multi_gpu_available": found["gpu_info"]["gpu_count"] >= 2,
-            "gpu_info": found["gpu_info"],
-            "current_strategy": found["strategy"],
+            "multi_gpu_available": metrics["gpu_info"]["gpu_count"] >= 2,
+            "gpu_info": metrics["gpu_info"],
+            "current_strategy": metrics["strategy"],
             "world_size": launch_env.size if launch_env else 1,
-            "training_metrics": found["training_metrics"],
+            "training_metrics": metrics["training_metrics"],
             "gpu_utilization": gpu_info.gpu_utilisation(),
             "status": "success",
         }
 
-    def _remember_strategy(self, model: nn.Module, ok: bool) -> tuple[nn.Module, bool]:
-        if ok:
-            self.current_strategy = type(model).__name__
-        return model, ok
+    def _record_wrapped(self, model: nn.Module) -> tuple[nn.Module, bool]:
+        self.current_strategy = type(model).__name__
+        return model, True
 
 
-@cache
-def get_shared_functions() -> Functions:
-    """The one that the functions below speak of."""
-    return Functions()
+def _usable_gpus(device_ids: list[int] | None) -> list[int]:
+    """The GPUs of `device_ids`, which must exist; all visible ones for None."""
+    if device_ids is None:
+        return list(range(count_visible_gpus()))
+    check_gpus_exist("device_ids", device_ids, count_visible_gpus())
+    return device_ids
 
 
-@wraps(wrap.setup_data_parallel)
-def setup_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
-    return get_shared_functions().setup_data_parallel(*args, **named)
-
-
-@wraps(wrap.setup_distributed_data_parallel)
-def setup_distributed_data_parallel(*args: Any, **named: Any) -> tuple[nn.Module, bool]:
-    return get_shared_functions().setup_distributed_data_parallel(*args, **named)
-
-
-@wraps(wrap.setup_multi_gpu_training)
-def setup_multi_gpu_training(*args: Any, **named: Any) -> tuple[nn.Module, bool, dict[str, Any]]:
-    return get_shared_functions().setup_multi_gpu_training(*args, **named)
-
-
-def log_training_metrics(
-    epoch: int, step: int, loss: float, learning_rate: float, gpu_utilization: dict[str, Any] | None = None
-) -> None:
-    """Remember the numbers of a step of a loop of your own, for `get_multi_gpu_metrics`.
-
-    Args:
-        gpu_utilization: per cent, by GPU; None asks NVML.
-    """
-    get_shared_functions().log_training_metrics(epoch, step, loss, learning_rate, gpu_utilization)
-
-
-def get_multi_gpu_metrics() -> dict[str, Any]:
-    """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
-    return get_shared_functions().get_multi_gpu_metrics()
-
-
-def get_multi_gpu_status() -> dict[str, Any]:
-    """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
-    return get_shared_functions().get_multi_gpu_status()
-
-
-def cleanup_distributed() -> None:
-    """End this process's group, if there is one. Runs of the engine end their own."""
-    get_shared_functions().cleanup_distributed()
+_shared = Functions()
+setup_data_parallel = _shared.setup_data_parallel
+setup_distributed_data_parallel = _shared.setup_distributed_data_parallel
+setup_multi_gpu_training = _shared.setup_multi_gpu_training
+cleanup_distributed = _shared.cleanup_distributed
+log_training_metrics = _shared.log_training_metrics
+get_multi_gpu_metrics = _shared.get_multi_gpu_metrics
+get_multi_gpu_status = _shared.get_multi_gpu_status

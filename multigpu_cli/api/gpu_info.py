@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as torch and NVML see them."""
+"""Information about the visible GPUs, from torch and NVML."""
 
 import gc
 from typing import Any
@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.placement import count_visible_gpus
+from multigpu_cli.runtime.device_placement import count_visible_gpus
 
 _GIB = 2**30
 
 
 def get_gpu_info() -> dict[str, Any]:
-    """What GPUs this process may use.
+    """The GPUs that this process may use.
 
     Returns:
         cuda_available, gpu_count, gpu_details (id, name, memory_gb, compute_capability, multi_processor_count, status
@@ -45,7 +45,7 @@ def _details(number: int) -> dict[str, Any]:
 
 
 def print_gpu_info() -> None:
-    """The same as lines for people."""
+    """Print `get_gpu_info()` in one line per GPU."""
     found, console = get_gpu_info(), Console("normal")
     if not found["gpu_count"]:
         console.note("no GPU is visible: training runs on the CPU")
@@ -69,12 +69,6 @@ def peak_memory_gb() -> float:
 
 
 def clear_gpu_memory() -> None:
-    """Give back the memory that torch keeps for later on the GPUs in use. Training does not need it."""
+    """Release the memory that torch caches on the GPUs in use. Training does not need it."""
     gc.collect()
-    torch.cuda.empty_cache()  # of all of them; to turn to one that is not in use would take memory there
-
-
-def cleanup_distributed() -> None:
-    """End this process's group, if there is one. Runs of the engine end their own."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    torch.cuda.empty_cache()  # of all GPUs in use; selecting another one would allocate memory on it

@@ -1,4 +1,4 @@
-"""The user's model, data, loss and optimizer as what the engine takes, and the settings that go with them."""
+"""The user's model, data, loss and optimizer: checked, and turned into the engine's objects and settings."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
 from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.data.collate import Collate, count_declared_classes, get_sample, get_tokens
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import Order
+from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.infer_shape import infer_source
-from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.tasks.base import Loss
@@ -23,7 +23,7 @@ from multigpu_cli.tasks.base import Loss
 
 @dataclass(frozen=True)
 class UserInputs:
-    """What somebody trains on and with, before it is settled what a run makes of it."""
+    """The user's model, data, loss and optimizer, as the caller passed them."""
 
     model: nn.Module
     train: Dataset[Any]
@@ -33,13 +33,13 @@ class UserInputs:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
     scheduler_step: str = "epoch"
-    order: Order | None = None
+    order: SampleOrder | None = None
 
     def check(self, seed: int) -> "UserInputs":
-        """The same, with numbers for the samples of streams.
+        """Check all of them; returns the same, with IterableDatasets read into indexed datasets.
 
         Raises:
-            RequestError: something is not what it should be; says which.
+            RequestError: one of them has the wrong type, or a dataset is empty; names it.
         """
         _check(self)
         splits = {name: index_stream(getattr(self, name), seed, name) for name in SPLITS}
@@ -48,12 +48,12 @@ class UserInputs:
         return replace(self, **splits)
 
     def user_objects(self, config: MultiGPUConfig) -> UserObjects:
-        """Live objects for the engine.
+        """The objects that the engine trains with.
 
         Raises:
-            RequestError: samples that nobody can learn from; says which.
+            RequestError: the first sample is no (input, target).
         """
-        inputs, targets = self._first()
+        inputs, targets = self._first_batch()
         task = config.settings.get("task")
         criterion = self.criterion or (None if task else nn.CrossEntropyLoss())
         source = DataSource(
@@ -62,8 +62,8 @@ class UserInputs:
             test=self.test,
             input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
             num_classes=0 if criterion else self._classes(task, inputs),
-            outputs=prod(getattr(targets, "shape", (1,))[1:]),
-            prepare=_as_it_is,
+            num_outputs=prod(getattr(targets, "shape", (1,))[1:]),
+            prepare=nn.Identity(),
             order=self.order,
             loader_options=config.loader_options,
             task=getattr(criterion, "__name__", type(criterion).__name__),
@@ -73,82 +73,78 @@ class UserInputs:
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        """The settings with what these objects say: the optimizer's rate, and the task of those who bring no loss.
+        """The settings, with the optimizer's learning rate, and with a task where there is no criterion.
 
         Raises:
-            RequestError: a rate is given twice.
+            RequestError: the settings and the optimizer both give a learning rate.
         """
         more = dict(config.settings)
         if self.optimizer is not None:
-            told = {"base_lr", "optimizer", "optimizer.args", "weight_decay", "schedule", "warmup_epochs"} & more.keys()
-            if told or config.learning_rate is not None:
+            own = {"base_lr", "optimizer", "optimizer.args", "weight_decay", "schedule", "warmup_epochs"} & more.keys()
+            if own or config.learning_rate is not None:
                 raise RequestError(
-                    f"{min(told) if told else 'learning_rate'} together with an optimizer of your own",
-                    remedy="give it to the optimizer, or the scheduler",
+                    f"{min(own) if own else 'learning_rate'} together with an optimizer of your own",
+                    remedy="set it in the optimizer, or in the scheduler",
                 )
             group = self.optimizer.param_groups[0]
             more |= {"schedule": "constant", "warmup_epochs": 0.0}
             config = replace(config, learning_rate=float(group.get("initial_lr", group["lr"])))
-        if self.criterion is None and "task" not in more and (task := _usual_task(*self._first())):
+        if self.criterion is None and "task" not in more and (task := _infer_task(*self._first_batch())):
             more["task"] = task
         return replace(config, settings=more)
 
-    def _first(self) -> tuple[Any, Any]:
+    def _first_batch(self) -> tuple[Any, Any]:
         """A batch of one sample."""
         return Collate(self.train)([(0, get_sample(self.train, 0))])
 
     def _classes(self, task: str | None, inputs: Any) -> int:
-        """How many classes a task by name has to know of; of tokens only whether there are any."""
-        if told := count_declared_classes(self.train):
-            return told
+        """The number of classes, or of tokens, that a task chosen by name needs; 0 where it needs none."""
+        if declared := count_declared_classes(self.train):
+            return declared
         if task == "language-model":
-            return max(2, int(_tokens(inputs).max()) + 1)
+            return max(2, int(get_tokens(inputs).max()) + 1)
         return infer_source(self.train, self.val, self.test).num_classes if task == "classification" else 0
 
     def names(self) -> dict[str, str]:
-        """What model and data are called in the run folder: their classes."""
+        """The names of model and data in the run folder: their classes."""
         dataset: Any = self.train
         while isinstance(dataset, CollatedDataset):
             dataset = dataset.dataset
-        return {"model": _class_of(unwrap_model(self.model)), "data": _class_of(dataset)}
+        return {"model": _class_name(unwrap_model(self.model)), "data": _class_name(dataset)}
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The network inside of DataParallel or DistributedDataParallel."""
+    """The module inside of DataParallel or DistributedDataParallel."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     return model.module if isinstance(model, wrappers) else model
 
 
-def _usual_task(inputs: Any, targets: Any) -> str | None:
-    """A regression for real numbers, a language model for (n, t) tokens that follow the inputs'; None for classes."""
+def _infer_task(inputs: Any, targets: Any) -> str | None:
+    """regression for real numbers, language-model for (n, t) targets that are the next tokens, None for classes."""
     if not isinstance(targets, Tensor):
-        raise RequestError(f"criterion: none goes without saying for targets of type {type(targets).__name__}")
+        raise RequestError(f"criterion: it is required for targets of type {type(targets).__name__}")
     if targets.is_floating_point():
         return "regression"
-    tokens = _tokens(inputs)
-    alike = isinstance(tokens, Tensor) and tokens.dtype == targets.dtype and tokens.shape == targets.shape
-    return "language-model" if alike and targets.ndim == 2 else None
-
-
-def _tokens(inputs: Any) -> Any:
-    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+    tokens = get_tokens(inputs)
+    same = isinstance(tokens, Tensor) and tokens.dtype == targets.dtype and tokens.shape == targets.shape
+    return "language-model" if same and targets.ndim == 2 else None
 
 
 def _check(inputs: UserInputs) -> None:
     if not isinstance(inputs.model, nn.Module):
-        raise RequestError(f"model: a {type(inputs.model).__name__} is no nn.Module")
+        raise RequestError(f"model: a {type(inputs.model).__name__} is not an nn.Module")
     if not any(p.requires_grad for p in inputs.model.parameters()):
-        raise RequestError("model: it has no parameter that learns")
+        raise RequestError("model: no parameter requires a gradient")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):
-        raise RequestError(f"optimizer: a {type(inputs.optimizer).__name__} is no torch.optim.Optimizer")
+        raise RequestError(f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer")
     if inputs.criterion is not None and not callable(inputs.criterion):
-        raise RequestError(f"criterion: a {type(inputs.criterion).__name__} can't be called with (outputs, targets)")
+        raise RequestError(f"criterion: a {type(inputs.criterion).__name__} is not callable with (outputs, targets)")
     if inputs.scheduler_step not in ("epoch", "step"):
         raise RequestError(f"scheduler_step: {inputs.scheduler_step!r}", remedy="epoch or step")
     if inputs.scheduler is None:
         return
     if inputs.optimizer is None or inputs.scheduler.optimizer is not inputs.optimizer:
-        raise RequestError("scheduler: it is not that of the optimizer that comes with it", remedy="give both")
+        raise RequestError("scheduler: it belongs to another optimizer", remedy="pass it with its own optimizer")
     if isinstance(inputs.scheduler, ReduceLROnPlateau) and (inputs.val is None or inputs.scheduler_step == "step"):
         raise RequestError("scheduler: ReduceLROnPlateau needs a validation loss", remedy="validation data, per epoch")
 
@@ -158,19 +154,15 @@ def _check_dataset(name: str, dataset: Any) -> None:
         return
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise RequestError(
-            f"{name} dataset: a {type(dataset).__name__} is no map-style dataset",
+            f"{name} dataset: a {type(dataset).__name__} is not a map-style dataset",
             remedy="__len__ and __getitem__(index) → (input, target)",
         )
     if len(dataset) == 0:
         raise RequestError(f"{name} dataset: it is empty")
 
 
-def _as_it_is(inputs: Tensor) -> Tensor:
-    return inputs
-
-
-def _class_of(thing: Any) -> str:
-    """module:Class, with the file's name for a script."""
+def _class_name(thing: Any) -> str:
+    """module:Class; for a class of the script itself, the script's name is the module."""
     kind = type(thing)
     module = kind.__module__
     if module == "__main__":

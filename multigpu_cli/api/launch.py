@@ -1,10 +1,9 @@
-"""Where a run from Python takes place: this process's rank and devices, or processes that are started for it."""
+"""Starts a run of the Python API: in this process as the rank that it is, or in worker processes."""
 
 import sys
 from copy import deepcopy
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +17,22 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.device_placement import (
+    Placement,
+    check_gpus_exist,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+)
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.world import World
 
 
 def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
-    """Who this process is: as torchrun says, as a process group says that is there already, or as the config says.
+    """Rank and world size of this process: from torchrun, an existing process group, or the config.
 
     Raises:
-        RequestError: the config says otherwise than the launcher, or names a rank whose others nobody has started.
+        RequestError: the config contradicts the launcher, or names a rank without MASTER_ADDR and MASTER_PORT.
     """
     launch_env = LaunchEnv.current()
     if launch_env is None and dist.is_initialized():
@@ -48,10 +54,10 @@ def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
 
 
 def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: LaunchEnv | None) -> Placement:
-    """Strategy and devices.
+    """Choose strategy and devices.
 
     Raises:
-        RequestError: devices that are not there, or a backend that they don't have.
+        RequestError: a device does not exist, or does not support the backend.
     """
     device, gpus = frozen.device, count_visible_gpus()
     if launch_env is None and config.rank is None and (config.world_size or 1) > 1:
@@ -67,9 +73,7 @@ def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: Launch
         raise to_python_error(error) from error
     ids = config.device_ids
     if launch_env and ids:
-        if absent := [number for number in ids if not 0 <= number < gpus]:
-            seen = f"{gpus} are visible" if gpus else "no GPU is visible"
-            raise RequestError(f"device_ids {ids}: there is no GPU {', '.join(map(str, absent))} ({seen})")
+        check_gpus_exist("device_ids", ids, gpus)
         if gpus > 1 and launch_env.local_rank >= len(ids):
             raise RequestError(f"device_ids {ids}: {launch_env.local_size} processes here need as many GPUs")
         placement = placement._replace(devices=(torch.device("cuda", ids[launch_env.local_rank] if gpus > 1 else 0),))
@@ -84,19 +88,23 @@ def run_here(
 ) -> dict[str, Any]:
     """The engine's `run` in this process; returns the summary."""
     try:
-        speaker = console(screen, launch_env)
         return engine.run(
-            config, placement, launch_env, speaker, on_fatal_error=print_last_error, user_objects=user_objects
+            config,
+            placement,
+            launch_env,
+            open_console(screen, launch_env),
+            on_fatal_error=print_last_error,
+            user_objects=user_objects,
         )
     except RequestError as error:
         raise to_python_error(error) from error
 
 
 def run_in_processes(config: Config, placement: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
-    """The same in `placement.launch` processes of this machine that get copies of the objects; the weights come back.
+    """Run in `placement.launch` processes of this machine, on copies of the objects; the model gets their weights.
 
     Raises:
-        RequestError: objects that can't be sent to another process.
+        RequestError: an object can't be pickled for another process.
     """
     config = resolve_folder(config)
     try:
@@ -128,33 +136,25 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
 def _worker(
     config: Config, backend: str | None, timeout: float | None, user_objects: UserObjects, screen: str
 ) -> tuple[dict[str, Any], str, str]:
-    """One process of a self-launched run: summary, or problem and remedy of a wrong request, which all ranks find."""
+    """One worker process: returns the summary, or problem and remedy of a RequestError, which every rank raises."""
     launch_env = LaunchEnv.current()
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
-        tensor.data = tensor.data.clone()  # it came in memory that all processes share
+        tensor.data = tensor.data.clone()  # it arrived in memory that all processes share
     if user_objects.optimizer:
         user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
     try:
-        return (
-            run_here(config, placement._replace(backend=backend, timeout=timeout), launch_env, user_objects, screen),
-            "",
-            "",
-        )
+        placement = placement._replace(backend=backend, timeout=timeout)
+        return run_here(config, placement, launch_env, user_objects, screen), "", ""
     except RequestError as error:
         return {}, error.problem, error.remedy
 
 
-def console(screen: str, launch_env: LaunchEnv | None) -> Console:
-    """Speaks on rank 0."""
+def open_console(screen: str, launch_env: LaunchEnv | None) -> Console:
+    """A console that prints on rank 0 only."""
     return Console("silent" if launch_env and launch_env.rank else screen)  # type: ignore[arg-type]
 
 
 def print_last_error(error: TrainingError) -> None:
-    """For a process that ends where no exception can be raised any more."""
+    """Print the error of a process that ends where no exception can be raised any more."""
     Console("quiet", sys.stderr).error(f"error: {error}")
-
-
-def folder_of(summary: dict[str, Any]) -> Path:
-    """The run folder."""
-    return Path(summary["save_dir"])

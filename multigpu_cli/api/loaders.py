@@ -1,4 +1,4 @@
-"""What somebody's DataLoader says: samples with numbers, their order, and settings."""
+"""Reads a user's DataLoader: its dataset, the order of its samples, and the settings that it implies."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,17 +19,17 @@ from torch.utils.data import (
 )
 
 from multigpu_cli.api.settings import MultiGPUConfig
-from multigpu_cli.data.epoch_order import Order
-from multigpu_cli.data.materialized_iterable import IndexedStream
+from multigpu_cli.data.epoch_order import SampleOrder
+from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime.determinism import seed_host
+from multigpu_cli.runtime.seeding import seed_host
 
 SPLITS = ("train", "val", "test")
 
 
 class CollatedDataset(Dataset[Any]):
-    """A dataset with the collate_fn of somebody's loader."""
+    """A dataset together with the collate_fn of its DataLoader."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -42,7 +42,7 @@ class CollatedDataset(Dataset[Any]):
 
 
 class SequentialOrder:
-    """Samples one after the other, in every epoch (shuffle=False)."""
+    """Samples in the order of their indices, in every epoch (shuffle=False)."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -55,10 +55,10 @@ class SequentialOrder:
 
 
 class SamplerOrder:
-    """The order of somebody's sampler: drawn once for each epoch, on rank 0, which tells the others.
+    """The order of a user's sampler: drawn once per epoch on rank 0 and broadcast.
 
-    All generators are seeded from (seed, epoch) before, and `set_epoch` is called where there is one, so that an epoch
-    that is begun again after a resume has the same order.
+    Before, all generators are seeded from (seed, epoch) and `set_epoch` is called if there is one, so that an epoch
+    that is repeated after a resume has the same order.
     """
 
     def __init__(self, sampler: Sampler[int], seed: int) -> None:
@@ -91,21 +91,23 @@ class SamplerOrder:
             self.sampler.set_epoch(epoch)
         order = torch.tensor(list(self.sampler), dtype=torch.int64)
         if len(order) != len(self):
-            raise RequestError(f"sampler: it says it has {len(self)} samples and drew {len(order)}")
+            raise RequestError(f"sampler: its length is {len(self)}, but it drew {len(order)} samples")
         return order
 
 
-def from_loader(loader: DataLoader[Any], config: MultiGPUConfig) -> tuple[Dataset[Any], Order | None, MultiGPUConfig]:
-    """What a loader says: dataset, order of samples (None: shuffled by seed), and settings: batch size, workers.
+def from_loader(
+    loader: DataLoader[Any], config: MultiGPUConfig
+) -> tuple[Dataset[Any], SampleOrder | None, MultiGPUConfig]:
+    """Dataset, order of samples (None: shuffled by seed), and the config with the loader's batch size and workers.
 
     Raises:
-        RequestError: batches that somebody else makes up, or no loader.
+        RequestError: it is no DataLoader, or it does not batch single samples itself.
     """
     dataset = with_collate(loader, config.seed)
     if loader.batch_size is None:
         raise RequestError(
-            "train_loader: a batch_sampler, or none at all, makes up the batches itself; here they are the same on any "
-            "number of GPUs only if they are made from single samples",
+            "train_loader: a batch_sampler, or batch_size=None, is not supported: only batches of single samples are "
+            "the same on any number of GPUs",
             remedy="DataLoader(dataset, batch_size=…, sampler=…)",
         )
     settings = replace(
@@ -118,14 +120,14 @@ def from_loader(loader: DataLoader[Any], config: MultiGPUConfig) -> tuple[Datase
     )
     count = len(dataset)  # type: ignore[arg-type]
     stream = isinstance(loader.dataset, IterableDataset)
-    return dataset, SequentialOrder(count) if stream else _order(loader.sampler, count, config.seed), settings
+    return dataset, SequentialOrder(count) if stream else _find_order(loader.sampler, count, config.seed), settings
 
 
 def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Dataset[Any]:
     """The loader's dataset, with its collate_fn where that is not torch's own.
 
     Raises:
-        RequestError: it is no loader, or its stream does not end.
+        RequestError: it is no DataLoader, or its IterableDataset does not end.
     """
     if not isinstance(loader, DataLoader):
         raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
@@ -134,14 +136,16 @@ def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Da
 
 
 def index_stream(dataset: Any, seed: int, split: str) -> Any:
-    """A stream is read once to its end, so that its samples have numbers (see data.stream); all else stays as it is."""
+    """An IterableDataset is read once, so that its samples have indices; any other dataset is returned as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return IndexedStream(dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split)))
+    return MaterializedIterable(
+        dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split))
+    )
 
 
-def _order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> Order | None:
-    if isinstance(sampler, DistributedSampler):  # sharing out is done here
+def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:
+    if isinstance(sampler, DistributedSampler):  # the engine divides the samples among the ranks
         return None if sampler.shuffle else SequentialOrder(count)
     if isinstance(sampler, SequentialSampler):
         return SequentialOrder(count)

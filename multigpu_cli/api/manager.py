@@ -1,4 +1,4 @@
-"""`MultiGPUTrainingManager`: a training loop of the user's own, by epochs or steps."""
+"""`MultiGPUTrainingManager`: trainer, metrics and fault tolerance for a training loop of the user's own."""
 
 import json
 from collections.abc import Mapping
@@ -31,24 +31,24 @@ class MultiGPUTrainingManager:
     def setup_training(
         self, model: nn.Module, dataset: Dataset[Any], val_dataset: Dataset[Any] | None = None, **more: Any
     ) -> tuple[nn.Module, TrainLoader, Any]:
-        """Freeze the config and build or resume the run; returns model, training loader, validation loader or None.
+        """Freeze the config, and build or resume the run; returns model, training and validation loader.
 
         Args:
             more: criterion, optimizer, scheduler, scheduler_step, test_dataset, as for MultiGPUTrainer.setup.
 
         Raises:
-            RequestError: something does not fit; nothing was written.
+            RequestError: an argument is invalid; nothing was written.
         """
         self.trainer = TRAINERS.get(TrainingMode.named(self.config.training_mode), MultiGPUTrainer)(self.config)
         self.fault_tolerance = FaultToleranceManager(self.trainer)
         return self.trainer.setup(model, dataset, val_dataset, **more)
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
-        """As MultiGPUTrainer.train_epoch; the epoch goes into `metrics`."""
-        found = self.trainer.train_epoch(train_loader, epoch)
+        """As MultiGPUTrainer.train_epoch; also adds an entry to `metrics`."""
+        results = self.trainer.train_epoch(train_loader, epoch)
         if self.trainer.run is not None:
-            self.metrics.record(found["loss"], self.trainer.run.observer.timer)
-        return found
+            self.metrics.record(results["loss"], self.trainer.run.observer.timer)
+        return results
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
         """As MultiGPUTrainer.validate_epoch."""
@@ -59,8 +59,20 @@ class MultiGPUTrainingManager:
         return self.trainer.finish()
 
     def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]]) -> str:
-        """A Markdown table over several results of `train_with_multi_gpu`, or summaries, by name."""
-        return comparison(results)
+        """A Markdown table of measurements: one line for each result of `train_with_multi_gpu`, or summary, by name."""
+        head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
+        rows, base = [], None
+        for name, result in results.items():
+            summary = result.get("summary", result)
+            rate = summary.get("samples_per_second")
+            base = base or rate
+            peaks = summary.get("peak_memory_bytes")
+            peak = max(peaks) / 2**30 if peaks else None
+            loss = result.get("final_loss", summary.get("final", {}).get("train_loss"))
+            numbers = (summary.get("strategy"), summary.get("devices"), rate, summary.get("train_seconds"), loss, peak)
+            rows.append((name, *numbers, rate / base if rate and base else None))
+        lines = [head, ("---",) * len(head), *(tuple(map(_format_cell, row)) for row in rows)]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     _generate_comparison_report = generate_comparison_report
 
@@ -71,24 +83,7 @@ class MultiGPUTrainingManager:
         self.trainer.__exit__(*error)
 
 
-def comparison(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A Markdown table: what was measured, one line for each result; nothing is estimated."""
-    head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
-    rows, base = [], None
-    for name, result in results.items():
-        found = result.get("summary", result)
-        rate = found.get("samples_per_second")
-        base = base or rate
-        peaks = found.get("peak_memory_bytes")
-        peak = max(peaks) / 2**30 if peaks else None
-        loss = result.get("final_loss", found.get("final", {}).get("train_loss"))
-        numbers = (found.get("strategy"), found.get("devices"), rate, found.get("train_seconds"), loss, peak)
-        rows.append((name, *numbers, rate / base if rate and base else None))
-    lines = [head, ("---",) * len(head), *(tuple(map(_cell, row)) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""`MetricsCollector` and `PerformanceMonitor`: measured numbers of a loop of the user's own."""
+"""`MetricsCollector` and `PerformanceMonitor`: measurements of a training loop of the user's own."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ from multigpu_cli.monitor.meters import StepTimer
 
 @dataclass
 class MetricsCollector:
-    """What was measured, one entry for each `record`.
+    """Measurements of a run, updated by each `record`.
 
     Attributes:
-        training_time: seconds of training so far, evaluation and checkpoints left out.
+        training_time: seconds of training so far, without evaluation and checkpoints.
         throughput: samples per second over the whole time, of all GPUs together.
         memory_usage: GiB, the most that torch held on any GPU; 0.0 without one.
         gpu_utilization: per cent, by GPU, as NVML says; {} without it.
@@ -31,7 +31,7 @@ class MetricsCollector:
     loss_history: list[float] = field(default_factory=list)
 
     def record(self, loss: Tensor | float, meters: StepTimer) -> None:
-        """Take the numbers of now; a loss on a device is waited for."""
+        """Record the present values; reading a loss on a device waits for it."""
         self.loss_history.append(float(loss))
         self.training_time, self.throughput = meters.seconds, meters.samples_per_second
         self.memory_usage, self.gpu_utilization = peak_memory_gb(), gpu_utilisation()
@@ -42,7 +42,7 @@ class MetricsCollector:
 
 
 class PerformanceMonitor:
-    """Throughput, memory and loss of somebody's loop, step by step; nothing is simulated."""
+    """Measured throughput, memory and loss of a training loop, step by step."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -57,17 +57,17 @@ class PerformanceMonitor:
         self._began = time.perf_counter()
 
     def record_metrics(self, loss: Tensor | float, batch_size: int, num_gpus: int = 1) -> None:
-        """One step.
+        """Record one step.
 
         Args:
-            loss: (); it is read, which waits for the device.
+            loss: (); reading it waits for the device.
             batch_size: samples on each GPU.
 
         Raises:
             RequestError: before `start_monitoring`.
         """
         if self._began is None:
-            raise RequestError("record_metrics: the clock has not been started", remedy="start_monitoring()")
+            raise RequestError("record_metrics: monitoring has not been started", remedy="start_monitoring()")
         self.losses.append(float(loss))
         self.times.append(time.perf_counter() - self._began)
         self.samples.append(batch_size * num_gpus)
@@ -91,7 +91,7 @@ class PerformanceMonitor:
         }
 
     def plot_metrics(self, path: str | Path = "training_metrics.png") -> Path:
-        """Loss, samples per second and memory over the steps, as a picture (PNG, SVG or PDF by its ending).
+        """Plot loss, samples per second and memory over the steps into a file (PNG, SVG or PDF by its suffix).
 
         Raises:
             RequestError: nothing was recorded.

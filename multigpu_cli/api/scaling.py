@@ -1,4 +1,4 @@
-"""Batch sizes, starting several processes, and what more GPUs would bring."""
+"""Functions of the API about the number of GPUs: batch size, launching a process per GPU, speed-up forecast."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -10,13 +10,13 @@ from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
-from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
 
 
 def optimize_batch_size_for_multi_gpu(
     base_batch_size: int, gpu_count: int, strategy: str | TrainingMode = "auto"
 ) -> dict[str, Any]:
-    """What a batch size per GPU makes of a step, by arithmetic; `batch_size="auto"` measures what fits into memory.
+    """Compute the global batch of a batch size per GPU; to measure what fits into memory, use `batch_size="auto"`.
 
     Returns:
         base_batch_size, batch_per_gpu, effective_batch_size (samples per optimizer step), gpu_count, scaling_factor,
@@ -41,17 +41,17 @@ def optimize_batch_size_for_multi_gpu(
 def launch_distributed_training(
     function: Callable[..., Any], num_gpus: int | None = None, *arguments: Any, max_restarts: int = 0
 ) -> list[Any]:
-    """Call a function in one process per GPU (on CPU: two), as torchrun starts them; what each returned, by rank.
+    """Call a function in one process per GPU (on CPU: two), as torchrun does; returns the results in rank order.
 
     Args:
-        function: at the top of a module; in it, `train_with_multi_gpu` and the others find their rank by themselves, so
-            unlike that of mp.spawn it gets no rank.
+        function: defined at the top of a module. Unlike with mp.spawn it gets no rank: `train_with_multi_gpu` and the
+            others read it from the environment.
         num_gpus: processes; None is one per GPU.
-        arguments: of the function; they are sent to the processes, so no lambdas among them.
+        arguments: of the function; they are pickled, so lambdas are not possible.
 
     Raises:
         RequestError: fewer GPUs than processes.
-        WorkersFailed: some call raised.
+        WorkersFailed: a call raised an exception.
     """
     wanted = DeviceConfig(multi_gpu="ddp", nproc_per_node=num_gpus)
     placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
@@ -72,24 +72,24 @@ def estimate_training_speedup(
     wire: str = "nvlink4",
     price: float | None = None,
 ) -> list[dict[str, Any]]:
-    """A forecast from the measured times of one GPU and a model of the wire (planning.speedup), never a measurement.
+    """Forecast the speed on more GPUs from measured times of one GPU and a model of the link (planning.speedup).
 
     `multigpu plan` measures these times itself. No efficiency is assumed.
 
     Args:
-        parameters: of the model, 4 bytes each on the wire.
+        parameters: number of the model's, 4 bytes each.
         forward_seconds, backward_seconds, data_seconds: of one micro-batch; commit_seconds: of the optimizer's step.
-        batch_size: per GPU; the global batch grows with them.
+        batch_size: per GPU; the global batch grows with the number of GPUs.
         samples: of the whole run.
-        wire: pcie4, nvlink4, ethernet-25, ethernet-100 or infiniband-400.
+        wire: the link between GPUs: pcie4, nvlink4, ethernet-25, ethernet-100 or infiniband-400.
         price: of one GPU's hour.
 
     Returns:
-        a dict for one GPU and for each number of them: workers, global_batch, step (seconds), waiting (seconds),
-        samples_per_second, speedup (over one), efficiency, steps, seconds, cost.
+        one dict for one GPU, and one for each number of `num_gpus`: workers, global_batch, step (seconds), waiting
+        (seconds), samples_per_second, speedup (over one), efficiency, steps, seconds, cost.
 
     Raises:
-        RequestError: no such wire, or fewer than one GPU.
+        RequestError: the wire is unknown, or a number is below 1.
     """
     if wire not in ASSUMED:
         raise RequestError(f"wire {wire!r}: unknown", remedy=did_you_mean(wire, ASSUMED))
@@ -112,7 +112,7 @@ def estimate_training_speedup(
 
 
 def print_training_speedup_estimates(num_gpus: int | Sequence[int] = (1, 2, 4, 8), **measured: Any) -> None:
-    """The same as lines for people; the arguments are those of `estimate_training_speedup`."""
+    """Print the forecast of `estimate_training_speedup` as a table; the arguments are the same."""
     console = Console("normal")
     rows = estimate_training_speedup(num_gpus, **measured)
     console.note(f"{'GPUs':>4}{'samples/s':>14}{'speedup':>9}{'efficiency':>12}{'hours':>10}  (forecast, not measured)")

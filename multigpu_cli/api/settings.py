@@ -1,18 +1,19 @@
-"""`MultiGPUConfig`: the settings of the Python API, and the flags that they stand for."""
+"""`MultiGPUConfig`: the settings of the Python API, and the flags that they correspond to."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Self
 
 from multigpu_cli.config import rules
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import LoaderOptions
 from multigpu_cli.errors import RequestError, combine_errors, did_you_mean
 
-_FOR_EVER = 10**6  # epochs: somebody else's loop says when it is over
+_UNLIMITED = 10**6  # epochs: the user's own loop decides when training ends
 _NEVER = 999_999_999  # optimizer steps
 
 
@@ -59,14 +60,14 @@ class MultiGPUConfig:
         global_batch_size: fixes the samples of an optimizer step on any number of devices.
         gradient_accumulation_steps: micro-batches per optimizer step on each device.
         drop_last: leave out an epoch's last short global batch.
-        num_epochs: passes over the data; None with `setup_training` goes on for as long as it is called, else 10.
-        learning_rate: as given; None scales 1e-3 (AdamW) to the global batch. With an optimizer of your own: its own.
+        num_epochs: passes over the data; None with `setup_training` trains for as long as it is called, else 10.
+        learning_rate: as given; None scales 1e-3 (AdamW) to the global batch. An optimizer of yours has its own rate.
         use_mixed_precision: bf16, or fp16 with loss scaling on GPUs without it; full precision on CPU.
         max_grad_norm: the global batch's gradient is clipped to this norm; None does not clip.
         find_unused_parameters, use_gradient_as_bucket_view, static_graph: as in DistributedDataParallel.
         bucket_cap_mb, reduce_bucket_size: one size, in MiB and in bytes.
-        broadcast_buffers: True only; buffers are kept alike on all ranks in every step.
-        use_fp16_allreduce, fp16_compression: gradients travel in half precision; either word will do.
+        broadcast_buffers: True only; buffers are equal on all ranks in every step.
+        use_fp16_allreduce, fp16_compression: gradients are sent in half precision; both fields mean the same.
         sync_bn: BatchNorm statistics over all GPUs.
         use_gradient_checkpointing: recompute activations in backward.
         num_workers: loader processes per device, or "auto".
@@ -79,7 +80,7 @@ class MultiGPUConfig:
         save_dir: run folder; one that holds a run is continued. None begins a new one under checkpoints/.
         seed, exact: as --seed and --exact.
         screen: silent, quiet, normal or verbose.
-        settings: anything else that the command line has, by key: {"ema": 0.999, "schedule": "linear"}.
+        settings: any other setting of the command line, by key: {"ema": 0.999, "schedule": "linear"}.
     """
 
     training_mode: TrainingMode | str = TrainingMode.AUTO
@@ -123,38 +124,36 @@ class MultiGPUConfig:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """From keywords that somebody else has passed on.
+        """Build from keyword arguments.
 
         Raises:
-            RequestError: there is no such field.
+            RequestError: a field that does not exist.
         """
         names = [entry.name for entry in fields(cls)]
         if unknown := sorted(values.keys() - set(names)):
-            remedy = f"{did_you_mean(unknown[0], names)}; settings={{…}} takes what only the command line has"
+            remedy = f"{did_you_mean(unknown[0], names)}; settings={{…}} takes the other settings of the command line"
             raise RequestError(f"{unknown[0]}: MultiGPUConfig has no such field", remedy=remedy)
         return cls(**values)
 
     def frozen(self) -> Config:
-        """The same as the engine's own settings.
+        """The engine's Config for these settings.
 
         Raises:
-            RequestError: everything that is wrong, by field, together.
+            RequestError: lists every invalid field.
         """
         refused = list(self._find_errors())
         if refused:
             raise combine_errors(refused)
-        values = self._by_key()
+        explicit = {k: value for k, value in self._by_key().items() if value not in (None, SETTINGS[k].default)}
         faults = []
-        for key, value in values.items():
-            if value is None or value == SETTINGS[key].default:
-                continue
+        for key, value in explicit.items():
             try:
                 SETTINGS[key].kind.parse(value)
             except ValueError as error:
                 faults.append(RequestError(f"{_FIELDS.get(key, key)} {error}"))
         if faults:
             raise combine_errors(faults)
-        config = _with(Config(), values)
+        config = replace(replace_settings(Config(), explicit), explicit=frozenset(explicit))
         broken = rules.find_rule_errors(
             config, datasets=(), environments=(), models=(), tasks=(), environ={}, untold=["data"]
         )
@@ -164,12 +163,12 @@ class MultiGPUConfig:
 
     @property
     def loader_options(self) -> LoaderOptions:
-        """How samples come to the device."""
+        """How batches are copied to the device."""
         return LoaderOptions(pin_memory=self.pin_memory, prefetch=self.prefetch_factor)
 
     @property
     def ddp(self) -> dict[str, Any]:
-        """What goes to DistributedDataParallel beside the settings of the command line."""
+        """Arguments of DistributedDataParallel that the command line has no flag for."""
         views = {} if self.use_gradient_as_bucket_view else {"gradient_as_bucket_view": False}
         return views | ({"static_graph": True} if self.static_graph else {})
 
@@ -178,7 +177,7 @@ class MultiGPUConfig:
         half = self.use_fp16_allreduce or self.fp16_compression
         every = self.checkpoint_frequency if tolerant else _NEVER
         bucket = self.bucket_cap_mb or (self.reduce_bucket_size and max(1, self.reduce_bucket_size // 2**20))
-        unsaid: dict[str, Any] = {} if tolerant else {"nonfinite": "stop", "on_oom": "stop"}
+        derived: dict[str, Any] = {} if tolerant else {"nonfinite": "stop", "on_oom": "stop"}
         values = {
             "multi_gpu": TrainingMode.named(self.training_mode).value,
             "gpu_ids": ",".join(map(str, self.device_ids)) if self.device_ids else None,
@@ -186,7 +185,7 @@ class MultiGPUConfig:
             "global_batch_size": self.global_batch_size,
             "grad_accum_steps": self.gradient_accumulation_steps,
             "drop_last": self.drop_last,
-            "epochs": _FOR_EVER if self.num_epochs is None else self.num_epochs,
+            "epochs": _UNLIMITED if self.num_epochs is None else self.num_epochs,
             "lr": self.learning_rate,
             "amp": "auto" if self.use_mixed_precision else "off",
             "max_grad_norm": "off" if self.max_grad_norm is None else self.max_grad_norm,
@@ -205,27 +204,27 @@ class MultiGPUConfig:
             "exact": self.exact,
         }
         if self.num_epochs is None:
-            unsaid |= {"schedule": "constant", "warmup_epochs": 0.0}
-        return values | unsaid | self.settings
+            derived |= {"schedule": "constant", "warmup_epochs": 0.0}
+        return values | derived | self.settings
 
     def _find_errors(self) -> Iterator[RequestError]:
         if not self.broadcast_buffers:
             yield RequestError(
-                "broadcast_buffers=False: buffers are kept alike on all ranks in every step, or results would depend "
-                "on the number of ranks",
+                "broadcast_buffers=False is not supported: with buffers that differ between ranks, results would "
+                "depend on the number of ranks",
                 remedy="leave it out",
             )
         if not self.persistent_workers and self.num_workers not in (0, "auto"):
             yield RequestError(
-                "persistent_workers=False: loader processes are forked once, before training begins; forked amid it "
-                "they may inherit a lock that is never released",
+                "persistent_workers=False is not supported: loader processes are forked once, before training "
+                "begins; a process that is forked later may inherit a lock that is never released",
                 remedy="leave it out, or num_workers=0",
             )
         both = self.bucket_cap_mb, self.reduce_bucket_size
         if None not in both and both[0] != (both[1] or 0) / 2**20:
             yield RequestError(
-                f"bucket_cap_mb={both[0]} together with reduce_bucket_size={both[1]}: they are one size, in MiB and in "
-                "bytes",
+                f"bucket_cap_mb={both[0]} disagrees with reduce_bucket_size={both[1]}: both are the bucket size, in "
+                "MiB and in bytes",
                 remedy="leave one of them out",
             )
         if self.backend not in (None, "nccl", "gloo"):
@@ -235,8 +234,8 @@ class MultiGPUConfig:
         if unknown:
             yield RequestError(f"settings[{unknown[0]!r}]: unknown", remedy=did_you_mean(unknown[0], SETTINGS))
         if taken:
-            instead = _FIELDS.get(taken[0], "the object itself")
-            yield RequestError(f"settings[{taken[0]!r}]: is not given there", remedy=instead)
+            instead = _FIELDS.get(taken[0], "the argument for the object itself")
+            yield RequestError(f"settings[{taken[0]!r}] has a place of its own", remedy=f"use {instead}")
 
 
 _FIELDS = {
@@ -256,7 +255,7 @@ _FIELDS = {
 
 
 def to_python_error(error: RequestError) -> RequestError:
-    """The same with fields in place of flags."""
+    """The error with the fields of MultiGPUConfig in place of flags."""
 
     def field_of(flag: "re.Match[str]") -> str:
         key = flag[1].replace("-", "_")
@@ -266,16 +265,3 @@ def to_python_error(error: RequestError) -> RequestError:
         return re.sub(r"--([a-z][a-z-]*[a-z])", field_of, text)
 
     return type(error)(in_fields(error.problem), remedy=in_fields(error.remedy))
-
-
-def _with(config: Config, values: Mapping[str, Any]) -> Config:
-    """The settings, of which those that differ from the default count as said by the user."""
-    said = set()
-    for key, value in values.items():
-        entry = SETTINGS[key]
-        if value is None or value == entry.default:
-            continue
-        said.add(key)
-        section = replace(getattr(config, entry.section), **{entry.attribute: entry.kind.parse(value)})
-        config = replace(config, **{entry.section: section})
-    return replace(config, explicit=frozenset(said))

@@ -1,4 +1,4 @@
-"""Trainers for a loop of the user's own: epochs or single steps of the engine, one after the other."""
+"""Trainers for a loop of the user's own, which calls the engine epoch by epoch or step by step."""
 
 import atexit
 import sys
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from multigpu_cli import engine
 from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.inputs import UserInputs
-from multigpu_cli.api.launch import console, find_launch_env, print_last_error, resolve_placement
+from multigpu_cli.api.launch import find_launch_env, open_console, print_last_error, resolve_placement
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
 from multigpu_cli.api.training import prepare_run
 from multigpu_cli.data.loader import Batch
@@ -31,12 +31,12 @@ from multigpu_cli.tasks.base import Loss
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step's work for this process: what iterating over the training loader gives.
+    """One optimizer step's micro-batches for this process; the training loader yields these.
 
     Attributes:
         number: counted from 0 over the whole run.
-        batches: this worker's micro-batches on its device; there may be none in an epoch's last step.
-        layout: how the step is divided over all workers.
+        batches: this worker's micro-batches on its device; possibly none in an epoch's last step.
+        layout: how the step is divided among all workers.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Step:
 
 
 class TrainLoader:
-    """The training data as steps; iterating gives what is left of the epoch that the run is in, and of the run."""
+    """The training data as steps; iterating yields the remaining steps of the current epoch."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -71,9 +71,8 @@ class TrainLoader:
 class MultiGPUTrainer(Functions):
     """Trains a model step by step or epoch by epoch on the engine, with its checkpoints, journal and resume.
 
-    Without `setup`, it offers the functions of the API as methods.
-
-    It raises errors rather than logging them, and `auto` never takes DataParallel.
+    The functions of the API are its methods, which need no `setup`. Errors are raised rather than logged, and `auto`
+    never takes DataParallel.
 
     Args:
         config: the settings; it may be changed until `setup`.
@@ -106,44 +105,44 @@ class MultiGPUTrainer(Functions):
             criterion: as for `train_with_multi_gpu`.
 
         Raises:
-            RequestError: something does not fit, more processes are needed than this one (a loop of your own starts
-                none: torchrun does), or the folder holds a completed run; nothing was written.
+            RequestError: an argument is invalid, the run needs more processes (torchrun must start them), or the folder
+                holds a completed run; nothing was written.
         """
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         frozen, user_objects = prepare_run(self.config, inputs)
         launch_env = find_launch_env(self.config)
         placement = resolve_placement(self.config, frozen, launch_env)
-        if placement.launch:
+        if placement.num_processes_to_launch:
             raise RequestError(
-                f"{placement.reason}: a loop of your own runs in each process, so it has to be started in each",
+                f"{placement.reason}: a training loop of your own must be started in every process",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
-        speaker = console(self.config.screen, launch_env)
+        console = open_console(self.config.screen, launch_env)
         opening = engine.prepare(
-            frozen, placement, launch_env, speaker, on_fatal_error=print_last_error, user_objects=user_objects
+            frozen, placement, launch_env, console, on_fatal_error=print_last_error, user_objects=user_objects
         )
         try:
             self.run = self._stack.enter_context(opening)
         except RequestError as error:
             raise to_python_error(error) from error
-        self.run.observer.watchdog.resting = True
+        self.run.observer.watchdog.paused = True
         atexit.register(self.close)
         return user_objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
-        """Train to the end of an epoch; at once done where a resumed run is past it.
+        """Train to the end of an epoch; returns at once if a resumed run is already past it.
 
         Args:
             train_loader: that of `setup`.
-            epoch: counted from 0; the one that the run is in, or an earlier one.
+            epoch: counted from 0; the current one (default), or an earlier one.
 
         Returns:
             loss (mean over the epoch's samples), epoch, step, learning_rate, and val_loss, val_accuracy where there is
             validation data.
 
         Raises:
-            RequestError: an epoch that is not next, or more of them than num_epochs.
-            TrainingError: training failed; the run folder says how far it came.
+            RequestError: epochs are skipped, or num_epochs are done.
+            TrainingError: training failed; the run folder's journal shows the last step.
             SystemExit: a signal stopped it, with a checkpoint saved (code 75).
         """
         run = self._running()
@@ -151,9 +150,9 @@ class MultiGPUTrainer(Functions):
         now = run.progress.step // per_epoch
         wanted = now if epoch is None else epoch
         if wanted > now:
-            raise RequestError(f"epoch {wanted}: the next one is {now}", remedy="epochs one after the other, from 0")
+            raise RequestError(f"epoch {wanted}: the next one is {now}", remedy="train the epochs in order, from 0")
         if wanted == now and run.progress.step >= run.plan.schedule.total_steps:
-            raise RequestError(f"num_epochs={self.config.num_epochs} are over", remedy="a greater num_epochs")
+            raise RequestError(f"num_epochs={self.config.num_epochs} are done", remedy="a greater num_epochs")
         if wanted == now:
             with _working(run):
                 status = engine.fit(run, until=(now + 1) * per_epoch)
@@ -166,17 +165,17 @@ class MultiGPUTrainer(Functions):
         return {"loss": last.get("train_loss", float("nan")), **facts, **validated}
 
     def train_step(self, batch: Step) -> dict[str, Any]:
-        """One optimizer step, with all that belongs to its edge: journal, evaluation, checkpoint.
+        """Do one optimizer step, and after it what is due: journal, evaluation, checkpoint.
 
         Args:
-            batch: the next one of the training loader.
+            batch: the next step from the training loader.
 
         Returns:
             loss: () float64 on the device, the mean over the global batch; grad_norm: (); skipped: (), 1 where the
             gradient was not finite; step: how many are done.
 
         Raises:
-            RequestError: no batch of the loader, or not the next one, or one beyond the end of the run.
+            RequestError: it is not the loader's next step, or the run has ended.
             TrainingError: as for `train_epoch`.
         """
         run = self._running()
@@ -202,9 +201,9 @@ class MultiGPUTrainer(Functions):
         return {"loss": loss, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped, "step": run.progress.step}
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
-        """Loss, and accuracy where there are classes, over the validation data, each sample once on any number of GPUs.
+        """Loss, and accuracy where there are classes, over the validation data, each sample counted once.
 
-        What the end of an epoch has measured is not measured again.
+        Directly after an epoch, its evaluation is returned and not repeated.
 
         Raises:
             RequestError: there is no validation data.
@@ -220,15 +219,15 @@ class MultiGPUTrainer(Functions):
         return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}
 
     def finish(self) -> dict[str, Any]:
-        """Conclude the run: best.pt, last.pt, the test data once, summary.json; returns the summary."""
+        """Finish the run: write best.pt and last.pt, evaluate the test data, and write and return the summary."""
         run = self._running()
         with _working(run):
-            found = finish_run(run, "completed")
+            summary = finish_run(run, "completed")
         self.close()
-        return found
+        return summary
 
     def close(self) -> None:
-        """End what `setup` began, if nobody has; a run that was not finished counts as stopped, and can go on."""
+        """Close what `setup` opened; a run that was not finished counts as stopped, and can be resumed."""
         if self.run is not None:
             self.run = None
             atexit.unregister(self.close)
@@ -250,17 +249,17 @@ class MultiGPUTrainer(Functions):
 
 @contextmanager
 def _working(run: Run) -> Iterator[None]:
-    """Somebody else's loop has called: until we return, a standstill is a hang, and an error ends the run."""
-    run.observer.watchdog.resting = False
+    """Within a call from the user's loop the watchdog is active, and an error ends the run."""
+    run.observer.watchdog.paused = False
     try:
         with record_failure(run):
             yield
     finally:
-        run.observer.watchdog.resting = True
+        run.observer.watchdog.paused = True
 
 
 class DataParallelTrainer(MultiGPUTrainer):
-    """One process drives several GPUs (nn.DataParallel). PyTorch itself advises DDP; with one device it is that one."""
+    """One process drives several GPUs (nn.DataParallel), or the only one. PyTorch recommends DDP instead."""
 
     mode = TrainingMode.DATA_PARALLEL
 

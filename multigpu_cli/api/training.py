@@ -1,4 +1,4 @@
-"""`train_with_multi_gpu` and `evaluate_with_multi_gpu`: a model and a loader in, a run of the engine behind them."""
+"""`train_with_multi_gpu` and `evaluate_with_multi_gpu`: whole runs of the engine on the user's model and loaders."""
 
 import time
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ from multigpu_cli.models.build import adapt_model
 from multigpu_cli.run.build import choose_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
-from multigpu_cli.runtime.world import process_group
+from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.tasks.base import Loss
 
 
@@ -44,23 +44,23 @@ def train_with_multi_gpu(
     scheduler_step: str = "epoch",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a model in place, on every GPU that is there or under torchrun; with `save_dir`, go on where it stopped.
+    """Train a model in place, on all visible GPUs or under torchrun; with `save_dir`, resume where it stopped.
 
-    The loader says dataset, batch size (per device), collate_fn, loader processes, drop_last and shuffling; a sampler
-    of your own is drawn once per epoch on rank 0 for all. All ranks start with rank 0's weights; each must make the
-    same dataset. The model is left with the weights that were best on `val_loader`, else with the last.
+    Dataset, batch size (per device), collate_fn, loader processes, drop_last and shuffling are those of the loader; a
+    custom sampler is drawn once per epoch on rank 0 and broadcast. All ranks start with rank 0's weights; each must
+    make the same dataset. The model ends with the weights that were best on `val_loader`, else with the last.
 
-    `auto` takes DDP, never DataParallel, for any number of GPUs. An epoch's last gradients count also where they do not
-    fill an accumulation. A batch that fails is not skipped: errors are raised. `max_grad_norm` is None unless given.
+    `auto` takes DDP, never DataParallel, for any number of GPUs. An epoch's last step also counts if it has fewer
+    micro-batches. A batch that fails is not skipped: errors are raised. `max_grad_norm` is None unless given.
 
     Args:
-        model: DataParallel or DistributedDataParallel around it is taken off.
+        model: a DataParallel or DistributedDataParallel around it is removed.
         optimizer: over the model's parameters, any of torch's but LBFGS; None is AdamW with a scaled rate.
-        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one for each sample. None is
-            cross-entropy for (n,) classes and (n, t) tokens that follow the inputs', squared error for real numbers.
+        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one per sample. None is
+            cross-entropy for (n,) classes and (n, t) next tokens, squared error for real numbers.
         strategy: auto, none, dp or DataParallel, ddp or DistributedDataParallel.
         gradient_accumulation_steps: micro-batches (of the loader's batch size) per optimizer step.
-        val_loader, test_loader: data to judge each epoch, and the end, by.
+        val_loader, test_loader: data to evaluate after each epoch, and at the end.
         scheduler: of the optimizer, stepped after each `scheduler_step`: "epoch" or "step".
         settings: fields of MultiGPUConfig: save_dir, global_batch_size, seed, exact, screen, …
 
@@ -70,8 +70,8 @@ def train_with_multi_gpu(
         that a signal stopped has success False and status "stopped".
 
     Raises:
-        RequestError: something does not fit; nothing was written.
-        TrainingError: the training failed; the run folder says how far it came.
+        RequestError: an argument is invalid; nothing was written.
+        TrainingError: the training failed; its journal shows the last step.
     """
     config = MultiGPUConfig.of(
         training_mode=TrainingMode.named(strategy),
@@ -93,7 +93,7 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
         "success": summary["status"] == "completed",
         "status": summary["status"],
         "epochs_completed": summary["epochs"],
-        "final_loss": summary["final"].get("epoch_loss", summary["final"]["train_loss"]),  # as it once was called
+        "final_loss": summary["final"].get("epoch_loss", summary["final"]["train_loss"]),  # the former name
         "training_time": summary["train_seconds"],
         "gpu_info": get_gpu_info(),
         "gpu_utilization": gpu_utilisation(),
@@ -104,20 +104,20 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
-    """One whole run of the engine on somebody's objects; returns the summary."""
+    """Run the engine on the user's objects from start to end; returns the summary."""
     frozen, user_objects = prepare_run(config, inputs)
     launch_env = find_launch_env(config)
     placement = resolve_placement(config, frozen, launch_env)
-    if placement.launch:
+    if placement.num_processes_to_launch:
         return run_in_processes(frozen, placement, user_objects, config.screen)
     return run_here(frozen, placement, launch_env, user_objects, config.screen)
 
 
 def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, UserObjects]:
-    """Settings and objects as the engine takes them.
+    """Check settings and objects, and turn them into those of the engine.
 
     Raises:
-        RequestError: something does not fit.
+        RequestError: one of them is invalid.
     """
     try:
         inputs = inputs.check(config.seed)
@@ -135,22 +135,22 @@ def evaluate_with_multi_gpu(
     device_ids: list[int] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Loss and accuracy over exactly the loader's samples; under torchrun they are shared out, each counts once.
+    """Loss and accuracy over the loader's samples, each counted once; under torchrun the ranks divide them.
 
-    In one process it runs on one device: no processes are started for an evaluation. The loss is the mean over samples,
-    not a mean of the batches' means. Errors are raised.
+    Without torchrun it runs on one device: no processes are started for an evaluation. The loss is the mean over
+    samples, not a mean of batch means. Errors are raised.
 
     Args:
         model, criterion, device_ids, settings: as for `train_with_multi_gpu`.
-        test_loader: says dataset, batch size and collate_fn.
-        strategy: as there; DataParallel is not used to evaluate.
+        test_loader: its dataset, batch size and collate_fn are used.
+        strategy: as for `train_with_multi_gpu`; DataParallel is not used to evaluate.
 
     Returns:
-        success, test_loss, accuracy (per cent; None where outputs are no classes), samples, gpu_info, gpu_utilization,
+        success, test_loss, accuracy (per cent; None without classes), samples, gpu_info, gpu_utilization,
         multi_gpu_metrics, evaluation_time (seconds), error (None).
 
     Raises:
-        RequestError: something does not fit.
+        RequestError: an argument is invalid.
     """
     began = time.perf_counter()
     config = MultiGPUConfig.of(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
@@ -159,9 +159,9 @@ def evaluate_with_multi_gpu(
     launch_env = find_launch_env(config)
     placement = resolve_placement(config, frozen, launch_env)
     with ExitStack() as stack:
-        patience = placement.timeout or frozen.fault.hang_timeout
+        timeout = placement.timeout or frozen.fault.hang_timeout
         world = stack.enter_context(
-            process_group(launch_env, placement.devices[0], timeout=patience, backend=placement.backend)
+            process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend)
         )
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)

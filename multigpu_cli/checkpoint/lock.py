@@ -138,5 +138,5 @@ def still_locked_error(folder: Path) -> TrainingError:
         f"a process of an earlier attempt is still at work in {folder}",
         remedy="end it, perhaps on a node that does not answer; torchrun --max-restarts=… tries again",
     )
-    error.consequence = True
+    error.caused_by_peer = True
     return error

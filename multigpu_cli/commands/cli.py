@@ -101,7 +101,7 @@ def doctor(context: typer.Context, **values: Any) -> int:
     config = build_config(reject_idle_flags("doctor", values), context.obj)
     from multigpu_cli.commands.doctor.doctor import print_findings, run_checks, run_job_checks  # torch loads here
     from multigpu_cli.faults.stop import interruptible
-    from multigpu_cli.runtime.world import LaunchEnv
+    from multigpu_cli.runtime.launch_env import LaunchEnv
 
     if launch_env := LaunchEnv.from_environment(context.obj):
         findings, code = run_job_checks(config, context.obj, launch_env)
@@ -179,7 +179,7 @@ def bench(
 
 def _refuse_launcher(command: str, environ: Mapping[str, str]) -> None:
     """Raises RequestError where torchrun has started this process."""
-    from multigpu_cli.runtime.world import LaunchEnv
+    from multigpu_cli.runtime.launch_env import LaunchEnv
 
     if LaunchEnv.from_environment(environ):
         raise RequestError(f"{command} under torchrun", remedy=f"without it: {command} starts its own workers")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.epoch_order import Order
+from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class DataSource:
     test: Dataset[Any] | None
     input_shape: tuple[int, ...]
     num_classes: int
-    outputs: int = 1
+    num_outputs: int = 1
     class_names: tuple[str, ...] = ()
     prepare: Callable[[Tensor], Tensor] = to_float
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
@@ -77,7 +77,7 @@ class DataSource:
     note: str = ""
     transform_signature: str = ""
     new: Dataset[Any] | None = None
-    order: Order | None = None
+    order: SampleOrder | None = None
     loader_options: LoaderOptions = LoaderOptions()
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     fixed_batch_sizes: tuple[int, int] | None = None
@@ -86,14 +86,14 @@ class DataSource:
     task: str = "classification"
 
     @property
-    def samples(self) -> int:
+    def num_train_samples(self) -> int:
         """How many samples an epoch of training has."""
         return len(self.train if self.order is None else self.order)  # type: ignore[arg-type]
 
     def signature(self) -> str:
         """A mark of what the training part has taught: classes, tokens, scales. Weights mean nothing without these."""
         scale = repr(self.prepare) if is_dataclass(self.prepare) else ""
-        tokens = self.vocabulary.mark() if self.vocabulary else ""
+        tokens = self.vocabulary.serialize() if self.vocabulary else ""
         numbers = f"{self.num_classes} {scale} {self.target_scale}"
         rough = re.sub(
             r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers

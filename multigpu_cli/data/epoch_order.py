@@ -15,7 +15,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(seed, epoch)))
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """An order of samples of the user's own; how many samples an epoch has, and which come at each position."""
 
     def __len__(self) -> int: ...

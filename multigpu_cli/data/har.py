@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.channels import fit_standardised, model_input_shape
+from multigpu_cli.data.channel_normalize import fit_standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataset_files import DatasetFiles
 from multigpu_cli.data.keyed_random import KeyedRandom
+from multigpu_cli.data.locate_dataset_files import DatasetFiles
 from multigpu_cli.data.split import split_by_group
 
 SIGNALS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -65,12 +65,12 @@ def load(
         num_classes=len(names),
         class_names=names,
         prepare=fit_standardised(signals[train], mode),
-        augment=partial(_worn_differently, rotation=rotation, scaling=scaling) if rotation or scaling else None,
+        augment=partial(_rotate_and_scale, rotation=rotation, scaling=scaling) if rotation or scaling else None,
         model="har-convnet",
     )
 
 
-def _worn_differently(signals: Tensor, draws: KeyedRandom, rotation: float, scaling: float) -> Tensor:
+def _rotate_and_scale(signals: Tensor, draws: KeyedRandom, rotation: float, scaling: float) -> Tensor:
     """As if the phone sat a little askew: the three sensors' axes turned alike (n, 9, T), all signals scaled alike."""
     angles = (2 * draws.uniform(_ROTATION, 3) - 1) * (rotation * pi / 180)
     factor = 1 + (2 * draws.uniform(_SCALE) - 1) * scaling

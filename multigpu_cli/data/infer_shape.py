@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from multigpu_cli.data.collate import Collate, count_declared_classes, get_sample, get_tokens, to_pair, unwrap_dataset
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.materialized_iterable import IndexedStream
-from multigpu_cli.data.sample import Collate, count_declared_classes, get_sample, to_pair, unwrap_dataset
+from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.errors import RequestError
 
 _MOST_SCANNED = 100_000
@@ -25,10 +25,10 @@ def infer_source(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[An
         val=val,
         test=test,
         input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
-        num_classes=_vocabulary([part.tensors for part in held_in_memory], 2) or _classes(train),
-        outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
+        num_classes=_infer_vocabulary_size([part.tensors for part in held_in_memory], 2) or _classes(train),
+        num_outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
         note="a stream that was read once, with its randomness: "
-        if isinstance(unwrap_dataset(train), IndexedStream)
+        if isinstance(unwrap_dataset(train), MaterializedIterable)
         else "",
     )
 
@@ -49,10 +49,10 @@ def _classes(dataset: Dataset[Any]) -> int:
     pairs = [to_pair(get_sample(dataset, index), f"sample {index}") for index in range(count)]
     if all(isinstance(label, Tensor) and label.ndim == 0 and float(label).is_integer() for _, label in pairs):
         return max(int(label) for _, label in pairs) + 1
-    return _vocabulary([(_tokens(inputs), label) for inputs, label in pairs], 1)
+    return _infer_vocabulary_size([(get_tokens(inputs), label) for inputs, label in pairs], 1)
 
 
-def _vocabulary(pairs: Sequence[Sequence[Any]], axes: int) -> int:
+def _infer_vocabulary_size(pairs: Sequence[Sequence[Any]], axes: int) -> int:
     """How many tokens there are, where samples are tokens and those that follow them; else 0.
 
     Args:
@@ -64,7 +64,3 @@ def _vocabulary(pairs: Sequence[Sequence[Any]], axes: int) -> int:
         if pair[0].shape != pair[1].shape or pair[0].ndim < axes:
             return 0
     return max((int(each.max()) + 1 for pair in pairs for each in pair), default=0)
-
-
-def _tokens(inputs: Any) -> Any:
-    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs

@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.torch_dataloader import ItemFetcher
+    from multigpu_cli.data.map_style_fetcher import ItemFetcher
 
 _SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
 
@@ -34,11 +34,11 @@ class Batch:
 
     inputs: Any
     targets: Any
-    indices: Tensor
-    index: int
+    sample_indices: Tensor
+    micro_batch_index: int
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.sample_indices)
 
 
 StepWork = tuple[StepLayout, Iterator[Batch]]
@@ -75,12 +75,12 @@ class Loader:
         if isinstance(split, TensorDataset):
             self._fetch = _InMemoryFetcher(split, device, config.on_device, source.loader_options)
         else:
-            from multigpu_cli.data.torch_dataloader import (
+            from multigpu_cli.data.map_style_fetcher import (
                 ItemFetcher,  # late: what lies in memory needs no loader processes
             )
 
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.loader_options)
-        self.where = self._fetch.where
+        self.data_location = self._fetch.data_location
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
@@ -90,11 +90,11 @@ class Loader:
         """The step after this one, counted over the run."""
         return step + 1
 
-    def steps_after(self, step: int, plan: BatchPlan) -> int:
+    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
         """Optimizer steps taken up to this place in the schedule: none is left out."""
         return step
 
-    def samples_after(self, step: int, plan: BatchPlan) -> int:
+    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
         """Samples trained in so many steps."""
         return plan.samples_after(step)
 
@@ -131,7 +131,7 @@ class Loader:
         for index, fetched in zip(mine, self._fetch.stream(chunks, EVAL_EPOCH), strict=True):
             yield self._finish_batch(fetched, index, 0, train=False)
 
-    def samples(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
+    def iter_training_batches(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Any samples in any order, as an epoch's training meets them.
 
         Args:
@@ -163,7 +163,7 @@ class _InMemoryFetcher:
             on_device = wanted == "on" or (wanted == "auto" and size <= _SHARE_OF_GPU * free)
         home = device if on_device else torch.device("cpu")
         self.inputs, self.targets = (tensor.to(home) for tensor in tensors)
-        self.where = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
+        self.data_location = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
 
     def close(self) -> None:
         """Nothing is open."""

@@ -7,13 +7,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime.determinism import seed_everything
+from multigpu_cli.runtime.seeding import seed_everything
 
 MOST = 100_000  # samples that are read from a stream
 _STREAM = 0x57E4  # keeps what a stream draws apart from other random streams
 
 
-class IndexedStream(Dataset[Any]):
+class MaterializedIterable(Dataset[Any]):
     """A stream (IterableDataset), read once to its end, so that its samples have numbers.
 
     Order, resume and exactness then hold as for any dataset. What can't be promised: randomness inside of the stream is

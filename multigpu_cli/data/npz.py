@@ -48,7 +48,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
         new=_unknown(_path(data_dir, new), whole) if new else None,
         input_shape=tuple(inputs.shape[1:]),
         num_classes=classes,
-        outputs=int(targets.shape[1:].numel()),
+        num_outputs=int(targets.shape[1:].numel()),
         model="gpt" if task == "language-model" else "mlp",
         task=task,
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.sample import TARGETS, Collate, get_sample, unwrap_dataset
+from multigpu_cli.data.collate import TARGETS, Collate, get_sample, unwrap_dataset
 
 
 class UnlabeledDataset(Dataset[Any]):

@@ -19,8 +19,8 @@ class Vocabulary(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def mark(self) -> str:
-        """All of it as text, for `restore_vocabulary`."""
+    def serialize(self) -> str:
+        """All of it as text, for `deserialize_vocabulary`."""
         ...
 
 
@@ -51,7 +51,7 @@ class Characters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(self.symbols[token]) for token in tokens)
 
-    def mark(self) -> str:
+    def serialize(self) -> str:
         return "characters:" + "".join(map(chr, self.symbols.tolist()))
 
 
@@ -66,7 +66,7 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
-    def mark(self) -> str:
+    def serialize(self) -> str:
         return "bytes:"
 
 
@@ -93,11 +93,11 @@ class Numbers:
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
 
-    def mark(self) -> str:
+    def serialize(self) -> str:
         return f"numbers:{self.size}"
 
 
-def restore_vocabulary(mark: str) -> Vocabulary:
+def deserialize_vocabulary(mark: str) -> Vocabulary:
     """The vocabulary that has given this mark."""
     kind, _, text = mark.partition(":")
     if kind == "characters":

@@ -1,4 +1,4 @@
-"""The launcher's store as the watchdog asks it: a host that is cut off gets no answer, and must not wait for one."""
+"""A client of the launcher's store whose calls time out, also on a host that has lost its network."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
-_LONGEST = 5.0  # seconds for an answer
+_TIMEOUT = 5.0  # seconds for an answer
 
 
 class DeadlineStore:
-    """A store whose every verb ends in time.
+    """A store whose calls return or raise within a few seconds.
 
-    torch's `check` waits for as long as the connection seems open: a quarter of an hour, if nobody answers at all.
-    So each question has a thread of its own; while one is open for too long, no other is asked.
+    torch's `check` waits for as long as the connection seems open, which is up to 15 minutes without a network.
+    So each call runs in a thread of its own; while one is overdue, no other is started.
 
     Raises:
-        RuntimeError: the store has gone, or does not answer; as torch's own stores do.
+        RuntimeError: the store is gone or does not answer, as torch's own stores do.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -46,13 +46,13 @@ class DeadlineStore:
         def ask() -> None:
             try:
                 answer.set_result(question())
-            except BaseException as error:  # it is raised where the answer is waited for
+            except BaseException as error:  # raised again where the answer is read
                 answer.set_exception(error)
 
         asking = Thread(target=ask, name="question", daemon=True)
         asking.start()
         try:
-            return answer.result(_LONGEST)
+            return answer.result(_TIMEOUT)
         except TimeoutError as error:
             self._asking = asking
             raise RuntimeError("the store does not answer") from error

@@ -1,13 +1,14 @@
-"""What an error of somebody else's means: whether it only follows from another rank's end, and the way out."""
+"""Interprets errors of torch, libraries and user code: whether a lost peer caused it, and the remedy."""
 
-import os
 import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-_LOST = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
-_OF_THE_GROUP = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+from multigpu_cli.faults.stack_lines import is_library_file
+
+_LOST_CONNECTION = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
+_GROUP_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 _REMEDIES = (
     (
@@ -25,21 +26,21 @@ _REMEDIES = (
 )
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Whether a rank failed only because another one had gone: its message would hide the one that matters."""
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a rank failed only because another rank had ended; the other rank's error is the one to show."""
     names = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()
-    return bool(names & _OF_THE_GROUP) or any(word in text for word in _LOST)
+    return bool(names & _GROUP_ERRORS) or any(word in text for word in _LOST_CONNECTION)
 
 
 def remedy_for(error: BaseException) -> str:
-    """The way out of a known failure, or ''."""
+    """The remedy for a known failure, or ""."""
     text = f"{type(error).__name__}: {error}".lower()
     return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, text, re.DOTALL)), "")
 
 
 def describe_unexpected_error(error: Exception) -> str:
-    """Type, message, way out, and the lines of code that matter: the user's own, or else ours."""
+    """Type, message and remedy, with the last lines of the user's code in the traceback, or else of ours."""
     here = str(Path(__file__).resolve().parents[2])
     frames = traceback.extract_tb(error.__traceback__)
     ours = [
@@ -47,7 +48,7 @@ def describe_unexpected_error(error: Exception) -> str:
         for frame in frames
         if frame.filename.startswith((f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu"))
     ]
-    theirs = [frame for frame in frames if frame not in ours and not _is_installed(frame.filename)]
+    theirs = [frame for frame in frames if frame not in ours and not is_library_file(frame.filename)]
     shown = theirs[-3:] or ours[-2:]
     kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
     message = str(error).strip().splitlines()[:5]
@@ -55,15 +56,11 @@ def describe_unexpected_error(error: Exception) -> str:
     lines += [f"  {line}" for line in message[1:]]
     lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
     lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
-    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the whole traceback'}"])
-
-
-def _is_installed(file: str) -> bool:
-    return "site-packages" in file or file.startswith((str(Path(os.__file__).parent), "<frozen"))
+    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the traceback'}"])
 
 
 def find_unused_parameters(error: BaseException, trained: Sequence[str]) -> list[str]:
-    """The parameters that DDP's complaint lists by index only.
+    """The names of the unused parameters, which DDP's error lists by index.
 
     Args:
         trained: names of the parameters that take a gradient, in order.

@@ -1,4 +1,4 @@
-"""Replicas that are no longer alike: compared by a checksum before each checkpoint, so that none is written of them."""
+"""Compares the replicas of all ranks by checksums before each checkpoint, so that none is written if they differ."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ _WORD = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def check_replicas(model: nn.Module, world: World, step: int, optimizer: Optimizer | None = None) -> None:
-    """Compare all ranks by one number a tensor; costs one pass over what is compared, and one small collective.
+    """Compare all ranks by one checksum per tensor; costs one pass over the state, and one small collective.
 
     Args:
-        model: weights and buffers, as its checkpoint has them.
-        optimizer: what it keeps for each parameter: only later, and maybe late, would it show in the weights.
+        model: its weights and buffers are compared.
+        optimizer: its state per parameter, which affects the weights only later.
 
     Raises:
-        TrainingError: they differ; names the ranks and the first parameters. The same on every rank.
+        TrainingError: they differ; names the ranks and the first tensors. Every rank raises the same.
     """
     if world.size == 1:
         return
     sums = {name: _checksum([value], world) for name, value in model.state_dict().items()}
     if optimizer:
-        sums |= _of_optimizer(optimizer, model, world)
+        sums |= _checksum_optimizer(optimizer, model, world)
     everyone = torch.stack(all_gather(world, torch.stack(list(sums.values())))).cpu()
     rows = [tuple(row.tolist()) for row in everyone]
     usual, _ = Counter(rows).most_common(1)[0]
@@ -38,15 +38,15 @@ def check_replicas(model: nn.Module, world: World, step: int, optimizer: Optimiz
     names = [name for name, column in zip(sums, everyone.T, strict=True) if len(column.unique()) > 1]
     ranks = f"rank {', '.join(map(str, odd))}" + ("" if world.size > 2 else f" or {rows.index(usual)}")
     raise TrainingError(
-        f"the replicas have drifted apart by step {step}: {ranks} differs in {', '.join(names[:3])}"
+        f"the replicas differ at step {step}: {ranks} differs in {', '.join(names[:3])}"
         + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-        remedy="neither model nor optimizer may use the rank, or random numbers of its own, to change its state; "
-        "the last checkpoint is from before",
+        remedy="model and optimizer must not change their state by the rank, or by random numbers of their own; "
+        "the last checkpoint is older than the difference",
     )
 
 
-def _of_optimizer(optimizer: Optimizer, model: nn.Module, world: World) -> dict[str, Tensor]:
-    """One number for each parameter, also where there is nothing: all ranks have equally many."""
+def _checksum_optimizer(optimizer: Optimizer, model: nn.Module, world: World) -> dict[str, Tensor]:
+    """One checksum per parameter, also where it has no state: all ranks have the same number."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
@@ -58,7 +58,7 @@ def _of_optimizer(optimizer: Optimizer, model: nn.Module, world: World) -> dict[
 
 
 def _checksum(values: Iterable[object], world: World) -> Tensor:
-    """() int64, on the rank's device: the sum of the bits of all tensors, read as integers."""
+    """() int64 on the rank's device: the sum of all tensors' bits, read as integers."""
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     for value in values:
         if isinstance(value, Tensor) and value.numel():

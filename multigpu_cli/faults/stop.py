@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal is noted, and all ranks leave at the same step, or none does."""
+"""Stops a run after a signal: all ranks agree to leave at the same step."""
 
 import signal
 import threading
@@ -12,13 +12,13 @@ from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.world import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_INTERVAL = 0.5  # seconds between two rounds of agreement
+_INTERVAL = 0.5  # seconds between two votes
 _MOST_STEPS = 1000
-_ECHO = 1.0  # seconds; Ctrl-C reaches a worker from the terminal and once more from its agent
+_ECHO = 1.0  # seconds; Ctrl-C reaches a worker twice: from the terminal, and from its agent
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGINT and SIGUSR1 while the context lasts; a second SIGINT stops at once."""
+    """Records SIGTERM, SIGINT and SIGUSR1 within the context; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -27,14 +27,14 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._record) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._since = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > _ECHO:
@@ -53,10 +53,10 @@ def interruptible() -> Iterator[None]:
 
 
 class StopConsensus:
-    """Lets ranks agree, every half second or so, on wishes that each may have at another moment.
+    """Lets the ranks agree, about every half second, on requests that each may have at another moment.
 
-    The steps at which they meet are counted, not timed: all ranks take the same interval, the shortest that anyone
-    proposes, so that nobody waits alone in a collective. In a world of one every step is a meeting.
+    The interval is counted in steps: all ranks take the shortest one that a rank proposes, so that they enter the
+    collective at the same step. In a world of one every step is a vote.
     """
 
     def __init__(self, world: World) -> None:
@@ -65,19 +65,19 @@ class StopConsensus:
         self._last_step: int | None = None  # a resumed run begins at any step
         self._last_time = time.monotonic()
 
-    def vote(self, step: int, wishes: Iterable[bool]) -> list[bool]:
-        """Which wishes somebody has; all False between meetings."""
-        wanted = list(wishes)
+    def vote(self, step: int, requests: Iterable[bool]) -> list[bool]:
+        """Which requests at least one rank has; all False between votes."""
+        own = list(requests)
         if self._world.size == 1:
-            return wanted
+            return own
         if step < self._next:
-            return [False] * len(wanted)
-        *granted, closest = all_reduce_max(self._world, [*map(float, wanted), -float(self._proposal(step))])
+            return [False] * len(own)
+        *combined, closest = all_reduce_max(self._world, [*map(float, own), -float(self._propose_interval(step))])
         self._next = step + int(-closest)
-        return [wish > 0 for wish in granted]
+        return [request > 0 for request in combined]
 
-    def _proposal(self, step: int) -> int:
-        """Steps that fit into the interval, from the pace since the last meeting."""
+    def _propose_interval(self, step: int) -> int:
+        """Steps that fit into the interval, by the speed since the last vote."""
         now = time.monotonic()
         steps = 1 if self._last_step is None else step - self._last_step
         pace = (now - self._last_time) / steps

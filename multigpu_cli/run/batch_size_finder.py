@@ -20,9 +20,9 @@ from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run.build import TrainComponents, first_batch
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.spec import with_measured_batch, with_micro_batch
-from multigpu_cli.runtime.collectives import run_on_all_ranks
-from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.out_of_memory import free_memory
+from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 from multigpu_cli.tasks.base import Task
 
 if TYPE_CHECKING:

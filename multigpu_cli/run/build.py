@@ -18,22 +18,22 @@ from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import quote_value
-from multigpu_cli.data.batch_stream import BatchStream
+from multigpu_cli.data.batch_stream_protocol import BatchStream
+from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.sample import describe_shapes
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model, build_model, prepare_model, use_channels_last
 from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.runtime import plugins
-from multigpu_cli.runtime.collectives import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime import factories
 from multigpu_cli.runtime.compile import CompiledModel
-from multigpu_cli.runtime.determinism import seed_weights
-from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
@@ -80,7 +80,9 @@ class TrainComponents:
 
     def __post_init__(self) -> None:
         if self.compiled:
-            self.compiled.size = lambda: self.plan.batches.micro_batch  # whoever trains may halve it on the way
+            self.compiled.full_batch_size = lambda: (
+                self.plan.batches.micro_batch
+            )  # whoever trains may halve it on the way
 
     @cached_property
     def trainable_parameters(self) -> list[Tensor]:
@@ -160,7 +162,7 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
     """The network as its seed makes it, the dataset's own where the user named none."""
     offered = {
         "input_shape": source.input_shape,
-        "num_classes": source.num_classes or source.outputs,
+        "num_classes": source.num_classes or source.num_outputs,
         "task": config.task.name or source.task,
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
@@ -202,7 +204,7 @@ def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[str],
     source, config = spec.source, spec.config
     line = traceback.extract_tb(error.__traceback__)[-1]
     said = (str(error).splitlines() or [""])[0]
-    classes = source.num_classes or source.outputs
+    classes = source.num_classes or source.num_outputs
     args = "".join(f", {name}={quote_value(value)}" for name, value in config.model.args.items())
     built = f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}"
     lines = [
@@ -244,8 +246,8 @@ def choose_task(config: Config, source: DataSource, live: "UserObjects | None") 
 def build_task(config: Config, source: DataSource) -> Task:
     """The task that the user named, else the dataset's own."""
     name = config.task.name or source.task
-    factory = plugins.find_factory(name, TASKS, flag="--task")
-    task = plugins.call_factory(factory, {"source": source, "config": config.task}, config.task.args, where="task")
+    factory = factories.find_factory(name, TASKS, flag="--task")
+    task = factories.call_factory(factory, {"source": source, "config": config.task}, config.task.args, where="task")
     if not isinstance(task, Task):
         raise RequestError(f"--task {name}: not a subclass of multigpu_cli.tasks.base.Task")
     return task

@@ -18,7 +18,8 @@ from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkp
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.collectives import all_gather
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path
 
 
@@ -105,8 +106,8 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
         "device": run.plan.device,
         "precision": run.plan.precision,
         "epochs": progress.step // batches.steps_per_epoch,
-        "steps": run.loaders.train.steps_after(progress.step, batches),
-        "samples": run.loaders.train.samples_after(progress.step, batches),
+        "steps": run.loaders.train.optimizer_steps_done_at(progress.step, batches),
+        "samples": run.loaders.train.samples_seen_at(progress.step, batches),
         "global_batch_size": batches.global_batch,
         "train_seconds": seconds,
         "startup_seconds": progress.startup_seconds,

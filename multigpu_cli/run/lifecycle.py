@@ -17,10 +17,10 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError, pluralize
-from multigpu_cli.faults.rank_failures import read_previous_cause
-from multigpu_cli.faults.skipped_steps import NonfiniteGuard
+from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
+from multigpu_cli.faults.rank_status import read_previous_cause
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
-from multigpu_cli.faults.watchdog import LONG, Watchdog
+from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import StepTimer
@@ -37,12 +37,15 @@ from multigpu_cli.run.run_state import Run, RunControl, RunLog
 from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.runtime.collectives import disable_collective_timeout, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.determinism import enable_determinism, enable_fast_kernels
-from multigpu_cli.runtime.placement import Placement, describe_unlike_gpus, gpu_models
+from multigpu_cli.runtime.collectives import disable_collective_timeout
+from multigpu_cli.runtime.device_placement import Placement, describe_unlike_gpus, gpu_models
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.rank_output import log_path
 from multigpu_cli.runtime.restart_records import record_run
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels
+from multigpu_cli.runtime.world import World
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
@@ -80,7 +83,7 @@ def resolve_request(
         RequestError: it can't be carried out; nothing was written.
     """
     began = time.perf_counter()
-    patience = placement.timeout or max(LONG, config.fault.hang_timeout)
+    patience = placement.timeout or max(STARTUP_TIMEOUT, config.fault.hang_timeout)
     with (
         process_group(launch_env, placement.devices[0], timeout=patience, backend=placement.backend) as world,
         StopRequest() as stop,
@@ -131,12 +134,12 @@ def record_failure(run: Run) -> Iterator[None]:
         if run.world.restarts_left <= 0:  # nobody starts it again: this summary is the one that --json prints
             run.log.console.print_json(summary)
 
-    run.observer.watchdog.on_end = failed
+    run.observer.watchdog.before_fatal_exit = failed
     try:
         yield
     except BaseException as error:
         name_unused_parameters(run, error)
-        reason = run.observer.watchdog.root_cause(error)
+        reason = run.observer.watchdog.publish_and_find_root_cause(error)
         failed(reason)
         raise reason from (None if reason is error else error)
 
@@ -227,7 +230,7 @@ def start_run(run: Run, faults: list[str]) -> None:
         hosts=list(dict.fromkeys(run.world.hosts)),
         devices=[str(device) for device in run.spec.placement.devices],
         gpus=list(models.values()),
-        data=run.loaders.train.where,
+        data=run.loaders.train.data_location,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         resumed_from=start.checkpoint,
         **compiler_fields(run),
@@ -280,7 +283,7 @@ def _detail_rows(run: Run) -> list[tuple[str, str]]:
     rows = [
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
         ("model", f"{spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
-        ("samples", f"{samples}; {run.loaders.train.where}; evaluated in batches of {run.eval_batch}"),
+        ("samples", f"{samples}; {run.loaders.train.data_location}; evaluated in batches of {run.eval_batch}"),
         ("optimizer", f"{type(run.state.optimizer).__name__}, {pluralize(len(run.trainable_parameters), 'tensor')}"),
         ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
     ]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.run.build import TrainComponents, first_batch
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.runtime.module_state import preserve_buffers
+from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCos
     with preserve_buffers(model), _FlopCounter() as counter, saved_tensors_hooks(pack, _unchanged):
         forward_backward(components, batch, 1.0, last=False, observer=counter)
     model.zero_grad(set_to_none=True)
-    return MicroBatchCost(len(batch.indices), counter.get_total_flops(), sum(activations.values()))
+    return MicroBatchCost(len(batch.sample_indices), counter.get_total_flops(), sum(activations.values()))
 
 
 class _FlopCounter(FlopCounterMode):

@@ -21,7 +21,7 @@ def check_same_data(world: World, source: DataSource, mark: DataFingerprint, nam
     """
     exact, sums = mark
     lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
-    whole = torch.tensor([*exact, source.samples, *lengths], dtype=torch.int64, device=world.device)
+    whole = torch.tensor([*exact, source.num_train_samples, *lengths], dtype=torch.int64, device=world.device)
     rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
     marks = [list(map(int, each.tolist())) for each in all_gather(world, whole)]
     numbers = [each.tolist() for each in all_gather(world, rough)]

@@ -26,13 +26,8 @@ from multigpu_cli.checkpoint.run_folder import (
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError, pluralize
-from multigpu_cli.runtime.collectives import (
-    all_gather,
-    all_gather_object,
-    broadcast_object,
-    run_on_all_ranks,
-    run_on_main_rank,
-)
+from multigpu_cli.runtime.collectives import all_gather, all_gather_object, broadcast_object
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
 from multigpu_cli.runtime.world import World
 
@@ -179,6 +174,6 @@ def log_recovery(run: "Run") -> None:
     last, run.control.previous_attempt = run.control.previous_attempt, None
     if last is not None:
         lost = max(0, (last.step or 0) - (run.progress.step - 1))
-        seconds = max(0.0, time.time() - last.moved)
+        seconds = max(0.0, time.time() - last.last_progress_time)
         run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
         run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} done again")

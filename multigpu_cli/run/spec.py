@@ -21,10 +21,10 @@ from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, re
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.resume_point import agree_on_start
 from multigpu_cli.run.validate_request import check_data, check_device, describe_machine, raise_all
-from multigpu_cli.runtime.collectives import run_on_all_ranks
-from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.placement import Placement, count_cores
+from multigpu_cli.runtime.device_placement import Placement, count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory, open_data
 
@@ -87,8 +87,8 @@ class RunSpec:
         """What weights are labelled with: the settings, and what of the data they mean nothing without."""
         source = self.source
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
-        sizes = {"num_classes": source.num_classes, "outputs": source.outputs}
-        tokens = {"vocabulary": source.vocabulary.mark()} if source.vocabulary else {}
+        sizes = {"num_classes": source.num_classes, "outputs": source.num_outputs}
+        tokens = {"vocabulary": source.vocabulary.serialize()} if source.vocabulary else {}
         return flatten_settings(self.user_config) | {
             "learned": source.signature(),
             "built_for": network | sizes | tokens,
@@ -204,11 +204,13 @@ def _make_plan(
     source: DataSource,
     user_objects: "UserObjects | None",
 ) -> Plan:
-    workers = {"single": 1, "dp": len(placement.devices), "ddp": max(world.size, placement.launch)}[placement.strategy]
+    workers = {"single": 1, "dp": len(placement.devices), "ddp": max(world.size, placement.num_processes_to_launch)}[
+        placement.strategy
+    ]
     size, whole = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
     epochs = source.epochs or config.length.epochs
     batches = plan_batches(
-        samples=source.samples,
+        samples=source.num_train_samples,
         micro_batch=_PROVISIONAL if size == "auto" else int(size),
         workers=workers,
         accumulation=config.batch.grad_accum_steps,
@@ -217,7 +219,7 @@ def _make_plan(
     )
     rate = _resolve_rate(config, batches, user_objects, pinned=start.manifest is not None)
     number = agree_on_precision(config.precision.amp, world, placement.devices)
-    here = len(placement.devices) if placement.launch else world.local_size
+    here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
     name, task = config.model.name or source.model, config.task.name or source.task
     given, exactly = user_config.rate.lr is not None, " with --exact" if config.reproducibility.exact else ""
     return Plan(
@@ -239,13 +241,14 @@ def _make_plan(
         base_batch_size=config.rate.base_batch_size,
         precision=number.name,
         precision_reason="as the run was started with" if start.manifest else number.reason,
-        description=f"{name} on {config.data.name} ({source.note}{source.samples:,} training samples), {task}",
+        description=f"{name} on {config.data.name} "
+        f"({source.note}{source.num_train_samples:,} training samples), {task}",
         resume_reason=start.reason,
         unused_flags=_list_unused_flags(config, placement, user_objects),
         save_dir=start.folder,
         epochs=epochs,
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
-        threads=share_threads(here, count_cores(), exact=config.reproducibility.exact),
+        threads=set_threads_per_rank(here, count_cores(), exact=config.reproducibility.exact),
         compiled=_describe_compile(config, placement),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.faults.skipped_steps import NonfiniteGuard
+from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
@@ -39,12 +39,12 @@ class StepObserver:
             self.phase("fetching data")
             with self.timer.measure_wait("data_wait"):
                 batch = next(work)
-            self._indices.append(batch.indices)
+            self._indices.append(batch.sample_indices)
             yield batch, left == 0
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Tell the watchdog where this rank stands."""
-        self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.indices)
+        self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.sample_indices)
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` holds the sum of this worker's micro-batches so far."""

@@ -32,7 +32,7 @@ def log_step(run: "Run", outcome: StepResult) -> None:
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": run.epoch,
-        "samples": run.loaders.train.samples_after(progress.step, batches),
+        "samples": run.loaders.train.samples_seen_at(progress.step, batches),
         "loss": run.observer.loss.last,
         "mean_loss": run.observer.loss.mean_since_line(),
         "lr": float(run.state.optimizer.param_groups[0]["lr"]),

@@ -11,7 +11,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments

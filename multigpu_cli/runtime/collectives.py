@@ -1,22 +1,16 @@
 """What the processes of a run say to each other; in a world of one, every verb is free."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way once a group is there; torchtitan's too
 
-from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
-from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.world import World
-
-Result = TypeVar("Result")
-
-_KINDS = (TrainingError, RequestError, OutOfMemory)  # of errors that are raised on all ranks
 
 
 def all_reduce_sum(world: World, value: Tensor) -> Tensor:
@@ -86,42 +80,3 @@ def all_gather_object(world: World, value: Any) -> list[Any]:
     parts = zip(all_gather(world, padded), sizes, strict=True)
     found = (part[:size].cpu().numpy().tobytes() for part, size in parts)
     return [torch.load(io.BytesIO(content), weights_only=True, map_location="cpu") for content in found]
-
-
-def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
-    """Do something that may fail on any rank; if it does anywhere, the first such rank's error is raised everywhere.
-
-    Without this, the ranks that succeeded would wait in the next collective for the one that left. `work` itself must
-    not communicate.
-
-    Raises:
-        OutOfMemory: the device's memory did not suffice.
-    """
-    error: TrainingError | None = None
-    result: Result | None = None
-    try:
-        result = work()
-    except TrainingError as caught:
-        error = caught
-    except RuntimeError as caught:  # and with it goes what its traceback holds in that memory
-        if not is_out_of_memory(caught):
-            raise
-        said = (str(caught).splitlines() or [""])[0]
-        error = OutOfMemory(f"rank {world.rank} ran out of memory: {said}", remedy="a smaller --batch-size")
-    guilty = world.size - int(all_reduce_max(world, [float(world.size - world.rank) if error else 0.0])[0])
-    if guilty == world.size:
-        return result  # type: ignore[return-value]
-    if world.size == 1 and error:
-        raise error
-    kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
-    own = [error.problem, error.remedy, kind, error.consequence] if error else None
-    told = broadcast_object(world, own, source=guilty)
-    everywhere = _KINDS[told[2]](told[0], remedy=told[1])
-    everywhere.shared, everywhere.consequence = True, told[3]
-    raise everywhere from error
-
-
-def run_on_main_rank(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
-    """Let rank 0 (or another) alone do something and tell the others its result: plain values, or its error."""
-    answer = run_on_all_ranks(world, lambda: work() if world.rank == by else None)
-    return broadcast_object(world, answer, source=by)  # type: ignore[no-any-return]

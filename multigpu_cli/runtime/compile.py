@@ -26,14 +26,14 @@ class CompiledModel(nn.Module):
     def __init__(self, model: nn.Module, mode: str | None, backend: str = "inductor") -> None:
         super().__init__()
         self.model = model
-        self.size: Callable[[], int] = lambda: 0
+        self.full_batch_size: Callable[[], int] = lambda: 0
         self.seconds: float | None = None
         self._fast = (torch.compile(model, mode=mode, backend=backend, dynamic=False),)  # no second name for the same
         self._in_graphs = mode == "reduce-overhead"
         self._first_given: list[Tensor] = []  # parameters that had no gradient before the last such pass
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if _length(inputs or tuple(named.values())) != self.size():
+        if _length(inputs or tuple(named.values())) != self.full_batch_size():
             return self.model(*inputs, **named)
         if self._in_graphs:
             self._keep_gradients()

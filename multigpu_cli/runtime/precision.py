@@ -83,7 +83,7 @@ class Precision:
         # What `loss.backward` comes down to; to compare two shapes on the way there it would import sympy.
         _engine_run_backward((loss,), (self._factor,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def step_optimizer(
+    def clip_and_step(
         self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
     ) -> tuple[Tensor, Tensor]:
         """Unscale, measure and clip the reduced gradient, and step; (), (): gradient norm, and 1 where it was skipped.

@@ -30,7 +30,7 @@ class FinalVerdict(NamedTuple):
         """From what JSON leaves of one."""
         return cls(code, message, tuple(nodes))
 
-    def holds(self, nodes: Iterable[str]) -> bool:
+    def applies_to(self, nodes: Iterable[str]) -> bool:
         """Whether it binds these nodes: after a node has come or gone, another attempt is worth it."""
         return not self.nodes or set(self.nodes) == set(nodes)
 
@@ -55,7 +55,7 @@ class PreviousAttempt(NamedTuple):
 
     cause: str
     step: int | None
-    moved: float
+    last_progress_time: float
 
 
 class AttemptRecord(NamedTuple):
@@ -115,7 +115,7 @@ def find_binding_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
     found = read_last_verdict(environ)
     alone = environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE")
     here = [node_name(environ)] if alone else []
-    return found if found and found.holds(here) else None
+    return found if found and found.applies_to(here) else None
 
 
 def read_last_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:

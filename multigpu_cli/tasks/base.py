@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.batch_stream import BatchStream
+from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_sum, run_on_all_ranks
-from multigpu_cli.runtime.determinism import seed_micro_batch
-from multigpu_cli.runtime.module_state import eval_mode
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve_module_state import eval_mode
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
 
 Loss = Callable[[Any, Any], Tensor]
@@ -208,12 +209,12 @@ class Task(ABC):
         units = torch.zeros((), dtype=torch.int64, device=world.device)
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for batch in loader.eval_batches(batch_size, world.rank, world.size):
-            seed_micro_batch(seed, EVAL_EPOCH, batch.index, world.device)
+            seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
             with precision.autocast():
                 measured = self.measure(model, batch)
-            slots[0, batch.index] = measured.loss_sum
+            slots[0, batch.micro_batch_index] = measured.loss_sum
             if measured.sums is not None:
-                slots[1:, batch.index] = measured.sums
+                slots[1:, batch.micro_batch_index] = measured.sums
             units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
         return slots, counts, units

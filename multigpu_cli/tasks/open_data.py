@@ -5,11 +5,11 @@ from typing import Any
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime import factories
 
 
 def uses_environments(config: Config) -> bool:
@@ -24,7 +24,7 @@ def open_data(config: Config) -> DataSource:
         RequestError: there is none, or it is not what it should be.
     """
     if not uses_environments(config):
-        return open_source(config.data, config.reproducibility.seed)
+        return load_data_source(config.data, config.reproducibility.seed)
     from multigpu_cli.tasks.ppo.env_source import open_environments  # late: nothing of PPO for those who have a dataset
 
     return open_environments(config)
@@ -46,7 +46,7 @@ def check_has_samples(config: Config, what: str) -> None:
 def find_data_factory(config: Config) -> Callable[..., Any]:
     """The factory that --data names."""
     if not uses_environments(config):
-        return plugins.find_factory(config.data.name, DATASETS, flag="--data")
+        return factories.find_factory(config.data.name, DATASETS, flag="--data")
     from multigpu_cli.tasks.ppo.env_source import find_group_factory
 
     return find_group_factory(config)[0]

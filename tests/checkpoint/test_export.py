@@ -14,7 +14,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.registry import MODELS
-from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime import factories
 from tests.support.malicious_files import poison, poisoned
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
@@ -168,8 +168,8 @@ def test_a_network_that_cannot_be_exported_says_what_can(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["mlp", "convnet", "resnet18", "har-convnet"])
 def test_the_networks_for_samples_with_classes_can_be_exported(name: str, tmp_path: Path) -> None:
     shape = {"har-convnet": (3, 32), "mlp": (12,)}.get(name, (3, 16, 16))
-    factory = plugins.find_factory(name, MODELS, flag="--model")
-    model = plugins.call_factory(
+    factory = factories.find_factory(name, MODELS, flag="--model")
+    model = factories.call_factory(
         factory, {"input_shape": shape, "num_classes": 4, "mode": "flatten"}, {}, where="model"
     )
     assert export_network(model.eval(), torch.randn(4, *shape), tmp_path / "net.pt2") < 1e-5

@@ -32,7 +32,7 @@ def train(live: TrainState, steps: int) -> None:
         inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(live.progress.step))
         live.model(inputs).square().mean().backward()
         set_rate(live.optimizer, 0.05)
-        live.precision.step_optimizer(live.optimizer, list(live.model.parameters()), 1.0)
+        live.precision.clip_and_step(live.optimizer, list(live.model.parameters()), 1.0)
         if live.average:
             live.average.update_parameters(live.model)
         live.progress.step += 1
@@ -63,7 +63,7 @@ def test_the_loss_scale_goes_on_where_it_was() -> None:
     for bad in (True, True, False):
         loss = live.model(torch.ones(8, 3)).square().mean()
         live.precision.backward(loss * torch.inf if bad else loss)
-        _, skipped = live.precision.step_optimizer(live.optimizer, list(live.model.parameters()), 1.0)
+        _, skipped = live.precision.clip_and_step(live.optimizer, list(live.model.parameters()), 1.0)
         assert bool(skipped) == bad
     scale = live.precision.state_dict()
     assert scale["scale"] == resumed.precision.state_dict()["scale"] / 4

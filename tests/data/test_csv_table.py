@@ -8,7 +8,7 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 
@@ -32,7 +32,7 @@ def list_given_flags(folder: Path, count: int = 200, name: str = "table.csv", se
 
 
 def opened(folder: Path | None, **args: Any) -> DataSource:
-    return open_source(DataConfig(name="csv", dir=str(folder) if folder else None, args=args), 42)
+    return load_data_source(DataConfig(name="csv", dir=str(folder) if folder else None, args=args), 42)
 
 
 def tensors(split: Any) -> tuple[torch.Tensor, torch.Tensor]:

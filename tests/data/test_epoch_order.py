@@ -53,7 +53,7 @@ def trained_by(attempts: list[tuple[int, int]], epochs: int, loader: Loader, siz
             epoch, first = divmod(len(steps), plan.steps_per_epoch)
             ranks = [[work for _, work in loader.epoch(plan, epoch, first, rank, 1)] for rank in range(workers)]
             rows = list(zip(*ranks, strict=True))[: end - len(steps)]
-            steps += [[i for work in row for batch in work for i in batch.indices.tolist()] for row in rows]
+            steps += [[i for work in row for batch in work for i in batch.sample_indices.tolist()] for row in rows]
     return steps
 
 

@@ -84,10 +84,10 @@ def test_modes_and_statistics_of_the_training_part_alone(folder, mode, shape):
 
 
 def test_augmentation_turns_all_three_sensors_alike_and_keeps_lengths():
-    from multigpu_cli.data.har import _worn_differently
+    from multigpu_cli.data.har import _rotate_and_scale
 
     signals = torch.randn(40, 9, 16, generator=torch.Generator().manual_seed(0))
-    turned = _worn_differently(signals, KeyedRandom(1, 0, torch.arange(40)), rotation=30.0, scaling=0.0)
+    turned = _rotate_and_scale(signals, KeyedRandom(1, 0, torch.arange(40)), rotation=30.0, scaling=0.0)
     before, after = (batch.view(40, 3, 3, 16).movedim(1, 2).reshape(40, 3, 48) for batch in (signals, turned))
     torch.testing.assert_close(after.norm(dim=1), before.norm(dim=1))
     rotations = torch.linalg.lstsq(before.mT, after.mT).solution.mT  # one matrix explains all three sensors

@@ -6,8 +6,8 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.open_source import open_source
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 
@@ -21,7 +21,7 @@ def filled(folder: Path, count: int = 10) -> Path:
         (folder / name / "deeper").mkdir(parents=True)
         for at in range(count):
             place = folder / name / ("deeper" if at % 3 == 0 else "")
-            image = Image.new("RGB", (20 + 3 * at, 40 - 2 * at), colour)
+            image = Image.predict("RGB", (20 + 3 * at, 40 - 2 * at), colour)
             image.putpixel((0, 0), (at, at, at))
             image.save(place / (f"{at}.JPG" if at % 2 else f"{at}.png"), quality=95)
     (folder / "notes.txt").write_text("no image")
@@ -30,7 +30,7 @@ def filled(folder: Path, count: int = 10) -> Path:
 
 def opened(folder: Path | None, **args: Any) -> DataSource:
     place = None if folder is None else str(folder)
-    return open_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
+    return load_data_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
 
 
 def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> N
 
     def seen(split: Any, epoch: int, processes: int = 0) -> torch.Tensor:
         loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
-        batch = next(loader.samples([torch.arange(8)], epoch)).inputs
+        batch = next(loader.iter_training_batches([torch.arange(8)], epoch)).inputs
         loader.close()
         return batch
 

@@ -67,7 +67,7 @@ def epoch(
 
 
 def indices(steps: list[list[Batch]]) -> list[list[list[int]]]:
-    return [[batch.indices.tolist() for batch in work] for work in steps]
+    return [[batch.sample_indices.tolist() for batch in work] for work in steps]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_an_epoch_follows_the_order_and_the_plan(kind: Any) -> None:
     ]
     steps = epoch(loader(kind()))
     assert indices(steps) == expected
-    assert [[batch.index for batch in work] for work in steps] == [[0, 1, 2]] * 3 + [[0]]
+    assert [[batch.micro_batch_index for batch in work] for work in steps] == [[0, 1, 2]] * 3 + [[0]]
     assert sorted(order.tolist()) == list(range(37))
 
 
@@ -97,9 +97,9 @@ def test_inputs_and_targets_belong_to_their_indices(kind: Any) -> None:
     for work in epoch(loader(kind())):
         for batch in work:
             inputs = batch.inputs["x"] if isinstance(batch.inputs, dict) else batch.inputs.flatten()
-            assert inputs.tolist() == batch.indices.tolist()
-            assert batch.targets.tolist() == [index % 3 for index in batch.indices.tolist()]
-            assert len(batch) == len(batch.indices)
+            assert inputs.tolist() == batch.sample_indices.tolist()
+            assert batch.targets.tolist() == [index % 3 for index in batch.sample_indices.tolist()]
+            assert len(batch) == len(batch.sample_indices)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 13])
@@ -117,7 +117,7 @@ def drawn(steps: list[list[Batch]]) -> dict[int, list[float]]:
         int(index): draws.tolist()
         for work in steps
         for batch in work
-        for index, draws in zip(batch.indices, batch.inputs["draws"], strict=True)
+        for index, draws in zip(batch.sample_indices, batch.inputs["draws"], strict=True)
     }
 
 
@@ -186,8 +186,8 @@ def test_lanes_join_neighbouring_micro_batches() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 5, 20])
 def test_held_out_samples_are_served_once_in_order(kind: Any, workers: int) -> None:
     batches = [batch for rank in range(workers) for batch in loader(kind()).eval_batches(4, rank, workers)]
-    assert [index for batch in batches for index in batch.indices.tolist()] == list(range(37))
-    assert [batch.index for batch in batches] == list(range(10))
+    assert [index for batch in batches for index in batch.sample_indices.tolist()] == list(range(37))
+    assert [batch.micro_batch_index for batch in batches] == list(range(10))
     assert {len(batch) for batch in batches[:-1]} == {4}
 
 
@@ -207,17 +207,17 @@ def test_augmentation_belongs_to_the_sample_and_is_for_training_only() -> None:
     noise: dict[int, float] = {}
     for work in epoch(served):
         for batch in work:
-            added = batch.inputs.flatten() / 10 - batch.indices
-            noise |= dict(zip(batch.indices.tolist(), added.tolist(), strict=True))
+            added = batch.inputs.flatten() / 10 - batch.sample_indices
+            noise |= dict(zip(batch.sample_indices.tolist(), added.tolist(), strict=True))
     assert all(-1e-5 <= value < 1.0001 for value in noise.values())
     assert len(set(noise.values())) == 37
     for rank in range(3):
         for work in epoch(served, replace(PLAN, workers=3), rank=rank):
             for batch in work:
-                added = batch.inputs.flatten() / 10 - batch.indices
-                assert added.tolist() == [noise[index] for index in batch.indices.tolist()]
+                added = batch.inputs.flatten() / 10 - batch.sample_indices
+                assert added.tolist() == [noise[index] for index in batch.sample_indices.tolist()]
     for batch in served.eval_batches(4, 0, 1):
-        assert batch.inputs.flatten().tolist() == [10.0 * index for index in batch.indices.tolist()]
+        assert batch.inputs.flatten().tolist() == [10.0 * index for index in batch.sample_indices.tolist()]
 
 
 def test_bytes_become_numbers_from_0_to_1_where_nothing_else_is_asked_for() -> None:
@@ -319,14 +319,16 @@ def test_auto_leaves_a_core_for_each_trainer(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     split = Slow()
     served = Loader(split, source(split), DataConfig(), device=CPU, seed=1, workers_here=workers)
-    assert served.where.startswith(f"fetched by {expected} loader process" if expected else "fetched in this process")
-    assert ("µs a sample, measured" in served.where) == (expected > 0)
+    assert served.data_location.startswith(
+        f"fetched by {expected} loader process" if expected else "fetched in this process"
+    )
+    assert ("µs a sample, measured" in served.data_location) == (expected > 0)
     served.close()
 
 
 def test_auto_fetches_what_comes_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert Loader(Quick(), source(Quick()), DataConfig(), device=CPU, seed=1).where.startswith(
+    assert Loader(Quick(), source(Quick()), DataConfig(), device=CPU, seed=1).data_location.startswith(
         "fetched in this process: "
     )
 
@@ -338,7 +340,7 @@ def test_a_dataset_may_hand_out_whole_batches(processes: int, closing: list[Load
     closing.append(served)
     batches = [batch for work in epoch(served) for batch in work]
     for batch in batches:
-        assert batch.inputs[:, 0].tolist() == batch.targets.tolist() == batch.indices.tolist()
+        assert batch.inputs[:, 0].tolist() == batch.targets.tolist() == batch.sample_indices.tolist()
         assert len(set(batch.inputs[:, 1].tolist())) == 1
     assert len({float(batch.inputs[0, 1]) for batch in batches}) == len(batches)
     again = [batch for _, work in loader(Whole()).epoch(PLAN, 0, 1, 0, 1) for batch in work]

@@ -7,7 +7,7 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 
@@ -16,7 +16,7 @@ CLASSES = np.arange(50) % 3
 
 
 def opened(folder: Path | None, **args: Any) -> DataSource:
-    return open_source(DataConfig(name="npz", dir=str(folder) if folder else None, args=args), 42)
+    return load_data_source(DataConfig(name="npz", dir=str(folder) if folder else None, args=args), 42)
 
 
 def sizes(source: DataSource) -> list[int]:
@@ -64,7 +64,7 @@ def test_the_targets_say_what_is_learned(
 ) -> None:
     np.savez(tmp_path / "data.npz", X=inputs, y=targets)
     source = opened(tmp_path)
-    assert (source.task, source.num_classes, source.outputs) == (task, classes, outputs)
+    assert (source.task, source.num_classes, source.num_outputs) == (task, classes, outputs)
     flags = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "save_dir": str(tmp_path / "run")}
     sets = ["model.args.width=8"]
     assert run_training(1, **flags, sets=sets, epochs=1, num_workers=0).summary["status"] == "completed"

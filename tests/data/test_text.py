@@ -9,8 +9,8 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.open_source import open_source
 from multigpu_cli.data.text import IGNORED, Windows
 from multigpu_cli.errors import RequestError
 
@@ -24,13 +24,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path | None, **args: Any) -> DataSource:
-    return open_source(DataConfig(name="text", dir=str(folder) if folder else None, args={"block": 16} | args), 42)
+    return load_data_source(DataConfig(name="text", dir=str(folder) if folder else None, args={"block": 16} | args), 42)
 
 
 def loaded(split: Any, source: DataSource, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:
     """Inputs of some windows as training meets them."""
     loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
-    rows = [row for batch in loader.samples([torch.tensor(samples)], epoch) for row in batch.inputs.tolist()]
+    rows = [
+        row for batch in loader.iter_training_batches([torch.tensor(samples)], epoch) for row in batch.inputs.tolist()
+    ]
     loader.close()
     return rows
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.sample import Collate
+from multigpu_cli.data.collate import Collate
 from multigpu_cli.data.unlabeled import wrap_unlabeled
 
 

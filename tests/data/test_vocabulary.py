@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from multigpu_cli.data.vocabulary import Bytes, Numbers, build_characters, restore_vocabulary
+from multigpu_cli.data.vocabulary import Bytes, Numbers, build_characters, deserialize_vocabulary
 from multigpu_cli.errors import RequestError
 
 TEXT = "To be, or not to be:\n‘that’ is the 問題 😀"
@@ -39,5 +39,5 @@ def test_numbers_there_and_back() -> None:
 
 def test_a_mark_holds_all_of_a_vocabulary() -> None:
     for known in (build_characters(TEXT + "1:2")[0], Bytes(), Numbers(70_000)):
-        again = restore_vocabulary(known.mark())
-        assert (type(again), again.size, again.mark()) == (type(known), known.size, known.mark())
+        again = deserialize_vocabulary(known.serialize())
+        assert (type(again), again.size, again.serialize()) == (type(known), known.size, known.serialize())

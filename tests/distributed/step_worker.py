@@ -25,8 +25,10 @@ from multigpu_cli.run.lifecycle import assemble_run
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_reduce_sum
-from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
 
 
@@ -78,7 +80,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
 
 
 def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
-    commit = run.state.precision.step_optimizer
+    commit = run.state.precision.clip_and_step
 
     def watched(optimizer: Any, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
@@ -88,7 +90,7 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
             }
         return commit(optimizer, parameters, max_norm)
 
-    run.state.precision.step_optimizer = watched  # type: ignore[method-assign]
+    run.state.precision.clip_and_step = watched  # type: ignore[method-assign]
 
 
 def main(out: Path) -> None:

@@ -275,8 +275,8 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     assert (summary["status"], summary["steps"]) == ("completed", 30)
     assert len(events(tmp_path / "run", "start")) == 2
     [restart] = [fault for fault in events(tmp_path / "run", "fault") if fault["kind"] == "restart"]
-    assert "rank 1 ended without a word after step" in restart["action"]
-    assert "rank 1 ended without a word" in ended.stderr
+    assert "rank 1 ended without an error message after step" in restart["action"]
+    assert "rank 1 ended without an error message" in ended.stderr
     assert "it said last (run/logs/rank_1.log):\n  rank 1 does it\n" in ended.stderr
 
 

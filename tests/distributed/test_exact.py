@@ -29,7 +29,7 @@ from multigpu_cli.commands.verify import compare_runs
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.engine import fit
 from multigpu_cli.engine import run as engine_run
 from multigpu_cli.errors import RequestError
@@ -40,9 +40,10 @@ from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
 from multigpu_cli.run.lifecycle import assemble_run, start_run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.determinism import enable_determinism
-from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.torch_settings import enable_determinism
+from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
 
@@ -152,7 +153,7 @@ def several(cells: list[Cell], folder: Path, sources: dict[str, DataSource]) -> 
 
 def sources(cells: list[Cell]) -> dict[str, DataSource]:
     configs = {cell.data: resolve({"data": cell.data} | cell.more, [], None) for cell in cells}
-    return {name: open_source(config.data, config.reproducibility.seed) for name, config in configs.items()}
+    return {name: load_data_source(config.data, config.reproducibility.seed) for name, config in configs.items()}
 
 
 def assert_equal_bits(cells: list[Cell], folder: Path, workers: tuple[int, ...]) -> None:
@@ -304,12 +305,12 @@ def assert_same_run(disturbed: Path, undisturbed: Path) -> None:
 def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     cell = Cell("mlp", steps=1).settings(folder)
-    trained(ALONE, cell, shortened(open_source(Config().data, 42), 30))
+    trained(ALONE, cell, shortened(load_data_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
     for module in ("spec", "validate_request"):
         monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
-        trained(ALONE, cell | {"max_steps": 2}, shortened(open_source(Config().data, 42), 30))
+        trained(ALONE, cell | {"max_steps": 2}, shortened(load_data_source(Config().data, 42), 30))
 
 
 @pytest.mark.parametrize("chain", [(2, 1), (4, 2, 1), pytest.param((3, 8, 5), marks=pytest.mark.slow)], ids=str)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.faults.diagnose import find_unused_parameters, is_consequence, remedy_for
+from multigpu_cli.faults.diagnose import find_unused_parameters, is_peer_failure, remedy_for
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typically caused by a remote worker"
 
@@ -18,12 +18,12 @@ GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typic
     ],
 )
 def test_who_only_lost_the_others_is_no_cause(error: Exception) -> None:
-    assert is_consequence(error)
+    assert is_peer_failure(error)
 
 
 @pytest.mark.parametrize("error", [ValueError("peer review"), RuntimeError("out of memory"), OSError("disk full")])
 def test_everything_else_is_one(error: Exception) -> None:
-    assert not is_consequence(error)
+    assert not is_peer_failure(error)
 
 
 @pytest.mark.parametrize(

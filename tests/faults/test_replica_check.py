@@ -99,13 +99,13 @@ def test_so_does_what_the_optimizer_keeps() -> None:
     for alike, missing, again, other in run_on_each_rank(3, said):
         assert (alike, again) == ("", "")
         assert "rank 2 differs in the optimizer's state of 0.weight, the optimizer's state of 2.weight" in missing
-        assert other.endswith("by step 7: rank 1 differs in the optimizer's state of 2.weight")
+        assert other.endswith("at step 7: rank 1 differs in the optimizer's state of 2.weight")
 
 
 @pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])
 def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, how: str, where: str) -> None:
     flags = {"model": "tests.support.failing_model:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
     ended = run_training(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
-    assert "the replicas have drifted apart by step 4: rank" in ended.error
+    assert "the replicas differ at step 4: rank" in ended.error
     assert f" differs in {where}" in ended.error
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

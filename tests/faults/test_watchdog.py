@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults import deadline_store
-from multigpu_cli.faults.rank_failures import RankExit, RankExits
+from multigpu_cli.faults.rank_status import RankExit, RankExits
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.runtime.world import World
 from tests.support.fork import exit_code
@@ -62,7 +62,7 @@ def test_where_the_run_folder_takes_no_word_the_run_is_ended_all_the_same(
     os.mkfifo(tmp_path / "logs" / "stacks_0_rank_0.txt")
     code, words = watched(tmp_path, [0.01, 5.0])
     assert code == 1
-    assert words.startswith(f"the run can't go on, and {tmp_path / 'logs'} takes no word of why")
+    assert words.startswith(f"the run can't continue, and no report could be written to {tmp_path / 'logs'}")
 
 
 def test_a_slow_run_that_moves_is_left_alone(tmp_path: Path) -> None:
@@ -139,7 +139,9 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
             watch.set_position(0, "reduction")
             time.sleep(20)
 
-    RankExits(world(1)).publish(RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", consequence=False))
+    RankExits(world(1)).publish(
+        RankExit(1, "forward, 1 steps done", "ValueError: bad", "its stack", caused_by_peer=False)
+    )
     began = time.monotonic()
     assert exit_code(waits) == 1
     assert time.monotonic() - began < 10
@@ -156,7 +158,7 @@ class Unplugged(dist.Store):
 
 
 def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline_store, "_LONGEST", 0.2)
+    monkeypatch.setattr(deadline_store, "_TIMEOUT", 0.2)
     words = tmp_path / "words"
 
     def waits() -> None:
@@ -177,7 +179,7 @@ def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
     with Watchdog(ALONE, 9, lambda error: None) as watch:
         watch.start(begins_at, folder)
         watch.set_position(4, "forward", torch.tensor([3, 1]))
-        assert watch.root_cause(error) is watch.root_cause(error) is error
+        assert watch.publish_and_find_root_cause(error) is watch.publish_and_find_root_cause(error) is error
         raise error
 
 
@@ -205,7 +207,7 @@ def test_the_rank_that_failed_first_is_named_by_the_others(tmp_path: Path) -> No
     assert "failing_model.py" in ended.error
     assert "rank 1 failed" in summary(run)["error"]
     report = (run / "logs" / "crash_0.txt").read_text()
-    assert report.index("rank 0 (only lost the others)") < report.index("--- rank 1: forward, 3 steps done")
+    assert report.index("rank 0 (only lost its peers)") < report.index("--- rank 1: forward, 3 steps done")
 
 
 def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(

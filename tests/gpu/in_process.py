@@ -9,8 +9,8 @@ import torch
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.launch_env import LaunchEnv
 
 GPU = torch.device("cuda", 0)
 ONE = Placement("single", (GPU,), 0, "one GPU")

@@ -11,7 +11,7 @@ from multigpu_cli.api.launch import resolve_placement
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from tests.gpu.simulated.gpus import alone
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import GIB, Gpu, Machine
@@ -52,7 +52,7 @@ def test_a_rank_takes_the_device_that_the_caller_names_for_it() -> None:
 
     devices, refused = alone(work)
     assert devices == [torch.device("cuda", 1), torch.device("cuda", 0)]
-    assert re.search(r"device_ids \[0, 7\]: there is no GPU 7 \(2 are visible\)", refused[0])
+    assert re.search(r"device_ids 0,7: there is no GPU 7 \(visible: 0,1\)", refused[0])
     assert re.search(r"device_ids \[1\]: 2 processes here need as many GPUs", refused[1])
 
 

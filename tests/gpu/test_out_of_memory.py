@@ -71,7 +71,7 @@ def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
         _before(run.observer.nonfinite, "record", lambda *_: (fail(run), torch.empty(8, device=run.world.device)))
     else:
         _before(
-            run.state.precision, {"backward": "backward", "optimizer": "step_optimizer"}[place], lambda *_: fail(run)
+            run.state.precision, {"backward": "backward", "optimizer": "clip_and_step"}[place], lambda *_: fail(run)
         )
 
 

@@ -13,7 +13,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.run.build import TrainComponents, _compile_model, build_components
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 
 CPU = torch.device("cpu")

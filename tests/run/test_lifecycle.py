@@ -19,7 +19,7 @@ from multigpu_cli.run.batch_size_finder import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.run_state import Run
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 
 
@@ -80,9 +80,9 @@ def test_micro_batches_that_memory_has_halved_run_compiled_too(tmp_path: Path, m
     monkeypatch.setattr(shutil, "which", lambda name: name)
     with prepared(tmp_path, compile="default") as run:
         assert run.compiled is not None
-        assert run.compiled.size() == 10
+        assert run.compiled.full_batch_size() == 10
         halve_micro_batch(run)
-        assert run.compiled.size() == 5
+        assert run.compiled.full_batch_size() == 5
 
 
 def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(

@@ -53,7 +53,9 @@ def test_after_a_stop_nothing_is_done_again_and_the_gap_is_journalled(tmp_path: 
 def test_steps_that_are_done_again_are_counted_once() -> None:
     written: list[dict[str, Any]] = []
     run: Any = SimpleNamespace(
-        control=SimpleNamespace(previous_attempt=PreviousAttempt("rank 2 ended without a word", 12, time.time() - 8)),
+        control=SimpleNamespace(
+            previous_attempt=PreviousAttempt("rank 2 ended without an error message", 12, time.time() - 8)
+        ),
         progress=SimpleNamespace(step=11),
         log=SimpleNamespace(
             journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),

@@ -168,7 +168,7 @@ def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request
         world = replace(world, local_rank=0, local_size=1, attempt=int(again))
         with pytest.raises(TrainingError) as raised:
             agree_on_start(resolve({"save_dir": str(tmp_path)}, [], None), world)
-        return [raised.value.exit_code, raised.value.consequence]
+        return [raised.value.exit_code, raised.value.caused_by_peer]
 
     with lock_folder(tmp_path):
         assert run_on_each_rank(2, work) == [[1, True] if again else [2, False]] * 2

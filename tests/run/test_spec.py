@@ -12,7 +12,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.spec import RunSpec, resolve_spec
 from multigpu_cli.run.validate_request import check_data
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors

@@ -31,10 +31,13 @@ def layout(passes: int) -> StepLayout:
 def test_each_part_is_told_what_it_asks_for() -> None:
     seen, outcome = observer(), StepResult(3, {}, torch.ones(()), torch.zeros(()))
     work = batches(3)
-    assert [(batch.index, last) for batch, last in seen.fetch(layout(2), iter(work))] == [(0, False), (1, True)]
+    assert [(batch.micro_batch_index, last) for batch, last in seen.fetch(layout(2), iter(work))] == [
+        (0, False),
+        (1, True),
+    ]
     assert seen.watchdog.set_position.call_args_list == [((7, "fetching data", None),)] * 2
     seen.phase("forward", work[1])
-    assert seen.watchdog.set_position.call_args.args == (7, "forward", work[1].indices)
+    assert seen.watchdog.set_position.call_args.args == (7, "forward", work[1].sample_indices)
     seen.noise.is_due.return_value = False
     seen.backward_done([])
     assert seen.noise.is_due.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"
@@ -42,7 +45,7 @@ def test_each_part_is_told_what_it_asks_for() -> None:
     seen.step_done(outcome, 6)
     assert seen.nonfinite.record.call_args.args == (7, outcome.skipped)
     assert seen.loss.add.call_args.args == (7, 3, {}, 6)
-    assert seen.trace.write.call_args.args == (8, [work[0].indices, work[1].indices])
+    assert seen.trace.write.call_args.args == (8, [work[0].sample_indices, work[1].sample_indices])
 
 
 def test_a_worker_without_work_is_observed_too() -> None:

@@ -28,7 +28,7 @@ def graphs() -> int:
 def test_full_micro_batches_are_compiled_once_and_short_ones_never() -> None:
     network = nn.Linear(3, 2)
     compiled = CompiledModel(network, None, backend="eager")
-    compiled.size = lambda: 4
+    compiled.full_batch_size = lambda: 4
     for length in (4, 4, 3, 4, 1, 4):
         inputs = torch.randn(length, 3)
         torch.testing.assert_close(compiled(inputs), network(inputs))
@@ -40,7 +40,7 @@ def test_another_full_size_is_compiled_for_itself() -> None:
     """As after running out of memory: micro-batches of half the size."""
     compiled = CompiledModel(nn.Linear(3, 2), None, backend="eager")
     size = 4
-    compiled.size = lambda: size
+    compiled.full_batch_size = lambda: size
     compiled(torch.randn(4, 3))
     size = 2
     compiled(torch.randn(2, 3))
@@ -57,7 +57,7 @@ def test_samples_may_come_by_name_or_in_a_mapping() -> None:
         CompiledModel(nn.Linear(3, 2), None, backend="eager"),
         CompiledModel(Mapped(), None, backend="eager"),
     )
-    by_name.size = mapped.size = lambda: 4
+    by_name.full_batch_size = mapped.full_batch_size = lambda: 4
     by_name(input=torch.randn(4, 3))
     mapped({"a": torch.ones(4), "b": torch.ones(4)})
     assert graphs() == 2
@@ -73,7 +73,7 @@ def test_its_parameters_are_the_networks() -> None:
 
 def test_the_report_names_graph_breaks_in_one_line_each() -> None:
     compiled = CompiledModel(Broken(), None, backend="eager")
-    compiled.size = lambda: 4
+    compiled.full_batch_size = lambda: 4
     assert compiled(torch.ones(4)).tolist() == [3.0] * 4
     report = compiled.report()
     assert report["seconds"] > 0
@@ -99,7 +99,7 @@ def test_gradients_of_replayed_graphs_are_those_of_all_micro_batches(monkeypatch
     network, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     plain.load_state_dict(network.state_dict())
     compiled = CompiledModel(network, "reduce-overhead")
-    compiled.size = lambda: 4
+    compiled.full_batch_size = lambda: 4
     for _ in range(2):
         batches = [torch.randn(4, 3) for _ in range(3)]
         for batch in batches:
@@ -115,7 +115,7 @@ def test_gradients_are_copied_once_in_a_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "compile", in_graphs)
     network = nn.Linear(3, 2)
     compiled = CompiledModel(network, "reduce-overhead")
-    compiled.size = lambda: 4
+    compiled.full_batch_size = lambda: 4
     places = []
     for _ in range(3):
         compiled(torch.randn(4, 3)).sum().backward()

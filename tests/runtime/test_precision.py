@@ -106,7 +106,7 @@ class Step:
         self.model.weight.grad = torch.tensor([gradient])
 
     def commit(self, max_norm: float | None = None) -> list[float]:
-        found = Precision("off", CPU).step_optimizer(self.optimizer, list(self.model.parameters()), max_norm)
+        found = Precision("off", CPU).clip_and_step(self.optimizer, list(self.model.parameters()), max_norm)
         return [float(value) for value in found]
 
     @property
@@ -186,7 +186,7 @@ def test_the_norm_is_torchs_to_the_last_bit_and_clipping_to_one_rounding(mixed: 
         for parameter in ours:
             parameter.zero_()
     optimizer = torch.optim.SGD(ours, lr=1.0, fused=True)  # leaves minus the clipped gradient
-    assert torch.equal(Precision("off", CPU).step_optimizer(optimizer, ours, max_norm)[0], norm)
+    assert torch.equal(Precision("off", CPU).clip_and_step(optimizer, ours, max_norm)[0], norm)
     for mine, p in zip(ours, theirs, strict=True):
         assert p.grad is not None
         torch.testing.assert_close(-mine, p.grad, rtol=1.5 * torch.finfo(p.dtype).eps, atol=0)

@@ -104,7 +104,7 @@ def test_a_verdict_is_of_the_nodes_that_came_to_it(tmp_path: Path, monkeypatch: 
     assert find_binding_verdict(alone | {"WORLD_SIZE": "4"}) is None, "they have to meet first"
     found = read_last_verdict(alone)
     assert found is not None
-    assert found.holds([node_name(here), "another"])
+    assert found.applies_to([node_name(here), "another"])
 
 
 def test_a_node_that_comes_and_goes_again_brings_no_verdict_back(

@@ -247,7 +247,7 @@ def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]
                 (loss * strategy.loss_factor / 10 / len(step)).backward()
             strategy.after_backward(number)
         strategy.reduce_gradients(idle=not mine)
-        Precision("off", world.device).step_optimizer(moved, list(model.parameters()), 1.0)
+        Precision("off", world.device).clip_and_step(moved, list(model.parameters()), 1.0)
     return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
 
 
@@ -305,7 +305,7 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
             return graph.forward
 
         model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
-        model.size = lambda: 8
+        model.full_batch_size = lambda: 8
         strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
         with strategy.accumulate(last=True):
             strategy.callable(torch.ones(8, 512)).sum().backward()

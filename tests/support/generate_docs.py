@@ -99,7 +99,7 @@ def _format_default(default: object) -> str:
 def api_reference() -> str:
     """The public names of `train_multi_gpu`, then what code of a user's own builds on."""
     module = import_module("train_multi_gpu")
-    names = ["train", *sorted(name for group in module.API.values() for name in group)]
+    names = ["train", *sorted(name for name in vars(import_module("multigpu_cli.api.public")) if name[0] != "_")]
     parts = ["## train_multi_gpu", *(describe(name, getattr(module, name)) for name in names), "## Extension points"]
     for place in EXTENSIONS:
         path, _, name = place.partition(":")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.models.registry import MODELS
-from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime import factories
 
 
 def tensors(split: str, seed: int, train: int = 60, shape: Sequence[int] = (6,)) -> TensorDataset:
@@ -106,8 +106,8 @@ class Double(nn.Module):
         super().__init__()
         offered = {"input_shape": input_shape, "num_classes": num_classes}
         small = {"width": 8} if network != "own" else {"norm": normed}
-        factory = net if network == "own" else plugins.find_factory(network, MODELS, flag="--model")
-        self.inner = plugins.call_factory(factory, offered, small, where="model").double()
+        factory = net if network == "own" else factories.find_factory(network, MODELS, flag="--model")
+        self.inner = factories.call_factory(factory, offered, small, where="model").double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.inner(inputs.double())

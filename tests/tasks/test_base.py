@@ -126,7 +126,7 @@ class Scarce(Counting):
     """Batches of more than two samples don't fit on rank 1."""
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        if batch.index and len(batch) > 2:
+        if batch.micro_batch_index and len(batch) > 2:
             raise torch.OutOfMemoryError("out of memory (played)")
         return super().measure(model, batch)
 

@@ -22,7 +22,7 @@ from multigpu_cli.launch import run_cli
 from multigpu_cli.monitor.history import load_history
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
-from multigpu_cli.runtime.placement import count_cores, usable_gpus
+from multigpu_cli.runtime.device_placement import count_cores, usable_gpus
 
 _LINES = 8  # windows of a run, the first of which is warm-up
 _STEPS, _SECONDS = 64, 4.0  # of a run at least, where nobody says how long it should be

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.open_source import open_source
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.placement import count_cores, cuda_devices, usable_gpus
+from multigpu_cli.runtime.device_placement import count_cores, cuda_devices, usable_gpus
 from multigpu_cli.tasks.open_data import check_has_samples
 
 _SECONDS = 3.0  # of each pass at most
@@ -48,7 +48,7 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
         RequestError: the dataset can't be opened.
     """
     check_has_samples(config, "bench --data-only")
-    source = open_source(config.data, config.reproducibility.seed)
+    source = load_data_source(config.data, config.reproducibility.seed)
     in_memory = isinstance(source.train, TensorDataset)
     processes = (
         [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= count_cores()), count_cores()})
@@ -63,7 +63,7 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
             loader = Loader(source.train, source, data, device=device, seed=config.reproducibility.seed)
             with closing(loader):
                 rates[number].append(_measure_rate(loader, size))
-                where = loader.where
+                where = loader.data_location
     return LoadingRates(where, rates, _choose_advice(rates, in_memory=in_memory))
 
 
@@ -85,7 +85,7 @@ def _measure_rate(loader: Loader, size: int) -> float:
                 if not began:
                     began, last = now, now
                 else:
-                    samples, last = samples + len(batch.indices), now
+                    samples, last = samples + len(batch.sample_indices), now
             if last - began > _SECONDS:
                 break
         if last > began:

@@ -24,7 +24,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.collectives import all_gather
-from multigpu_cli.runtime.placement import (
+from multigpu_cli.runtime.device_placement import (
     Placement,
     choose_placement,
     count_cores,
@@ -32,7 +32,8 @@ from multigpu_cli.runtime.placement import (
     cuda_devices,
     usable_gpus,
 )
-from multigpu_cli.runtime.world import LaunchEnv, process_group
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.process_group import process_group
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds
@@ -105,13 +106,13 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         wait()
         began = time.perf_counter()
         components.strategy.begin_step(components.world.size)
-        forward_backward(components, batch, len(batch.indices) * components.world.size, last=not explicit)
+        forward_backward(components, batch, len(batch.sample_indices) * components.world.size, last=not explicit)
         wait()
         reduced = _reduce_gradients(components, wait) if explicit else (0.0, 0.0)
         ended = time.perf_counter()
         components.strategy.after_backward(components.world.rank)
         components.strategy.reduce_gradients(idle=False)
-        _, skipped = components.state.precision.step_optimizer(
+        _, skipped = components.state.precision.clip_and_step(
             components.state.optimizer, components.trainable_parameters, 1.0
         )
         components.strategy.rollback_buffers(skipped)

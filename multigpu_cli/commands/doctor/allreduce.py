@@ -13,9 +13,11 @@ from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.runtime.collectives import all_reduce_max
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 
 LONGEST_WAIT = 60.0  # seconds in a collective
 _ROUNDS = 5

@@ -18,8 +18,9 @@ from multigpu_cli.errors import FAILED
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, init_process_group, rendezvous
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.process_group import init_process_group, rendezvous
 
 _HOME = "checkpoints"
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
@@ -40,7 +41,7 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     save_dir = Path(config.checkpoint.save_dir or _HOME)
     findings = [
         *gpus.check_gpus(facts),
-        *system.check_system(save_dir, count_cores(), max(placement.launch, facts.visible)),
+        *system.check_system(save_dir, count_cores(), max(placement.num_processes_to_launch, facts.visible)),
     ]
     findings += _check_devices(placement)
     findings += _check_allreduce(placement)
@@ -124,15 +125,15 @@ def _check_devices(placement: Placement) -> Iterator[Finding]:
 
 def _check_allreduce(placement: Placement) -> Iterator[Finding]:
     """Real workers: one for each GPU; with fewer than two of them, processes on the CPU."""
-    if placement.devices[0].type == "cuda" and placement.launch < 2:
+    if placement.devices[0].type == "cuda" and placement.num_processes_to_launch < 2:
         yield Finding("all-reduce (nccl)", "not checked", "one GPU has nobody to talk to; on the CPU instead:")
-    if placement.devices[0].type != "cuda" or placement.launch < 2:
-        count = max(2, placement.launch)
+    if placement.devices[0].type != "cuda" or placement.num_processes_to_launch < 2:
+        count = max(2, placement.num_processes_to_launch)
         placement = Placement("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
         measured = allreduce.measure_in_workers(placement)
     except WorkersFailed as failed:
-        evidence = f"{placement.launch} workers could not add up tensors: {failed.problem}"
+        evidence = f"{placement.num_processes_to_launch} workers could not add up tensors: {failed.problem}"
         yield Finding("all-reduce", "fail", evidence, "NCCL_DEBUG=INFO before the same command shows where it ended")
         return
     yield from allreduce.judge_allreduce(measured)

@@ -14,7 +14,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.batch_size_finder import measure_peak_memory, probe_memory
 from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments
 

@@ -20,10 +20,11 @@ from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
 from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.run.rank_consistency import group_ranks
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.world import World
 
 _START = 60.0  # seconds for rank 0 to load torch
 _MEANING = {
@@ -110,7 +111,7 @@ def list_versions() -> dict[str, str]:
 def _fingerprint_data(config: Config) -> dict[str, Any]:
     seed = config.reproducibility.seed
     try:
-        exact, sums = compute_fingerprint(open_source(config.data, seed), seed)
+        exact, sums = compute_fingerprint(load_data_source(config.data, seed), seed)
     except RequestError as error:
         return {"error": str(error), "exact": [], "sums": []}
     return {"error": "", "exact": exact, "sums": sums}
@@ -126,7 +127,7 @@ def exchange_facts(world: World, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 def leader_ranks(world: World) -> list[int]:
     """The first rank of each node."""
-    return [rank for rank, node in enumerate(world.nodes) if node not in world.nodes[:rank]]
+    return [rank for rank, node in enumerate(world.agent_ids) if node not in world.agent_ids[:rank]]
 
 
 def probe_connections(

@@ -16,11 +16,13 @@ from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build import build_task
-from multigpu_cli.runtime.collectives import run_on_all_ranks
-from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
+from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
 
 Result = TypeVar("Result")
@@ -63,11 +65,11 @@ def run_distributed(request: InferenceRequest, work: Callable[[InferencePass], R
     launch_env = LaunchEnv.current()
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
     placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    if placement.launch > 1:
+    if placement.num_processes_to_launch > 1:
         found: Result = run_in_workers(placement, run_distributed, request, work, judged)[0]
         return found
     with process_group(launch_env, placement.devices[0], timeout=600.0, backend=placement.backend) as world:
-        share_threads(world.local_size, count_cores(), exact=False)
+        set_threads_per_rank(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
         run = run_on_all_ranks(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
         number = _format(run.config, world)

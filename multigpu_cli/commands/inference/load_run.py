@@ -14,7 +14,7 @@ from multigpu_cli.config.own_code import check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.vocabulary import restore_vocabulary
+from multigpu_cli.data.vocabulary import deserialize_vocabulary
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build import init_model
@@ -73,7 +73,7 @@ def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedR
     check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
     tokens, shape = built_for.pop("vocabulary", None), tuple(built_for.pop("input_shape"))
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
-    known = restore_vocabulary(tokens) if tokens else None
+    known = deserialize_vocabulary(tokens) if tokens else None
     source = DataSource(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
     return _load_weights(config, source, weights)
 

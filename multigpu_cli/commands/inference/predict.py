@@ -12,7 +12,8 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import broadcast_object, run_on_all_ranks
+from multigpu_cli.runtime.collectives import broadcast_object
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 
 Columns = dict[str, list[Any]]
 
@@ -69,7 +70,7 @@ def _predict_share(part: InferencePass) -> Columns:
     for batch in part.loader.eval_batches(part.batch_size, part.world.rank, part.world.size):
         with part.precision.autocast():
             columns = part.task.predictions(part.model, batch)
-        numbers = batch.indices.tolist()
+        numbers = batch.sample_indices.tolist()
         named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
         for name, values in ({"sample": numbers} | named | columns).items():
             if part.answered or not name.startswith("target"):

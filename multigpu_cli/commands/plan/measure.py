@@ -26,8 +26,10 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.micro_batch_cost import MicroBatchCost, profile_micro_batch
 from multigpu_cli.run.spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buckets import measure_cap
 from multigpu_cli.tasks.open_data import check_has_samples
 
@@ -258,13 +260,13 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         batch = next(stream)
         timer.mark()
         strategy.begin_step(workers)
-        forward_backward(components, batch, len(batch.indices), last=True, observer=timer)
+        forward_backward(components, batch, len(batch.sample_indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)
             timer.mark()
-        strategy.after_backward(batch.index)
+        strategy.after_backward(batch.micro_batch_index)
         strategy.reduce_gradients(idle=False)
-        _, skipped = state.precision.step_optimizer(state.optimizer, components.trainable_parameters, 1.0)
+        _, skipped = state.precision.clip_and_step(state.optimizer, components.trainable_parameters, 1.0)
         strategy.rollback_buffers(skipped)
         timer.mark()
         data, forward, backward, *sent, commit = timer.read()

@@ -27,7 +27,7 @@ from multigpu_cli.planning.speedup import (
     find_scaling_limit,
     forecast,
 )
-from multigpu_cli.runtime.placement import Placement, count_cores, cuda_devices, usable_gpus
+from multigpu_cli.runtime.device_placement import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
 _GIB = 2.0**30

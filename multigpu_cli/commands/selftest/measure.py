@@ -13,7 +13,8 @@ from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, fi
 from multigpu_cli.commands.selftest.steps import measure_exact, measure_gradients, measure_reference, measure_resume
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.runtime.determinism import enable_determinism, seed_micro_batch
+from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.runtime.torch_settings import enable_determinism
 
 _SAMPLES = 16
 
@@ -48,8 +49,8 @@ def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
         with closing(Loader(process.source.train, process.source, data, device=device, seed=seed)) as loader:
             checksums[way] = {
                 number: compute_checksums(sample)
-                for batch in loader.samples(list(chunks), 0)
-                for number, sample in zip(batch.indices.tolist(), split_batch(batch), strict=True)
+                for batch in loader.iter_training_batches(list(chunks), 0)
+                for number, sample in zip(batch.sample_indices.tolist(), split_batch(batch), strict=True)
             }
     return checksums
 
@@ -64,7 +65,7 @@ def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
     twice = []
     for _ in range(2):
         kept.restore(start, "selftest")
-        seed_micro_batch(process.config.reproducibility.seed, 0, batch.index, device)
+        seed_micro_batch(process.config.reproducibility.seed, 0, batch.micro_batch_index, device)
         with ActivationRecorder(kept.model) as heard, components.state.precision.autocast(), torch.no_grad():
             loss = components.task.loss_sum(kept.model, batch)
         twice.append([*heard, ["loss", type(components.task).__name__, compute_checksums(loss)]])
@@ -79,7 +80,7 @@ class _CountingLoader(Loader):
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         self.seen = []
         for batch in super().eval_batches(batch_size, rank, workers):
-            self.seen += batch.indices.tolist()
+            self.seen += batch.sample_indices.tolist()
             yield batch
 
 

@@ -16,8 +16,8 @@ from multigpu_cli.run.build import TrainComponents, build_components
 from multigpu_cli.run.lifecycle import assemble_run
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.placement import Placement, count_cores
+from multigpu_cli.runtime.device_placement import Placement, count_cores
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 
 Measured = dict[str, Any]
@@ -58,7 +58,7 @@ class SelftestProcess:
         """Everything that learns, built afresh."""
         config = replace_settings(self.config, overrides)
         spec = resolve_spec(config, self.placement, self.world, source=self.source)
-        share_threads(self.workers, count_cores(), exact=config.reproducibility.exact)
+        set_threads_per_rank(self.workers, count_cores(), exact=config.reproducibility.exact)
         components = build_components(spec, self.world)
         warm_up(components)
         return components

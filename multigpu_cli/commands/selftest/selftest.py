@@ -20,17 +20,19 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.data.open_source import open_source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import agree_on_precision
-from multigpu_cli.runtime.world import LaunchEnv, World, process_group
+from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import check_has_samples
 from multigpu_cli.tasks.registry import TASKS
 
@@ -80,7 +82,7 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
         RequestError: the settings can't be tested, or not be carried out at all.
     """
     length, placement = _parse_steps(steps), _choose_devices(config)
-    workers, device = placement.launch, placement.devices[0]
+    workers, device = placement.num_processes_to_launch, placement.devices[0]
     precision = agree_on_precision(config.precision.amp, World(device), placement.devices).name
     config = replace(replace_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepare_run(config, workers, length)
@@ -166,7 +168,7 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
         raise RequestError("selftest with --batch-size auto", remedy="a number: --batch-size 32")
     micro_batch = int(config.batch.size)
     whole = config.batch.global_size or micro_batch * (config.batch.grad_accum_steps or 1) * workers
-    source = shorten_source(open_source(config.data, config.reproducibility.seed), micro_batch, whole, workers)
+    source = shorten_source(load_data_source(config.data, config.reproducibility.seed), micro_batch, whole, workers)
     size = len(source.train)  # type: ignore[arg-type]
     drop = config.batch.drop_last
     batches = plan_batches(samples=size, micro_batch=micro_batch, workers=workers, global_batch=whole, drop_last=drop)
@@ -259,5 +261,5 @@ def _measure_workers(
         if failure.exit_code == WRONG_REQUEST:
             raise
         print(f"error: {failure}", file=sys.stderr)
-    files = [folder / f"rank_{rank}.pt" for rank in range(placement.launch)]
+    files = [folder / f"rank_{rank}.pt" for rank in range(placement.num_processes_to_launch)]
     return [dict(deserialize(file.read_bytes(), file.name)) if file.exists() else {} for file in files]

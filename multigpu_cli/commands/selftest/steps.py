@@ -18,7 +18,8 @@ from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.run_state import Run
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
-from multigpu_cli.runtime.determinism import enable_determinism, seed_micro_batch
+from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.runtime.torch_settings import enable_determinism
 
 _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
 
@@ -42,7 +43,7 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
     layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
     whole = layout.samples * components.task.units_per_sample
     for batch in work:
-        seed_micro_batch(seed, number, batch.index, components.world.device)
+        seed_micro_batch(seed, number, batch.micro_batch_index, components.world.device)
         forward_backward(components, batch, whole, last=True)
         samples += len(batch)
         seen += int(components.task.units(batch))

@@ -13,7 +13,7 @@ from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime import factories
 from multigpu_cli.tasks.ppo.policy import build_policy
 from multigpu_cli.tasks.ppo.settings import PPOSettings
 
@@ -57,7 +57,7 @@ def open_environments(config: Config) -> EnvSource:
     Raises:
         RequestError: there are no such ones, or numbers that don't go together.
     """
-    settings: PPOSettings = plugins.call_factory(PPOSettings, {}, config.task.args, where="task")
+    settings: PPOSettings = factories.call_factory(PPOSettings, {}, config.task.args, where="task")
     make = partial(_group, config, *find_group_factory(config))
     probe = make("train", range(1), torch.device("cpu"))
     environments, group, micro_batch = _sizes(config, settings)
@@ -92,8 +92,8 @@ def find_group_factory(config: Config) -> tuple[Callable[..., Any], dict[str, An
     """What makes a group, and what its name says beside the arguments (gym:ID)."""
     name, _, rest = config.data.name.partition(":")
     if name in ENVIRONMENTS:
-        return plugins.find_factory(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
-    return plugins.find_factory(config.data.name, ENVIRONMENTS, flag="--data"), {}
+        return factories.find_factory(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
+    return factories.find_factory(config.data.name, ENVIRONMENTS, flag="--data"), {}
 
 
 def _group(
@@ -106,7 +106,7 @@ def _group(
 ) -> EnvironmentGroup:
     seed = make_key(config.reproducibility.seed, _SPLITS[split])
     offered = {"split": split, "data_dir": config.data.dir, "numbers": tuple(numbers), "seed": seed, "device": device}
-    found = plugins.call_factory(factory, offered, {**named_args, **config.data.args}, where="data")
+    found = factories.call_factory(factory, offered, {**named_args, **config.data.args}, where="data")
     if not isinstance(found, EnvironmentGroup):
         raise RequestError(
             f"--data {config.data.name}: the factory returned a {type(found).__name__}, not an EnvironmentGroup",

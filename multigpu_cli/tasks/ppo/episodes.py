@@ -26,7 +26,7 @@ class Episodes:
 
     def __init__(self, source: EnvSource, split: str, world: World, size: int) -> None:
         self.source, self.split, self.world, self.size = source, split, world, size
-        self.where = "played"
+        self.data_location = "played"
         self._groups: dict[int, EnvironmentGroup] = {}
 
     def close(self) -> None:

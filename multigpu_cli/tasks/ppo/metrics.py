@@ -58,7 +58,7 @@ class PPOMetrics:
         self.episodes += int(ended[0])
         spread = returns.double().var()
         self._explained = 1 - (returns - values).double().var() / spread
-        steps = self._source.samples // self._source.fixed_batch_sizes[1]  # type: ignore[index]
+        steps = self._source.num_train_samples // self._source.fixed_batch_sizes[1]  # type: ignore[index]
         size = (steps, self._source.groups, 1 + len(FIGURES))
         self._slots = torch.zeros(size, dtype=torch.float64, device=self._world.device)
 

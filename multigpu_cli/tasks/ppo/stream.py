@@ -12,8 +12,8 @@ from multigpu_cli.data.loader import Batch, StepWork
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.collectives import all_reduce_sum
-from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve_module_state import eval_mode
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.advantages import advantages
 from multigpu_cli.tasks.ppo.env_source import EnvSource
@@ -61,7 +61,10 @@ class RolloutStream:
         self, source: EnvSource, policy: Policy, world: World, seed: int, moved: Callable[[], None] = lambda: None
     ) -> None:
         self.source, self.policy, self.world, self.seed, self._moved = source, policy, world, seed, moved
-        self.size, self.where = source.samples, f"made by the policy in {source.environments} environments"
+        self.size, self.data_location = (
+            source.num_train_samples,
+            f"made by the policy in {source.environments} environments",
+        )
         groups = source.groups
         self.mine = range(groups * world.rank // world.size, groups * (world.rank + 1) // world.size)
         self.metrics = PPOMetrics(source, world)
@@ -128,11 +131,11 @@ class RolloutStream:
         self._far = self.metrics.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
         return step - within + plan.steps_per_epoch if self._far else step + 1
 
-    def steps_after(self, step: int, plan: BatchPlan) -> int:
+    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
         """Optimizer steps taken up to this place in the schedule, without those that a moved policy left out."""
         return self.metrics.steps_taken
 
-    def samples_after(self, step: int, plan: BatchPlan) -> int:
+    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
         """Decisions that the optimizer has learned from, each as often as it did."""
         return self.metrics.decisions
 

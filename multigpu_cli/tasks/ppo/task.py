@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.batch_stream import BatchStream
+from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum, run_on_all_ranks
-from multigpu_cli.runtime.module_state import eval_mode
+from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve_module_state import eval_mode
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import BatchMetrics, Evaluation, Task
 from multigpu_cli.tasks.ppo.env_source import EnvSource
@@ -79,7 +80,7 @@ class PPO(Task):
         outputs, values, _ = model(seen.observations, seen.begun, seen.memory)
         log_probabilities, entropies = self.policy.evaluate_actions(outputs.float(), then.actions)
         loss, figures = losses(log_probabilities, entropies, values.float(), then, self.settings)
-        self.rollouts.metrics.record_step(seen.slot, batch.index, figures)
+        self.rollouts.metrics.record_step(seen.slot, batch.micro_batch_index, figures)
         return loss.sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:

@@ -29,14 +29,14 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime import placement
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime import device_placement
+from multigpu_cli.runtime.device_placement import Placement
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
 
 def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 6)
+    monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 6)
     config = resolve(OWN, [], None)
     assert parse_worker_counts(None, config) == [1, 2, 4]
     assert parse_worker_counts("6,3", config) == [1, 3, 6]
@@ -59,7 +59,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
         asked.append(words[0][1])
         raise InterruptedError
 
-    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 4)
     monkeypatch.setattr(bench, "run_cli", started)
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
     several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
@@ -79,7 +79,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
 
 def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
-    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 4)
     chosen: list[Placement] = []
 
     def started(*words: Any) -> None:
@@ -191,7 +191,7 @@ def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.Monk
         (2, {"compile": "default"}, "it can't be compiled"),
         (2, {}, ""),
     ):
-        monkeypatch.setattr(placement, "count_visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(device_placement, "count_visible_gpus", lambda gpus=gpus: gpus)
         assert why_no_dp(resolve(OWN | flags, [], None)) == reason
 
     def started(*_: Any) -> None:

@@ -59,7 +59,7 @@ def test_on_one_node_the_loopback_is_as_good(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_address("GLOO_SOCKET_IFNAME", "lo", THERE, "10.0.0.1", alone=True) == ("127.0.0.1", "")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     for nodes, trouble in (("aa", False), ("ab", True)):
-        told = gather_node_facts(World(torch.device("cpu"), size=2, nodes=tuple(nodes)), Config(), {}, [])
+        told = gather_node_facts(World(torch.device("cpu"), size=2, agent_ids=tuple(nodes)), Config(), {}, [])
         assert bool(told["trouble"]) is trouble
 
 

@@ -14,7 +14,7 @@ from multigpu_cli.commands.doctor.findings import Finding, format_findings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
 
@@ -24,7 +24,7 @@ OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_c
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def workers(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(run_on_each_rank(choice.launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, allreduce.measure_allreduce)))
 
     monkeypatch.setattr(allreduce, "run_in_workers", workers)
     monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})

@@ -19,7 +19,7 @@ from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
@@ -193,7 +193,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
     def forked(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(run_on_each_rank(choice.launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, allreduce.measure_allreduce)))
 
     real = torch.distributed.all_reduce
 

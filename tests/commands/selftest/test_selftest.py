@@ -24,7 +24,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.placement import Placement
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
@@ -107,7 +107,7 @@ def in_forks(config: Config, choice: Placement, folder: Path) -> None:
         measure_as_worker(config, folder, Placement("ddp", choice.devices[:1], 0, "a test"), world)
 
     try:
-        run_on_each_rank(choice.launch, worker)
+        run_on_each_rank(choice.num_processes_to_launch, worker)
     except AssertionError as failure:
         raise WorkersFailed(1) from failure
 

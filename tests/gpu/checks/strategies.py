@@ -10,8 +10,8 @@ import torch.distributed as dist
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.placement import Placement
-from multigpu_cli.runtime.world import LaunchEnv
+from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.launch_env import LaunchEnv
 from tests.gpu.front_door import DIGITS, GOOD_ENOUGH, finished, holds, launcher, run, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 

@@ -29,7 +29,7 @@ def kept(device: torch.device, optimizer: str, precision: str) -> TrainState:
 def train(live: TrainState) -> None:
     live.precision.backward(live.model(torch.randn(8, 3, device=live.precision.device)).square().mean())
     set_rate(live.optimizer, 0.05)
-    live.precision.step_optimizer(live.optimizer, list(live.model.parameters()), 1.0)
+    live.precision.clip_and_step(live.optimizer, list(live.model.parameters()), 1.0)
     assert live.average is not None
     live.average.update_parameters(live.model)
 

@@ -31,7 +31,7 @@ def test_what_is_a_matter_of_acting() -> None:
 
 def test_an_epoch_is_one_update() -> None:
     source = opened("task.args.rollout=32", "task.args.passes=3", num_envs=24, env_group=4, env_steps=2000)
-    assert (source.samples, source.fixed_batch_sizes) == (24 * 32 * 3, (32, 6 * 32))
+    assert (source.num_train_samples, source.fixed_batch_sizes) == (24 * 32 * 3, (32, 6 * 32))
     assert (source.groups, source.steps, source.epochs) == (6, 768, 3)
     assert (source.action, source.num_classes, source.input_shape) == (Discrete(2), 2, (2,))
 

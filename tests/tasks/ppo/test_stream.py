@@ -60,7 +60,7 @@ def task(model: nn.Module, *sets: str, groups: int = 3, workers: int = 1, rank: 
     made.check_model(model, Precision("off", CPU))
     assert source.fixed_batch_sizes is not None
     small, whole = source.fixed_batch_sizes
-    plan = BatchPlan(samples=source.samples, micro_batch=small, global_batch=whole, workers=workers)
+    plan = BatchPlan(samples=source.num_train_samples, micro_batch=small, global_batch=whole, workers=workers)
     return made, plan
 
 
@@ -71,7 +71,7 @@ def steps_of(made: PPO, plan: BatchPlan, epoch: int = 0) -> list[list[Batch]]:
 def test_a_step_has_one_micro_batch_of_each_group_and_a_pass_every_decision_once() -> None:
     made, plan = task(Memoryless())
     steps = steps_of(made, plan)
-    assert [[batch.index for batch in work] for work in steps] == [[0, 1, 2]] * 4
+    assert [[batch.micro_batch_index for batch in work] for work in steps] == [[0, 1, 2]] * 4
     assert all(len(batch) == GROUP * STEPS // PARTS for work in steps for batch in work)
     everything = made.rollouts._rollouts
     for first in (0, PARTS):
@@ -79,7 +79,7 @@ def test_a_step_has_one_micro_batch_of_each_group_and_a_pass_every_decision_once
             values = torch.cat([steps[first + part][group].targets.values.flatten() for part in range(PARTS)])
             torch.testing.assert_close(values.sort()[0], everything[group].values.flatten().sort()[0])
     assert not torch.equal(steps[0][0].targets.values, steps[PARTS][0].targets.values), "another order in each pass"
-    assert torch.cat([batch.indices for work in steps for batch in work]).tolist() == list(range(plan.samples))
+    assert torch.cat([batch.sample_indices for work in steps for batch in work]).tolist() == list(range(plan.samples))
 
 
 def test_advantages_are_normalised_over_the_global_batch() -> None:
@@ -107,7 +107,7 @@ def test_a_network_with_memory_gets_whole_sequences_and_what_it_remembered_befor
                     if torch.equal(rollout.observations[:, env], seen.observations[:, column])
                 ]
                 assert len(at) == 1, "in time's order, and of one environment"
-                assert torch.equal(before[batch.index][at[0]], seen.memory[column])
+                assert torch.equal(before[batch.micro_batch_index][at[0]], seen.memory[column])
                 assert torch.equal(rollout.actions[:, at[0]], batch.targets.actions[:, column])
                 counted += 1
     assert counted == 3 * GROUP
@@ -164,8 +164,8 @@ def test_a_pass_that_moves_the_policy_too_far_ends_the_epoch() -> None:
             made.loss_sum(made.rollouts._model, batch)
         told.append(made.rollouts.next_step(number, plan))
     assert told == [1, 4]
-    assert made.rollouts.samples_after(4, plan) == 2 * plan.global_batch
-    assert made.rollouts.steps_after(4, plan) == 2
+    assert made.rollouts.samples_seen_at(4, plan) == 2 * plan.global_batch
+    assert made.rollouts.optimizer_steps_done_at(4, plan) == 2
 
 
 class Adopting(nn.Module):

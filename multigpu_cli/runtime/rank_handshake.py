@@ -50,7 +50,7 @@ class RankInfo:
     attempt: int = 0
     restarts_left: int = 0
     verdict: FinalVerdict | None = None
-    last: PreviousAttempt | None = None
+    previous_attempt: PreviousAttempt | None = None
     gpu: RankGpu | None = None
 
     def as_text(self) -> str:
@@ -82,10 +82,10 @@ class Roster:
     store_prefix: str
     attempt: int
     hosts: tuple[str, ...]
-    nodes: tuple[str, ...]
+    agent_ids: tuple[str, ...]
     restarts_left: int
     verdict: FinalVerdict | None
-    last: PreviousAttempt | None
+    previous_attempt: PreviousAttempt | None
     gpus: tuple[RankGpu | None, ...]
 
 
@@ -93,16 +93,16 @@ def merge_rank_infos(hellos: Sequence[RankInfo], generation: str) -> Roster:
     """What follows from what all ranks said, in rank order."""
     nodes = tuple(hello.node for hello in hellos)
     number = max(hello.attempt for hello in hellos)
-    verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.holds(nodes)]
-    ends = [hello.last for hello in hellos if hello.last and hello.attempt == number]
+    verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.applies_to(nodes)]
+    ends = [hello.previous_attempt for hello in hellos if hello.previous_attempt and hello.attempt == number]
     return Roster(
         store_prefix=generation,
         attempt=number,
         hosts=tuple(hello.host for hello in hellos),
-        nodes=nodes,
+        agent_ids=nodes,
         restarts_left=min(hello.restarts_left for hello in hellos),
         verdict=next(iter(verdicts), None),
-        last=min(ends, key=lambda end: -end.moved, default=None),
+        previous_attempt=min(ends, key=lambda end: -end.last_progress_time, default=None),
         gpus=tuple(hello.gpu for hello in hellos),
     )
 
@@ -170,5 +170,5 @@ def _give_up(store: dist.Store, own: RankInfo, generation: str) -> NoReturn:
         f"{who} of {own.size} did not arrive: its node may have gone while it started",
         remedy="multigpu doctor under the same torchrun says who reaches whom; torchrun --max-restarts=… tries again",
     )
-    error.consequence = True
+    error.caused_by_peer = True
     raise error

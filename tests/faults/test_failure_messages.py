@@ -1,9 +1,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from multigpu_cli.faults.crash_report import full_report, hang_error, lost_peer_error, summary_line
-from multigpu_cli.faults.rank_failures import RankExit
-from multigpu_cli.faults.watchdog import RankPosition
+from multigpu_cli.faults.failure_messages import full_report, hang_error, lost_peer_error, summary_line
+from multigpu_cli.faults.rank_position import RankPosition
+from multigpu_cli.faults.rank_status import RankExit
 
 GUILTY = RankExit(
     2, "forward, 12 steps done", "ValueError: bad\nin own.py:3 in f", "stack of 2\n", False, samples=[5, 7]
@@ -14,7 +14,7 @@ INNOCENT = RankExit(0, "reduction, 12 steps done", "RuntimeError: closed by peer
 def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
     error = lost_peer_error([INNOCENT, GUILTY], 3, 12)
     assert error.problem == "rank 2 failed (forward, 12 steps done): ValueError: bad\n  in own.py:3 in f"
-    assert error.consequence
+    assert error.caused_by_peer
     assert "stack of 2" in error.__notes__[0], "for --debug"
 
 
@@ -26,13 +26,16 @@ def test_the_causes_exit_code_and_known_remedy_are_taken_over() -> None:
 
 
 def test_a_rank_without_a_word_is_named() -> None:
-    assert lost_peer_error([INNOCENT], 3, 12).problem == "rank 1, 2 ended without a word after step 12: killed?"
+    assert (
+        lost_peer_error([INNOCENT], 3, 12).problem
+        == "rank 1, 2 ended without an error message after step 12: was it killed?"
+    )
     assert "before the first step" in lost_peer_error([INNOCENT], 3, None).problem
 
 
 def test_the_guilty_stack_stands_last() -> None:
     whole = full_report(lost_peer_error([GUILTY, INNOCENT], 3, 12), [GUILTY, INNOCENT])
-    assert whole.index("rank 0 (only lost the others)") < whole.index("samples of its batch: 5, 7")
+    assert whole.index("rank 0 (only lost its peers)") < whole.index("samples of its batch: 5, 7")
     assert whole.endswith("stack of 2\n")
     assert summary_line(ValueError("bad\nmore")) == "ValueError: bad"
 
@@ -59,5 +62,5 @@ def test_who_does_not_answer_did_not_arrive() -> None:
 
 def test_nobody_is_accused_where_all_stand_alike() -> None:
     places = [RankPosition(rank, 7, "reduction", "") for rank in range(2)]
-    assert "all ranks stand in the same place" in hang_error(places, 2, 1, None).problem
+    assert "all ranks are at the same position" in hang_error(places, 2, 1, None).problem
     assert hang_error(places[:1], 1, 1, None).problem.startswith("no progress for 1 s\n")

@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from multigpu_cli.faults.rank_failures import RankExit, RankExits, read_previous_cause
+from multigpu_cli.faults.rank_status import RankExit, RankExits, read_previous_cause
 from multigpu_cli.runtime.restart_records import PreviousAttempt, read_previous_attempt
 from multigpu_cli.runtime.world import World
 
@@ -40,7 +40,7 @@ def test_waiting_ends_when_all_have_spoken_or_patience_does() -> None:
 def test_alone_everything_stays_here() -> None:
     alone = RankExits(World(CPU))
     alone.publish(END)
-    alone.call_hang()
+    alone.flag_hang()
     alone.record_cause("nobody listens", None, 0.0)
     assert alone.wait_for_exits(patience=60) == [END]
     assert not alone.has_exits()
@@ -49,7 +49,7 @@ def test_alone_everything_stays_here() -> None:
 def test_a_hang_calls_everyone() -> None:
     first, second = map(RankExits, worlds(2))
     assert not second.is_hang()
-    first.call_hang()
+    first.flag_hang()
     assert second.is_hang()
 
 
@@ -65,7 +65,7 @@ def test_the_next_attempt_learns_the_cause_through_the_agents_folder(tmp_path: P
     told = read_previous_attempt({"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_2/0/error.json"} | COUNTED)
     assert told == PreviousAttempt("rank 1 failed", 7, 100.0)
     assert read_previous_cause(World(CPU, attempt=2, previous_attempt=told)) == "rank 1 failed"
-    assert read_previous_cause(World(CPU, attempt=2)) == "all workers ended without a word"
+    assert read_previous_cause(World(CPU, attempt=2)) == "all workers ended without an error message"
     assert read_previous_cause(World(CPU)) is None
 
 
@@ -77,5 +77,5 @@ def test_a_store_that_has_gone_calls_nobody() -> None:
     assert not ends.is_hang()
     ends.publish(END)
     ends.record_cause("nobody reads it", None, 0.0)
-    ends.call_hang()
+    ends.flag_hang()
     assert ends.wait_for_exits(patience=60) == [END], "at once, and one's own error is not lost over it"

@@ -117,6 +117,11 @@ def to_tensors(value: Any) -> Any:
     return value
 
 
+def get_tokens(inputs: Any) -> Any:
+    """The entry `input_ids` of a mapping; anything else as it is."""
+    return inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+
+
 def unwrap_dataset(dataset: Any) -> Any:
     """The user's own dataset inside of what we have divided."""
     while isinstance(dataset, Subset):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from multigpu_cli.data.collate import Collate, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.data_source import LoaderOptions
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
-from multigpu_cli.data.loader_processes import LoaderContext, end_processes, ignore_group_signals
-from multigpu_cli.data.sample import Collate, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.transfer import Fetched, move_batches
+from multigpu_cli.data.worker_context import LoaderContext, end_processes, ignore_group_signals
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime.determinism import seed_host
+from multigpu_cli.runtime.seeding import seed_host
 
 _MOST_PROCESSES = 8  # for each worker
 _HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
@@ -57,8 +57,10 @@ class ItemFetcher:
             worker_init_fn=ignore_group_signals,
             multiprocessing_context=LoaderContext() if processes else None,
         )
-        self.where = f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
-        self.where += reason
+        self.data_location = (
+            f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
+        )
+        self.data_location += reason
         if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
             deque(self._loader, maxlen=0)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from multigpu_cli.data.sample import Collate, describe_shapes, get_sample, to_pair
+from multigpu_cli.data.collate import Collate, describe_shapes, get_sample, to_pair
 from multigpu_cli.errors import RequestError
 
 
@@ -51,7 +51,7 @@ def test_the_class_of_a_sequence_is_not_moved() -> None:
 
 def test_images_become_bytes_channels_first() -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
-    colour, grey = image.new("RGB", (5, 4), (1, 2, 3)), image.new("L", (5, 4), 9)
+    colour, grey = image.predict("RGB", (5, 4), (1, 2, 3)), image.predict("L", (5, 4), 9)
     inputs, _ = to_pair((colour, 0), "sample 0")
     assert (inputs.dtype, inputs.shape, inputs[:, 0, 0].tolist()) == (torch.uint8, (3, 4, 5), [1, 2, 3])
     assert to_pair((grey, 0), "sample 0")[0].shape == (1, 4, 5)
@@ -89,7 +89,7 @@ def test_samples_that_make_no_batch_are_shown() -> None:
 
 
 def test_a_sample_that_raises_is_named_with_its_place() -> None:
-    with pytest.raises(RequestError, match=r"sample 7 raised KeyError in test_sample\.py:\d+: 'broken'"):
+    with pytest.raises(RequestError, match=r"sample 7 raised KeyError in test_collate\.py:\d+: 'broken'"):
         get_sample(Ragged(), 7)  # type: ignore[arg-type]
 
 

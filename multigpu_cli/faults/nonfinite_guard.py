@@ -1,4 +1,4 @@
-"""Steps that were skipped because the gradient was not finite: noted on the device, judged when someone looks."""
+"""Counts the steps that were skipped for a gradient that was not finite, and ends a run that has too many."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from multigpu_cli.errors import TrainingError
 
 _IN_A_ROW = 10
 _IN_A_ROW_FP16 = 30  # the loss scale halves at each overflow: finding it takes a few steps, but not thirty
-_MOST_LOOSE = 1000  # steps are noted at no cost, and packed now and then where nobody reads for long
+_MAX_UNSTACKED = 1000  # steps are recorded at no cost, and stacked at times if nothing reads them for long
 
 
 class NonfiniteGuard:
     """Follows the skipped steps of a run without a host sync in the step.
 
     Args:
-        policy: skip goes on until too many come in a row; stop ends the run at the first, when it is next looked at.
-        fp16: overflows belong to the search for the loss scale.
+        policy: skip continues until too many come in a row; stop ends the run after the first, at the next reading.
+        fp16: overflows are expected, since the loss scale is searched by them.
     """
 
     def __init__(self, policy: str, device: torch.device, *, fp16: bool) -> None:
@@ -30,12 +30,12 @@ class NonfiniteGuard:
         """Add one step, counted from 0: () 1.0 where it was skipped, 0.0 where not."""
         self._numbers.append(step)
         self._fresh.append(skipped)
-        if len(self._fresh) == _MOST_LOOSE:
-            self._pack()
+        if len(self._fresh) == _MAX_UNSTACKED:
+            self._stack_flags()
 
     def read(self) -> list[int]:
         """The steps skipped since the last reading, counted from 0 (a host sync)."""
-        self._pack()
+        self._stack_flags()
         flags, numbers = torch.cat(self._since).tolist(), self._numbers
         self._since, self._numbers = self._since[:1], []
         for skipped in flags:
@@ -44,7 +44,7 @@ class NonfiniteGuard:
         return [step for step, skipped in zip(numbers, flags, strict=True) if skipped]
 
     def check_may_continue(self, skipped: list[int]) -> None:
-        """Whether training may go on after these steps.
+        """Check whether training may continue after these skipped steps.
 
         Raises:
             TrainingError: too many in a row, or any at all under the policy stop.
@@ -56,7 +56,7 @@ class NonfiniteGuard:
                 remedy="a lower --lr, --max-grad-norm 0.5, or --amp off; check the data for NaN",
             )
 
-    def _pack(self) -> None:
+    def _stack_flags(self) -> None:
         if self._fresh:
             self._since.append(torch.stack(self._fresh))
             self._fresh = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.plugins import call_factory, find_factory
+from multigpu_cli.runtime.factories import call_factory, find_factory
 
 REGISTRY = {"joined": "os.path:join", "sorted": "builtins:sorted"}
 

@@ -1,14 +1,15 @@
 """Which devices are there, and how a run should use them: a decision with its reason."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.world import World
 
 
 class Placement(NamedTuple):
@@ -25,7 +26,7 @@ class Placement(NamedTuple):
 
     strategy: str
     devices: tuple[torch.device, ...]
-    launch: int
+    num_processes_to_launch: int
     reason: str
     backend: str | None = None
     timeout: float | None = None
@@ -36,13 +37,18 @@ def count_visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def usable_gpus(wanted: DeviceConfig) -> tuple[int, ...]:
+def usable_gpus(wanted: DeviceConfig, gpus: int | None = None) -> tuple[int, ...]:
     """The GPUs that --gpu-ids names, or all visible ones; none on CPU.
 
+    Args:
+        gpus: how many are visible; None asks CUDA.
+
     Raises:
-        RequestError: GPUs that are not there.
+        RequestError: --gpu-ids names a GPU that does not exist.
     """
-    return _check_usable(wanted, count_visible_gpus())
+    gpus = count_visible_gpus() if gpus is None else gpus
+    check_gpus_exist("--gpu-ids", wanted.gpu_ids or (), gpus)
+    return wanted.gpu_ids or tuple(range(gpus))
 
 
 def count_cores() -> int:
@@ -58,11 +64,11 @@ def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: 
     """
     if launch_env is not None:  # a self-launch has followed --gpu-ids already: its workers see only those, from 0
         return _place_under_launcher(wanted, gpus, launch_env)
-    ids = _check_usable(wanted, gpus)
+    ids = usable_gpus(wanted, gpus)
     if wanted.multi_gpu == "dp":
         if len(ids) >= 2:
             return Placement("dp", cuda_devices(ids), 0, f"--multi-gpu dp on GPUs {_join_ids(ids)}")
-        return _place_single(ids, f"--multi-gpu dp needs two GPUs and there {_are(len(ids))}")
+        return _place_single(ids, f"--multi-gpu dp needs two GPUs and there {'is one' if ids else 'are none'}")
     if wanted.multi_gpu == "none":
         return _place_single(ids, "--multi-gpu none")
     if wanted.multi_gpu == "ddp" or wanted.nproc_per_node or len(ids) > 1:
@@ -121,15 +127,21 @@ def _place_single(ids: tuple[int, ...], reason: str) -> Placement:
     return Placement("single", (device,), 0, f"{reason}: one process on {where}")
 
 
-def _check_usable(wanted: DeviceConfig, gpus: int) -> tuple[int, ...]:
-    ids = wanted.gpu_ids
-    if ids and (absent := [number for number in ids if number >= gpus]):
-        visible = f"visible: {_join_ids(tuple(range(gpus)))}" if gpus else "no GPU is visible"
+def check_gpus_exist(name: str, ids: Sequence[int], gpus: int) -> None:
+    """Compare GPU numbers with the number of visible GPUs.
+
+    Args:
+        name: the flag or argument that gives them, for the message.
+
+    Raises:
+        RequestError: at least one of them does not exist.
+    """
+    if absent := [number for number in ids if not 0 <= number < gpus]:
+        visible = f"visible: {_join_ids(range(gpus))}" if gpus else "no GPU is visible"
         raise RequestError(
-            f"--gpu-ids {_join_ids(ids)}: there is no GPU {_join_ids(tuple(absent))} ({visible})",
-            remedy="leave --gpu-ids out to use what is there" + ("" if gpus else ", here the CPU"),
+            f"{name} {_join_ids(ids)}: there is no GPU {_join_ids(absent)} ({visible})",
+            remedy=f"leave {name} out to use what is there" + ("" if gpus else ", here the CPU"),
         )
-    return ids or tuple(range(gpus))
 
 
 def cuda_devices(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
@@ -159,9 +171,5 @@ def describe_unlike_gpus(models: Mapping[int, str], whose: str) -> str:
     return f"GPUs of several models: {' and '.join(said)}: shares are equal, so the slowest sets the pace"
 
 
-def _join_ids(ids: tuple[int, ...]) -> str:
+def _join_ids(ids: Iterable[int]) -> str:
     return ",".join(map(str, ids))
-
-
-def _are(count: int) -> str:
-    return "is one" if count == 1 else "are none"

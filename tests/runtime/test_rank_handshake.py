@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.rendezvous import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
+from multigpu_cli.runtime.rank_handshake import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
 from multigpu_cli.runtime.restart_records import FinalVerdict, PreviousAttempt
 
 FIRST = RankInfo(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)
@@ -55,7 +55,7 @@ def test_words_of_an_earlier_attempt_confuse_nobody(order: list[RankInfo]) -> No
     now = met(store, order)
     assert {each.store_prefix for each in now}.isdisjoint({before[0].store_prefix})
     assert len({each.store_prefix for each in now}) == 1
-    assert now[0].nodes == ("node1 7 run", "node1 7 run", "node2 9 run")
+    assert now[0].agent_ids == ("node1 7 run", "node1 7 run", "node2 9 run")
     smaller = met(store, [replace(FIRST, size=2, nonce="d"), replace(SECOND, size=2, nonce="e")])
     assert len(smaller[0].hosts) == 2
 
@@ -73,12 +73,15 @@ def test_a_word_that_was_believed_too_soon_is_taken_back() -> None:
 def test_the_longest_memory_counts_the_attempts() -> None:
     """A node that joins has seen none; a membership change does not raise the agents' own counts."""
     ends = [PreviousAttempt("rank 2 lost", 12, 100.0), PreviousAttempt("rank 2 lost", 12, 101.0), None]
-    hellos = [replace(h, attempt=n, last=e) for h, n, e in zip((FIRST, SECOND, THIRD), (4, 4, 0), ends, strict=True)]
+    hellos = [
+        replace(h, attempt=n, previous_attempt=e)
+        for h, n, e in zip((FIRST, SECOND, THIRD), (4, 4, 0), ends, strict=True)
+    ]
     found = merge_rank_infos(hellos, "g")
-    assert (found.attempt, found.last) == (4, PreviousAttempt("rank 2 lost", 12, 101.0))
+    assert (found.attempt, found.previous_attempt) == (4, PreviousAttempt("rank 2 lost", 12, 101.0))
     assert merge_rank_infos([replace(FIRST, restarts_left=1), SECOND, THIRD], "g").restarts_left == 1
-    forgotten = [replace(FIRST, attempt=2), replace(SECOND, attempt=2), replace(THIRD, last=ends[0])]
-    assert merge_rank_infos(forgotten, "g").last is None, (
+    forgotten = [replace(FIRST, attempt=2), replace(SECOND, attempt=2), replace(THIRD, previous_attempt=ends[0])]
+    assert merge_rank_infos(forgotten, "g").previous_attempt is None, (
         "what a newcomer's agent lived through before is of another attempt"
     )
 
@@ -102,7 +105,7 @@ def test_who_does_not_arrive_is_named() -> None:
     def lonely(hello: RankInfo) -> None:
         with pytest.raises(TrainingError, match="rank 2 of 3" if hello.rank == 0 else "rank 0 of 3") as error:
             agree_on_roster(store, hello, patience=0.3)
-        assert error.value.consequence, "the same again may go well"
+        assert error.value.caused_by_peer, "the same again may go well"
         refused.set()
 
     with ThreadPoolExecutor(1) as other:

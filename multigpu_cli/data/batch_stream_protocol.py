@@ -19,7 +19,7 @@ class BatchStream(Protocol):
     """
 
     size: int
-    where: str
+    data_location: str
     resumable_only_at_epoch: bool
 
     def epoch(
@@ -30,10 +30,10 @@ class BatchStream(Protocol):
     def next_step(self, step: int, plan: BatchPlan) -> int:
         """The step after this one, counted over the run; all ranks ask together."""
 
-    def steps_after(self, step: int, plan: BatchPlan) -> int:
+    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
         """Optimizer steps taken up to this place in the schedule: fewer than `step` where some were left out."""
 
-    def samples_after(self, step: int, plan: BatchPlan) -> int:
+    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
         """Samples trained in so many steps."""
 
     def sample_order(self, epoch: int) -> Tensor:

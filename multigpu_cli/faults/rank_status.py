@@ -1,4 +1,4 @@
-"""How the ranks of an attempt ended: published in the launcher's store, which outlives them all."""
+"""What the ranks of an attempt publish in the launcher's store: progress, a hang, and how each rank ended."""
 
 import json
 import time
@@ -19,28 +19,28 @@ class RankExit:
     """How one rank ended.
 
     Attributes:
-        place: where in the run it stood, in words.
+        place: its position in the run, as text.
         problem: the exception's type and message.
         stack: its traceback.
-        consequence: it only lost the others.
-        exit_code: that it leaves with.
-        samples: the batch at work, by sample number.
+        consequence: it only lost its peers.
+        exit_code: of its process.
+        samples: sample numbers of the micro-batch that it worked on.
     """
 
     rank: int
     place: str
     problem: str
     stack: str
-    consequence: bool
+    caused_by_peer: bool
     exit_code: int = FAILED
     samples: Sequence[int] = ()
 
 
 class RankExits:
-    """What the ranks of this attempt tell each other at their end; alone, everything stays here.
+    """Publishes how this rank ended, and reads how the others did; in a world of one it only keeps its own.
 
     Attributes:
-        store: what they tell it over, None in a world of one.
+        store: the launcher's store, None in a world of one.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,35 +48,31 @@ class RankExits:
         self._own: list[RankExit] = []
 
     def publish(self, end: RankExit) -> None:
-        """Leave this rank's word; the first come is the first told."""
+        """Publish how this rank ended; the store keeps the order of publication."""
         self._own.append(end)
         if self.store is not None:
-            with suppress(RuntimeError):  # the store may have gone with the rank or the agent that held it
+            with suppress(RuntimeError):  # the rank or agent that held the store may be gone
                 turn = self.store.add("ends", 1)
                 self.store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
 
     def wait_for_exits(self, *, patience: float = 0.0) -> list[RankExit]:
-        """Everybody's words in the order they came; waits so long (seconds) for those that have said nothing yet."""
+        """How the ranks ended, in order of publication; waits up to `patience` seconds for all of them."""
         if self.store is None:
             return self._own
         deadline = time.monotonic() + patience
         try:
-            while (told := self.store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
+            while (count := self.store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return [RankExit(**json.loads(self.store.get(f"end-{turn}"))) for turn in range(1, told + 1)]
-        except RuntimeError:  # nobody can be heard without the store
+            return [RankExit(**json.loads(self.store.get(f"end-{turn}"))) for turn in range(1, count + 1)]
+        except RuntimeError:  # without the store no rank can be asked
             return self._own
 
     def has_exits(self) -> bool:
-        """Whether some rank has told its end."""
+        """Whether a rank has published how it ended."""
         return self._is_flagged("end-1")
 
-    def count_moves(self, own: int) -> int | None:
-        """How often all ranks together have moved; None where nobody knows.
-
-        Args:
-            own: how often this one did since it was last asked.
-        """
+    def add_progress(self, own: int) -> int | None:
+        """Add this rank's progress since the last call; returns the total of all ranks, None without a store."""
         if self.store is None:
             return None
         try:
@@ -85,23 +81,23 @@ class RankExits:
             return None
 
     def is_hang(self) -> bool:
-        """Whether some rank called a hang."""
+        """Whether a rank has flagged a hang."""
         return self._is_flagged("hang")
 
-    def call_hang(self) -> None:
-        """Let every rank say where it stands, and end."""
+    def flag_hang(self) -> None:
+        """Make every rank publish its position, and end."""
         if self.store is not None:
-            with suppress(RuntimeError):  # each rank has a clock of its own
+            with suppress(RuntimeError):  # every rank also measures the time itself
                 self.store.set("hang", "")
 
     def _is_flagged(self, name: str) -> bool:
         try:
             return self.store is not None and self.store.check([name])
-        except RuntimeError:  # the store has gone with the agent, and we are about to follow
+        except RuntimeError:  # the agent is gone with its store, and will end this process
             return False
 
     def record_cause(self, text: str, step: int | None, moved: float) -> None:
-        """Leave the cause for the next attempt.
+        """Record the cause for the next attempt.
 
         Args:
             step: optimizer steps done, None before the first.
@@ -111,7 +107,7 @@ class RankExits:
 
 
 def read_previous_cause(world: World) -> str | None:
-    """Why the attempt before this one ended; None where there was none."""
+    """Why the previous attempt ended; None in the first attempt."""
     if not world.attempt:
         return None
-    return world.previous_attempt.cause if world.previous_attempt else "all workers ended without a word"
+    return world.previous_attempt.cause if world.previous_attempt else "all workers ended without an error message"

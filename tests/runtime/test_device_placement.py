@@ -3,7 +3,7 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.placement import (
+from multigpu_cli.runtime.device_placement import (
     Placement,
     choose_placement,
     count_cores,
@@ -11,8 +11,9 @@ from multigpu_cli.runtime.placement import (
     describe_unlike_gpus,
     gpu_models,
 )
-from multigpu_cli.runtime.rendezvous import RankGpu
-from multigpu_cli.runtime.world import LaunchEnv, World
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.rank_handshake import RankGpu
+from multigpu_cli.runtime.world import World
 
 
 def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:
@@ -55,7 +56,7 @@ def test_what_is_chosen_in_one_process(
     mode: str, gpus: int, strategy: str, devices: list[str], launch: int, reason: str
 ) -> None:
     choice = chosen(mode, gpus=gpus)
-    assert (choice.strategy, names(choice), choice.launch) == (strategy, devices, launch)
+    assert (choice.strategy, names(choice), choice.num_processes_to_launch) == (strategy, devices, launch)
     assert reason in choice.reason
 
 
@@ -74,13 +75,13 @@ def test_gpu_ids_and_process_counts_are_followed(
     mode: str, asked: dict[str, object], strategy: str, devices: list[str], launch: int
 ) -> None:
     choice = chosen(mode, gpus=4, **asked)
-    assert (choice.strategy, names(choice), choice.launch) == (strategy, devices, launch)
+    assert (choice.strategy, names(choice), choice.num_processes_to_launch) == (strategy, devices, launch)
 
 
 def test_without_gpus_ddp_takes_as_many_cpu_processes_as_asked() -> None:
-    assert chosen("ddp", cpus=1).launch == 1
+    assert chosen("ddp", cpus=1).num_processes_to_launch == 1
     assert chosen("ddp", nproc_per_node=5).devices == (torch.device("cpu"),) * 5
-    assert chosen("auto", nproc_per_node=3).launch == 3
+    assert chosen("auto", nproc_per_node=3).num_processes_to_launch == 3
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_more_processes_than_gpus_are_a_wrong_request() -> None:
 @pytest.mark.parametrize("mode", ["auto", "ddp"])
 def test_under_torchrun_it_is_ddp_on_the_own_gpu(mode: str) -> None:
     choice = chosen(mode, gpus=4, processes=4)
-    assert (choice.strategy, names(choice), choice.launch) == ("ddp", ["cuda:3"], 0)
+    assert (choice.strategy, names(choice), choice.num_processes_to_launch) == ("ddp", ["cuda:3"], 0)
     assert choice.reason == "torchrun started 4 processes"
 
 

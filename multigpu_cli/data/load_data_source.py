@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.collate import to_tensors
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.infer_shape import infer_source
-from multigpu_cli.data.materialized_iterable import IndexedStream
+from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.data.sample import to_tensors
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
-from multigpu_cli.runtime import plugins
+from multigpu_cli.runtime import factories
 
 
-def open_source(config: DataConfig, seed: int) -> DataSource:
+def load_data_source(config: DataConfig, seed: int) -> DataSource:
     """Load the dataset that --data names: one of ours, or the user's own.
 
     A user's factory is called once per split with those of `split` (train, val, test), `data_dir, mode, seed` and of
@@ -33,7 +33,7 @@ def open_source(config: DataConfig, seed: int) -> DataSource:
     Raises:
         RequestError: no such dataset, files missing or damaged, or a factory that returns something else.
     """
-    factory = plugins.find_factory(config.name, DATASETS, flag="--data")
+    factory = factories.find_factory(config.name, DATASETS, flag="--data")
     offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
@@ -82,7 +82,7 @@ def _from_one(
     other = None
     if "new" not in inspect.signature(factory).parameters:
         other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
-    found = plugins.call_factory(factory, offered, args, where="data")
+    found = factories.call_factory(factory, offered, args, where="data")
     source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed)
     if other is None:
         return source
@@ -93,7 +93,7 @@ def _from_one(
         )
     from multigpu_cli.data.unlabeled import wrap_unlabeled  # late: few have new samples
 
-    new = _dataset(plugins.call_factory(factory, offered, args | other, where="data"), name, seed)
+    new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
     return replace(source, new=wrap_unlabeled(new, source.train) or new)
 
 
@@ -102,7 +102,7 @@ def _from_splits(
 ) -> DataSource:
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
-        found = plugins.call_factory(factory, {**offered, "split": split}, args, where="data")
+        found = factories.call_factory(factory, {**offered, "split": split}, args, where="data")
         splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
     if splits["train"] is None:
         raise RequestError(
@@ -125,7 +125,7 @@ def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
 
 def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
     if isinstance(found, IterableDataset):
-        return IndexedStream(found, name, seed)
+        return MaterializedIterable(found, name, seed)
     if (arrays := _arrays(found)) is not None:
         inputs, targets = arrays
         return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())

@@ -8,7 +8,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.open_source import open_source
+from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError
 
 MODULE = """
@@ -91,7 +91,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def opened(factory: str, seed: int = 42, **config: Any) -> DataSource:
-    return open_source(DataConfig(name=f"my_data_for_tests:{factory}", **config), seed)
+    return load_data_source(DataConfig(name=f"my_data_for_tests:{factory}", **config), seed)
 
 
 def numbers(split: Any) -> list[int]:
@@ -100,7 +100,7 @@ def numbers(split: Any) -> list[int]:
 
 
 def test_a_dataset_of_ours() -> None:
-    source = open_source(DataConfig(name="digits", args={"augment": False}), 42)
+    source = load_data_source(DataConfig(name="digits", args={"augment": False}), 42)
     assert (source.num_classes, source.input_shape, source.augment) == (10, (1, 8, 8), None)
 
 
@@ -144,9 +144,9 @@ def test_shape_and_classes_are_learned_from_the_data(factory: str, shape: tuple[
 def test_whole_arrays_are_a_dataset() -> None:
     """As scikit-learn's own functions return them."""
     for args, shape in (({}, (4,)), ({"return_X_y": True}, (4,))):
-        source = open_source(DataConfig(name="sklearn.datasets:load_iris", args=args), 42)
+        source = load_data_source(DataConfig(name="sklearn.datasets:load_iris", args=args), 42)
         assert (source.input_shape, source.num_classes, len(source.train)) == (shape, 3, 120)  # type: ignore[arg-type]
-    source = open_source(DataConfig(name="sklearn.datasets:load_diabetes"), 42)
+    source = load_data_source(DataConfig(name="sklearn.datasets:load_diabetes"), 42)
     assert (source.input_shape, source.num_classes) == ((10,), 0)
 
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data import loader_processes
+from multigpu_cli.data import worker_context
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.torch_dataloader import run_in_process
+from multigpu_cli.data.map_style_fetcher import run_in_process
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
 from tests.support.fork import exit_code
@@ -83,7 +83,7 @@ def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_loader_processes_work_with_a_long_tmpdir(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        monkeypatch.setattr(loader_processes, "_SHORT", (short,))
+        monkeypatch.setattr(worker_context, "_SHORT", (short,))
         served = loader()
         try:
             (sockets,) = Path(short).iterdir()
@@ -102,6 +102,6 @@ def nothing_writable(folder: str, mode: int) -> bool:
 
 
 def test_where_no_path_is_short_enough_the_door_says_so(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_processes.os, "access", nothing_writable)  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker_context.os, "access", nothing_writable)  # type: ignore[attr-defined]
     with pytest.raises(RequestError, match=r"(?s)TMPDIR=.* is too long .* at most 75 bytes, or --num-workers 0"):
         loader()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.skipped_steps import NonfiniteGuard
+from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,27 @@
+"""The names of the Python API, all of which `train_multi_gpu` offers."""
+
+from multigpu_cli.api.fault_tolerance import FaultToleranceManager as FaultToleranceManager
+from multigpu_cli.api.functions import cleanup_distributed as cleanup_distributed
+from multigpu_cli.api.functions import get_multi_gpu_metrics as get_multi_gpu_metrics
+from multigpu_cli.api.functions import get_multi_gpu_status as get_multi_gpu_status
+from multigpu_cli.api.functions import log_training_metrics as log_training_metrics
+from multigpu_cli.api.functions import setup_data_parallel as setup_data_parallel
+from multigpu_cli.api.functions import setup_distributed_data_parallel as setup_distributed_data_parallel
+from multigpu_cli.api.functions import setup_multi_gpu_training as setup_multi_gpu_training
+from multigpu_cli.api.gpu_info import clear_gpu_memory as clear_gpu_memory
+from multigpu_cli.api.gpu_info import get_gpu_info as get_gpu_info
+from multigpu_cli.api.gpu_info import print_gpu_info as print_gpu_info
+from multigpu_cli.api.manager import MultiGPUTrainingManager as MultiGPUTrainingManager
+from multigpu_cli.api.metrics import MetricsCollector as MetricsCollector
+from multigpu_cli.api.metrics import PerformanceMonitor as PerformanceMonitor
+from multigpu_cli.api.scaling import estimate_training_speedup as estimate_training_speedup
+from multigpu_cli.api.scaling import launch_distributed_training as launch_distributed_training
+from multigpu_cli.api.scaling import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
+from multigpu_cli.api.scaling import print_training_speedup_estimates as print_training_speedup_estimates
+from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
+from multigpu_cli.api.settings import TrainingMode as TrainingMode
+from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer
+from multigpu_cli.api.trainers import DistributedDataParallelTrainer as DistributedDataParallelTrainer
+from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
+from multigpu_cli.api.training import evaluate_with_multi_gpu as evaluate_with_multi_gpu
+from multigpu_cli.api.training import train_with_multi_gpu as train_with_multi_gpu

@@ -1,0 +1,90 @@
+"""What a launcher such as torchrun tells each worker process by environment variables: read once, then a value."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from multigpu_cli.config.launcher_rules import is_self_launched
+from multigpu_cli.errors import RequestError
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """What torchrun (or another launcher of its kind) tells each process.
+
+    Attributes:
+        attempt: how often the agent restarted the workers; with several nodes each has a count of its own.
+        agent_store: the agent hosts the store, so that no rank has to.
+        restarts_left: how often the agent would start the workers again if this attempt failed.
+        launcher: who started the processes, for the plan.
+        environ: the launcher's own variables, for what it remembers of earlier attempts.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    attempt: int
+    agent_store: bool
+    restarts_left: int = 0
+    launcher: str = "torchrun started"
+    environ: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def current(cls) -> "LaunchEnv | None":
+        """What this process was told; None where no launcher started it."""
+        return cls.from_environment(os.environ)
+
+    @classmethod
+    def for_existing_group(cls, rank: int, size: int, local_rank: int | None) -> "LaunchEnv":
+        """Rank `rank` of processes that somebody else started, at MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            RequestError: the environment does not say where they meet.
+        """
+        if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT", "").isdecimal():
+            raise RequestError(
+                f"rank={rank} of world_size={size}: nothing says where the other processes are",
+                remedy="torchrun --nproc_per_node=N SCRIPT; or leave rank out, and they are started here; or set "
+                "MASTER_ADDR and MASTER_PORT in each process",
+            )
+        local = rank if local_rank is None else local_rank
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return cls(rank, size, local, size, address, port, attempt=0, agent_store=False)
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> "LaunchEnv | None":
+        """None where no launcher started us.
+
+        Raises:
+            RequestError: the variables are there only in part, or are no numbers.
+        """
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return None
+        if missing := [name for name in _NEEDED if not env.get(name)]:
+            raise RequestError(
+                f"the environment has RANK or WORLD_SIZE but not {', '.join(missing)}",
+                remedy="start with torchrun, which sets them all, or unset RANK and WORLD_SIZE",
+            )
+        try:
+            rank, size, local_rank = (int(env[name]) for name in _NEEDED[:3])
+            return cls(
+                rank=rank,
+                size=size,
+                local_rank=local_rank,
+                local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
+                address=env["MASTER_ADDR"],
+                port=int(env["MASTER_PORT"]),
+                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
+                - int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                launcher="self-launched" if is_self_launched(env) else "torchrun started",
+                environ=dict(env),
+            )
+        except ValueError as error:
+            raise RequestError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}") from error

@@ -1,0 +1,208 @@
+"""Forms the process group of a run, and gives back what was there before."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group  # for the end of a run that has failed
+
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime import restart_records
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.parent_death import die_with_parent
+from multigpu_cli.runtime.world import World
+
+_PATIENCE = 120.0  # seconds for the others to load torch and arrive
+
+
+@contextmanager
+def process_group(
+    launch_env: LaunchEnv | None, device: torch.device, *, timeout: float, backend: str | None = None
+) -> Iterator[World]:
+    """Form the process group for as long as the context lasts; without a launcher, a world of one.
+
+    Args:
+        timeout: seconds after which a collective that lacks a rank fails.
+        backend: nccl for CUDA and gloo elsewhere, unless said otherwise (two processes can't share a GPU over nccl).
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch_env is None:
+        yield World(device)
+        return
+    if dist.is_initialized():  # somebody else's group, who ends it, too
+        shared: Any = dist.distributed_c10d._get_default_store()
+        with _restore_timeouts():
+            yield _build_world(device, launch_env, shared, _clone_store(shared))
+        return
+    die_with_parent()
+    world, store = rendezvous(launch_env, device, timeout=timeout)
+    with init_process_group(world, store, timeout=timeout, backend=backend):
+        yield world
+
+
+@contextmanager
+def _restore_timeouts() -> Iterator[None]:
+    """Somebody else's group has its own time limits again afterwards; `disable_collective_timeout` takes them away."""
+    group: Any = dist.group.WORLD
+    backends = [group._get_backend(kind) for kind in group._device_types]
+    clocks = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
+    try:
+        yield
+    finally:
+        for backend, clock in clocks:
+            backend._set_default_timeout(clock)
+
+
+def rendezvous(launch_env: LaunchEnv, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
+    """Agree with the others who is there, without a process group yet; the world, and a store to form one over."""
+    store = _open_store(launch_env, timeout, hosts=not launch_env.agent_store and launch_env.rank == 0)
+    client = _open_store(launch_env, timeout, hosts=False)  # of its own, for other threads
+    return _build_world(device, launch_env, store, client), store
+
+
+@contextmanager
+def init_process_group(
+    world: World, store: dist.Store, *, timeout: float, backend: str | None = None
+) -> Iterator[None]:
+    """Form the process group of ranks that have met, for as long as the context lasts.
+
+    Raises:
+        RequestError: two of them have one GPU, which NCCL can't do.
+    """
+    backend = backend or ("nccl" if world.device.type == "cuda" else "gloo")
+    if backend == "nccl":
+        check_own_gpus(world)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(world.store_prefix, store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=world.device if backend == "nccl" else None,
+    )
+    try:
+        yield
+    except BaseException as error:
+        if backend == "nccl" and not _is_shared_error(error):  # to destroy it would wait for peers that may be dead
+            _abort_process_group()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _is_shared_error(error: BaseException) -> bool:
+    """Whether all ranks raise it, over this group: an abort would cut off the message that tells the others of it."""
+    return isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
+
+
+def check_own_gpus(world: World) -> None:
+    """Raises RequestError, on all ranks alike, where two ranks of a machine have one GPU."""
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, (host, gpu) in enumerate(zip(world.hosts, world.gpus, strict=True)):
+        if gpu is not None:
+            users[host, gpu.uuid].append(rank)
+    shared = next(((host, ranks) for (host, _), ranks in users.items() if len(ranks) > 1), None)
+    if shared is None:
+        return
+    host, ranks = shared
+    gpus = sum(where == host for where, _ in users)
+    error = RequestError(
+        f"ranks {','.join(map(str, ranks))} have one GPU of {host}, and NCCL needs one for each",
+        remedy=f"--nproc_per_node={gpus}, a GPU of its own for each process, or CUDA_VISIBLE_DEVICES= to train on CPU",
+    )
+    error.shared = True
+    raise error
+
+
+def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
+    """Meet the others, and agree with them on what this attempt is.
+
+    Args:
+        client: another connection to the store.
+
+    Raises:
+        AttemptRefused: an earlier attempt has ended for good.
+    """
+    from multigpu_cli.runtime.rank_handshake import (  # late: a world of one meets nobody
+        RankGpu,
+        RankInfo,
+        agree_on_roster,
+    )
+
+    environ = launch_env.environ
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    hello = RankInfo(
+        rank=launch_env.rank,
+        size=launch_env.size,
+        nonce=uuid4().hex,
+        host=os.uname().nodename,
+        node=restart_records.node_name(environ),
+        attempt=restart_records.attempt_number(environ) if environ else launch_env.attempt,
+        restarts_left=launch_env.restarts_left,
+        verdict=restart_records.read_last_verdict(environ),
+        previous_attempt=restart_records.read_previous_attempt(environ),
+        gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
+    )
+    agreed = agree_on_roster(store, hello, patience=_PATIENCE)
+    if agreed.verdict:
+        raise restart_records.AttemptRefused(agreed.verdict)
+    restart_records.record_attempt(environ, agreed.attempt, agreed.agent_ids)
+    return World(
+        device,
+        launch_env.rank,
+        launch_env.size,
+        launch_env.local_rank,
+        launch_env.local_size,
+        agreed.attempt,
+        dist.PrefixStore(agreed.store_prefix, client),
+        hosts=agreed.hosts,
+        agent_ids=agreed.agent_ids,
+        restarts_left=agreed.restarts_left,
+        previous_attempt=agreed.previous_attempt,
+        agent_dir=restart_records.find_agent_dir(environ),
+        store_prefix=agreed.store_prefix,
+        gpus=agreed.gpus,
+    )
+
+
+def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
+    try:
+        store = dist.TCPStore(
+            launch_env.address,
+            launch_env.port,
+            launch_env.size,
+            is_master=hosts,
+            timeout=timedelta(seconds=_PATIENCE),
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise RequestError(
+                f"MASTER_PORT={launch_env.port} in the environment: another program uses that port",
+                remedy="torchrun --standalone, which takes a free one, or another --master-port",
+            ) from error
+        raise _missing_store_error(launch_env) from error
+    store.set_timeout(timedelta(seconds=max(timeout, 300)))
+    return store
+
+
+def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
+    problem = f"no answer from {launch_env.address}:{launch_env.port}, where rank 0's store should be"
+    if launch_env.agent_store and launch_env.size > launch_env.local_size:
+        problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"
+    error = TrainingError(problem, remedy="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every node")
+    error.caused_by_peer = True
+    return error
+
+
+def _clone_store(store: Any) -> dist.Store:
+    """A connection of its own, for other threads, where this torch can make one."""
+    return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]

@@ -1,0 +1,167 @@
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime import process_group as group_module
+from multigpu_cli.runtime.collectives import disable_collective_timeout
+from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.process_group import check_own_gpus, init_process_group, process_group
+from multigpu_cli.runtime.rank_handshake import RankGpu
+from multigpu_cli.runtime.world import World
+from tests.support.fork import exit_code
+from tests.support.ranks import run_on_each_rank
+
+
+def test_a_world_of_one_needs_no_group() -> None:
+    with process_group(None, torch.device("cpu"), timeout=5) as world:
+        assert world == World(torch.device("cpu"), 0, 1, 0, 1)
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("agent_store", [False, True])
+def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
+    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    launch_env = LaunchEnv(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        address="localhost",
+        port=agents.port if agent_store else _free_port(),
+        attempt=3,
+        agent_store=agent_store,
+    )
+
+    def work() -> None:
+        with process_group(launch_env, torch.device("cpu"), timeout=5) as world:
+            assert world == World(torch.device("cpu"), 0, 1, 0, 1, attempt=3)
+            assert world.store is not None
+            assert dist.get_backend() == "gloo"
+            dist.all_reduce(torch.ones(1))
+        assert not dist.is_initialized()
+        with (
+            pytest.raises(ZeroDivisionError),
+            process_group(replace(launch_env, attempt=4), torch.device("cpu"), timeout=5),
+        ):
+            raise ZeroDivisionError
+        assert not dist.is_initialized(), "left also after an error"
+
+    assert exit_code(work) == 0
+    if agent_store:
+        generations = {key.split("/")[0] for key in agents.list_keys() if "sealed" in key}
+        assert len(generations) == 2, "restarts read no stale addresses"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "uuids", "named"),
+    [
+        ("aabb", "1213", ""),
+        ("aaaa", "1211", "ranks 0,2,3 have one GPU"),
+        ("abab", "1223", ""),  # machines may be copies of one another
+    ],
+)
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_does(hosts: str, uuids: str, named: str) -> None:
+    """A launcher that shows each rank one GPU may show all of them the same."""
+    gpus = tuple(RankGpu(uuid, "H100") for uuid in uuids)
+    world = World(torch.device("cuda", 0), 1, 4, 1, 4, hosts=tuple(hosts), gpus=gpus)
+    if not named:
+        return check_own_gpus(world)
+    with pytest.raises(RequestError, match=named) as refused:
+        check_own_gpus(world)
+    assert refused.value.shared
+    assert "--nproc_per_node=" in refused.value.remedy
+    with pytest.raises(RequestError, match=named), init_process_group(world, dist.HashStore(), timeout=1):
+        pass
+    return None
+
+
+def test_a_group_of_somebody_else_has_its_own_clock_again_afterwards() -> None:
+    """While we train in it the watch decides who hangs; nobody else has one."""
+
+    def clock() -> float:
+        group: Any = dist.group.WORLD
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    def work(world: World) -> tuple[float, bool, float]:
+        before, launch_env = clock(), LaunchEnv(world.rank, 2, world.rank, 2, "", 0, 0, agent_store=False)
+        with process_group(launch_env, world.device, timeout=30) as ours:
+            disable_collective_timeout(ours)
+            meanwhile = clock()
+        return before, meanwhile > before, clock()
+
+    assert run_on_each_rank(2, work) == [(30.0, True, 30.0)] * 2
+
+
+def test_a_worker_ends_with_its_agent() -> None:
+    """A killed agent must not leave workers behind that train beside the run that follows."""
+    launch_env = LaunchEnv(
+        rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=_free_port(), attempt=0, agent_store=False
+    )
+    read, write = os.pipe()
+
+    def agent() -> None:
+        if os.fork() == 0:
+            with process_group(launch_env, torch.device("cpu"), timeout=5):
+                os.write(write, b"joined")
+                time.sleep(20)
+            os._exit(0)
+        assert os.read(read, 6) == b"joined"
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(agent) == -signal.SIGKILL
+    os.close(write)
+    began = time.monotonic()
+    assert os.read(read, 1) == b"", "the pipe ends when the last of them is gone"
+    assert time.monotonic() - began < 10
+
+
+def _free_port() -> int:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    port = int(store.port)
+    del store
+    return port
+
+
+def _shared(*, consequence: bool) -> RequestError:
+    error = RequestError("of the run")
+    error.shared, error.caused_by_peer = True, consequence
+    return error
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "end"),
+    [
+        ("nccl", ValueError("of the run"), "aborted"),
+        ("gloo", ValueError("of the run"), "destroyed"),
+        ("nccl", _shared(consequence=True), "aborted"),
+        ("nccl", _shared(consequence=False), "destroyed"),
+    ],
+)
+def test_a_run_that_fails_waits_for_peers_only_where_they_all_leave(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: Exception, end: str
+) -> None:
+    """Destroying a group of NCCL's waits for what the others have not finished; aborting it does not.
+
+    The rank that tells the others why they all leave goes on before they have heard it: NCCL sends beside the host.
+    """
+    done: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(group_module, "_abort_process_group", lambda: done.append("aborted"))
+    world = World(torch.device("cpu"), store_prefix="of a test")
+    with (
+        pytest.raises(type(error), match="of the run"),
+        init_process_group(world, dist.HashStore(), timeout=1, backend=backend),
+    ):
+        raise error
+    with init_process_group(world, dist.HashStore(), timeout=1, backend=backend):
+        pass
+    assert done == [end, "destroyed"]

@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels, set_threads_per_rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
+def test_only_gpus_try_kernels_out(kind: str, wanted: tuple[bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        enable_fast_kernels(torch.device(kind))
+        assert (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == wanted
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_threads_are_shared_out() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_threads_per_rank(2, 8, exact=False) == 4 == torch.get_num_threads()
+        assert set_threads_per_rank(3, 8, exact=False) == 2
+        assert set_threads_per_rank(8, 2, exact=False) == 1 == torch.get_num_threads()
+        assert set_threads_per_rank(1, 8, exact=True) == 1, "the number of threads changes the order of sums"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        enable_determinism()
+        assert torch.are_deterministic_algorithms_enabled()
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory = benchmark, fill
