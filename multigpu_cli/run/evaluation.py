@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
-    """One exact pass over a split with the weights for use, journalled."""
+    """One exact pass over a split with the weights that are published (the average, with --ema); journalled."""
     model, progress = run.state.eval_model(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
     with run.observer.timer.pause():
@@ -33,7 +33,7 @@ def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
 
 
 def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evaluation:
-    """In batches that fit into every rank's memory."""
+    """Evaluate, with smaller batches after each out-of-memory error."""
     while True:
         try:
             return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch)
@@ -44,7 +44,7 @@ def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evalua
 
 
 def evaluate_epoch(run: "Run") -> None:
-    """At the end of an epoch: evaluate, keep the best weights, and stop early where nothing improves any more."""
+    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
     check_nonfinite(run)
     run.observer.loss.read()
@@ -65,14 +65,12 @@ def evaluate_epoch(run: "Run") -> None:
                 run.checkpointer.best = copy_to_host(run.state.eval_model().state_dict())
     elif progress.best:
         progress.stale_epochs += 1
-        if (
-            run.config.length.early_stopping_patience
-            and progress.stale_epochs >= run.config.length.early_stopping_patience
-        ):
+        patience = run.config.length.early_stopping_patience
+        if patience and progress.stale_epochs >= patience:
             progress.stopped_early = True
             run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
 
 
 def _is_better(score: list[float], best: list[float]) -> bool:
-    """Whether a score is the greatest so far: one with NaN in it never is, and any other beats it."""
+    """Whether a score is the greatest so far; one with NaN never is, and any other is better than it."""
     return not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best)

@@ -38,8 +38,9 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.lifecycle import assemble_run, start_run
+from multigpu_cli.run.lifecycle import assemble_run
 from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.start_run import start_run
 from multigpu_cli.runtime.determinism import enable_determinism
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv, World
