@@ -12,15 +12,15 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.batch_size_finder import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.forward_backward import StepResult, forward_backward
+from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.lifecycle import open_run, resolve_request
-from multigpu_cli.run.resume_point import log_recovery
-from multigpu_cli.run.run_state import Run
-from multigpu_cli.run.train_log import log_step
+from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
+from multigpu_cli.run.step_result import StepResult
+from multigpu_cli.run.train_log import log_recovery, log_step
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.placement import Placement

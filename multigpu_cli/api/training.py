@@ -20,7 +20,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model
-from multigpu_cli.run.build import build_task
+from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
 from multigpu_cli.runtime.world import process_group

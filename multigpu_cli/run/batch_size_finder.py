@@ -5,31 +5,27 @@ an out-of-memory error on one rank in the middle of a reduction would leave the 
 an evaluation is tried in the same way.
 """
 
-import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
-from multigpu_cli.checkpoint.lock import fail_on_write_error
-from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
-from multigpu_cli.run.build import TrainComponents, first_batch
+from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.spec import with_measured_batch, with_micro_batch
+from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_batch
+from multigpu_cli.run.resolve_spec import with_measured_batch
+from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.out_of_memory import free_memory
-from multigpu_cli.tasks.base import Task
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
+    pass
 
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
-_REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, or --amp bf16"
 
 
 def probe_memory(components: TrainComponents) -> list[str]:
@@ -93,7 +89,7 @@ def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
 def _probe_evaluation(components: TrainComponents) -> Iterator[str]:
     """Try a batch of an evaluation; a task with its own `evaluate` has no batches to try."""
     loader = components.loaders.val if components.loaders.val is not None else components.loaders.test
-    if loader is None or _has_own_evaluation(components):
+    if loader is None or not components.evaluates_in_batches:
         return
 
     def evaluate_a_batch() -> None:
@@ -103,10 +99,6 @@ def _probe_evaluation(components: TrainComponents) -> Iterator[str]:
 
     while not _fits_on_all_ranks(components, evaluate_a_batch):
         yield halve_eval_batch(components)
-
-
-def _has_own_evaluation(components: TrainComponents) -> bool:
-    return type(components.task).evaluate is not Task.evaluate
 
 
 def _try_shortest_micro_batch(components: TrainComponents) -> None:
@@ -120,46 +112,6 @@ def _try_shortest_micro_batch(components: TrainComponents) -> None:
                 f"an epoch ends with one sample; --model {components.spec.model} can't train on it: {error}",
                 remedy="--drop-last, or a --batch-size that leaves more than one over",
             ) from error
-
-
-def halve_micro_batch(components: TrainComponents) -> str:
-    """Halve the micro-batch; the global batch, and so the gradient, stay as they are.
-
-    Raises:
-        TrainingError: it can't be halved, or must not be.
-    """
-    size = components.plan.batches.micro_batch
-    groups = {"whole groups of environments": components.spec.source.fixed_batch_sizes is not None}
-    _check_may_halve(components, size, f"with micro-batches of {size}", groups)
-    components.spec = with_micro_batch(components.spec, size // 2)
-    layers = {type(m).__name__ for m in components.state.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
-    text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
-    return text + (f"; smaller micro-batches for {' and '.join(sorted(layers))} too" if layers else "")
-
-
-def halve_eval_batch(components: TrainComponents) -> str:
-    """Halve the batches of evaluations, whose metrics are sums over samples and change by rounding only.
-
-    Raises:
-        TrainingError: they can't be halved, or must not be.
-    """
-    size = components.eval_batch
-    own = {"the task's own evaluation": _has_own_evaluation(components)}
-    _check_may_halve(components, size, f"in an evaluation with batches of {size}", own)
-    components.loaders.max_eval_batch = size // 2
-    return f"out of memory in an evaluation: batches of {size // 2} instead of {size}"
-
-
-def _check_may_halve(components: TrainComponents, size: int, where: str, reasons: dict[str, bool]) -> None:
-    """Raise TrainingError with the first reason that holds."""
-    config = components.config
-    reasons = {
-        "--on-oom stop": config.fault.on_oom == "stop",
-        "one sample": size == 1,
-        "--exact": config.reproducibility.exact,
-    } | reasons
-    if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise TrainingError(f"out of memory {where} ({reason})", remedy=_REMEDY)
 
 
 def _find_largest_micro_batch(components: TrainComponents) -> None:
@@ -178,7 +130,7 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
     while size <= limit and _fits_in_memory(components, size):
         size, best = size * 2, size
     if not best:
-        raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=_REMEDY)
+        raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=REMEDY)
     reason = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
     components.spec = with_measured_batch(components.spec, best, components.world, reason)
     _try_shortest_micro_batch(components)
@@ -228,35 +180,3 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
     batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     for _ in range(2 if components.world.device.type == "cuda" else 1):
         forward_backward(components, batch, 1.0, last=False)
-
-
-def recover_from_out_of_memory(run: "Run", error: RuntimeError) -> None:
-    """Discard a step that ran out of memory, and go on with micro-batches of half the size.
-
-    With several processes the others are in the middle of a reduction, and in the optimizer's phase some weights may
-    have moved already. Then the run has to start again: the next attempt reads the note that is left in the folder.
-
-    Args:
-        error: its traceback holds the step's tensors, and releases them here.
-
-    Raises:
-        TrainingError: the run has to start again, or the micro-batch can't be halved.
-    """
-    moved = run.observer.watchdog.phase == "optimizer"
-    run.strategy.abort_step()
-    run.state.optimizer.zero_grad(set_to_none=True)
-    traceback.clear_frames(error.__traceback__)
-    free_memory(run.world.device)
-    text = halve_micro_batch(run)
-    if run.world.size == 1 and not moved:
-        run.log_fault("out of memory", text)
-        return
-    batches = run.plan.batches
-    with fail_on_write_error(run.folder):
-        run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
-        write_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
-    who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
-    raise TrainingError(
-        f"{who}{' in the optimizer' if moved else ''} at step {run.progress.step}",
-        remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
-    )

@@ -1,13 +1,10 @@
 """Builds model, optimizer, task, strategy and loaders, before any file of the run is touched."""
 
-import shutil
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
@@ -17,95 +14,24 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.errors import RequestError
+from multigpu_cli.data.loader import Batch
 from multigpu_cli.models.build import adapt_model, build_model, prepare_model
-from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
-from multigpu_cli.planning.plan import Plan
+from multigpu_cli.optimizers import build_ema, build_optimizer
+from multigpu_cli.run.build_task import build_task
+from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.smoke_test import choose_memory_format
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.user_objects import broadcast_weights
-from multigpu_cli.runtime import plugins
 from multigpu_cli.runtime.collectives import run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.determinism import seed_weights
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.buckets import measure_cap
 from multigpu_cli.strategies.single import Single
-from multigpu_cli.tasks.base import Loss, Task
+from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
-from multigpu_cli.tasks.registry import TASKS
-
-
-@dataclass
-class Loaders:
-    """The data of each split.
-
-    Attributes:
-        max_eval_batch: the most samples of an evaluation's batch, if memory limits it.
-    """
-
-    train: BatchStream
-    val: Loader | None
-    test: Loader | None
-    max_eval_batch: int | None = None
-
-    def close(self) -> None:
-        """End the loader processes, if there are any."""
-        for loader in (self.train, self.val, self.test):
-            if loader is not None:
-                loader.close()
-
-
-@dataclass
-class TrainComponents:
-    """The parts that a step and an evaluation need."""
-
-    spec: RunSpec
-    world: World
-    task: Task
-    state: TrainState
-    strategy: Strategy
-    loaders: Loaders
-    loss_normalizer: LossNormalizer
-    compiled: CompiledModel | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.compiled:
-            self.compiled.size = lambda: self.plan.batches.micro_batch  # out of memory may halve it during the run
-
-    @cached_property
-    def trainable_parameters(self) -> list[Tensor]:
-        """The parameters that the optimizer moves."""
-        return [p for p in self.state.model.parameters() if p.requires_grad]
-
-    @property
-    def config(self) -> Config:
-        return self.spec.config
-
-    @property
-    def plan(self) -> Plan:
-        return self.spec.plan
-
-    @property
-    def progress(self) -> Progress:
-        return self.state.progress
-
-    def set_learning_rates(self, step: int) -> None:
-        """Set the rate of optimizer step `step`: the schedule's, or that of the user's own optimizer and scheduler."""
-        live = self.spec.user_objects
-        if live and live.optimizer:
-            live.step_scheduler(self.state, step, self.plan.batches.steps_per_epoch)
-        else:
-            set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
-
-    @property
-    def eval_batch(self) -> int:
-        """Samples in one batch of an evaluation: twice a micro-batch, because no activations are kept."""
-        usual = 2 * self.plan.batches.micro_batch
-        return min(usual, self.loaders.max_eval_batch or usual)
 
 
 def build_components(spec: RunSpec, world: World) -> TrainComponents:
@@ -123,7 +49,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         if state.average:
             state.average.module.load_state_dict(state.model.state_dict())
     _restore_checkpoint(state, task, spec, world)
-    model = run_on_all_ranks(world, lambda: _compile_model(state.model, spec.config, world.device))
+    model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
     strategy, units = _build_strategy(model, world, spec), LossNormalizer(task, world)
     compiled = model if isinstance(model, CompiledModel) else None
@@ -174,20 +100,6 @@ def first_batch(loader: BatchStream, size: int) -> Batch:
     return next(loader.eval_batches(min(size, loader.size), 0, 1))
 
 
-def build_task(config: Config, source: DataSource, criterion: Loss | None = None) -> Task:
-    """The user's own loss as a task, else the task that the user named, else the dataset's own."""
-    if criterion:
-        from multigpu_cli.tasks.criterion import Criterion  # late: most losses have a name
-
-        return Criterion(source, config.task, criterion)
-    name = config.task.name or source.task
-    factory = plugins.find_factory(name, TASKS, flag="--task")
-    task = plugins.call_factory(factory, {"source": source, "config": config.task}, config.task.args, where="task")
-    if not isinstance(task, Task):
-        raise RequestError(f"--task {name}: not a subclass of multigpu_cli.tasks.base.Task")
-    return task
-
-
 def _restore_checkpoint(state: TrainState, task: Task, spec: RunSpec, world: World) -> None:
     """One rank reads the checkpoint and broadcasts it, so only one machine needs the file."""
     if not spec.start.checkpoint:
@@ -226,27 +138,3 @@ def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
 
         return Distributed(model, world, config.communication, live.ddp if live else {})
     return Single(model)
-
-
-_COMPILERS = {  # of what torch generates; on CUDA Triton builds what launches its kernels, in C
-    "cpu": ("C++", ("g++", "c++", "clang++")),
-    "cuda": ("C", ("gcc", "clang")),
-}
-
-
-def _compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    wanted = config.model.compile
-    if wanted == "off":
-        return model
-    language, names = _COMPILERS[device.type]
-    if not any(map(shutil.which, names)):
-        raise RequestError(
-            f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and none is installed",
-            remedy=f"--compile off, or install {names[0]}",
-        )
-    if device.type == "cuda" and wanted == "reduce-overhead" and config.reproducibility.exact:
-        raise RequestError(
-            "--compile reduce-overhead: CUDA graphs write over the gradients that --exact still has to add up",
-            remedy="--compile default, or no --exact",
-        )
-    return CompiledModel(model, None if wanted == "default" else wanted)

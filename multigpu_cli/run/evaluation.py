@@ -8,13 +8,13 @@ from torch import nn
 from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
-from multigpu_cli.run.batch_size_finder import halve_eval_batch
-from multigpu_cli.run.train_log import check_nonfinite
+from multigpu_cli.run.nonfinite_check import check_nonfinite
+from multigpu_cli.run.oom_recovery import halve_eval_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
+    from multigpu_cli.run.training_run import Run
 
 
 def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:

@@ -6,20 +6,15 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.best import BEST, restore_file
-from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error
-from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
-from multigpu_cli.config.resume_rules import flatten_settings
-from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.diagnose import find_unused_parameters
-from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
-from multigpu_cli.run.run_state import Run
+from multigpu_cli.run.summary import build_summary, close_run
 from multigpu_cli.run.train_log import peak_memory
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
@@ -86,69 +81,3 @@ def finish_failed(run: Run, error: BaseException) -> dict[str, Any]:
     summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
     close_run(run, summary)
     return summary
-
-
-def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
-    """What summary.json holds; every rank computes it, rank 0 writes it.
-
-    Args:
-        ending: fingerprint and details of a completed run; the error of a failed one.
-    """
-    progress, batches = run.progress, run.plan.batches
-    names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
-    seconds = progress.train_seconds + run.observer.timer.seconds
-    return {
-        "status": status,
-        "strategy": run.plan.strategy,
-        "world_size": run.world.size,
-        "devices": batches.workers,
-        "device": run.plan.device,
-        "precision": run.plan.precision,
-        "epochs": progress.step // batches.steps_per_epoch,
-        "steps": run.loaders.train.steps_after(progress.step, batches),
-        "samples": run.loaders.train.samples_after(progress.step, batches),
-        "global_batch_size": batches.global_batch,
-        "train_seconds": seconds,
-        "startup_seconds": progress.startup_seconds,
-        "samples_per_second": run.observer.timer.samples_per_second if run.observer.timer.steps else None,
-        "step_ms": run.observer.timer.step_ms() if run.observer.timer.steps else {"p50": None, "p95": None},
-        "final": {name: progress.last.get(name) for name in names} | progress.last,
-        "best": progress.best,
-        "peak_memory_bytes": ending.pop("peak_memory_bytes", [peak_memory(run.world.device)]),
-        "fingerprint": None,
-        "save_dir": str(run.folder),
-        "resumed_from": run.spec.start.checkpoint,
-        "faults": progress.faults,
-    } | ending
-
-
-def close_run(run: Run, summary: dict[str, Any]) -> None:
-    """Write summary.json, whichever way the run ended, and the journal's last line."""
-    if run.world.is_main:
-        logs = run.folder / "logs"
-        if spoke := find_ranks_with_output(logs, run.world.size):
-            run.log.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_path(logs, spoke[0])}")
-        _write_summary(run, summary)
-        if summary["status"] == "completed":
-            _write_plots(run, summary)
-        if run.log.tensorboard and summary["status"] == "completed":
-            run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
-    run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
-    run.control.summary_written = True
-
-
-def _write_plots(run: Run, summary: dict[str, Any]) -> None:
-    for name, content in run.task.plots(summary).items():
-        with fail_on_write_error(run.folder):
-            publish(run.folder / name, content)
-
-
-def _write_summary(run: Run, summary: dict[str, Any]) -> None:
-    try:
-        with fail_on_write_error(run.folder):
-            check_owner(run.folder)
-            write_summary(run.folder, dump_json(summary, indent=1))
-    except TrainingError as error:
-        if summary["status"] != "failed":
-            raise
-        run.log.console.warn(error.problem)  # what it failed of is the news

@@ -1,12 +1,11 @@
 """Forward and backward of one micro-batch, and what a step of several gives."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.components import TrainComponents
 
 
 class Observer(Protocol):
@@ -17,29 +16,6 @@ class Observer(Protocol):
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` has this micro-batch's share."""
-
-
-class StepResult(NamedTuple):
-    """What one step has given: numbers that stay on the device until someone looks.
-
-    Attributes:
-        micro_batches: of the step, over all workers.
-        losses: () loss sums of this worker's micro-batches, by their number in the step.
-        grad_norm: () of the global gradient.
-        skipped: () 1 where the optimizer skipped the step.
-    """
-
-    micro_batches: int
-    losses: dict[int, Tensor]
-    grad_norm: Tensor
-    skipped: Tensor
-
-    def losses_by_micro_batch(self, device: torch.device) -> Tensor:
-        """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
-        slots = torch.zeros(self.micro_batches, dtype=torch.float64, device=device)
-        for number, loss in self.losses.items():
-            slots[number] = loss
-        return slots
 
 
 def forward_backward(

@@ -1,55 +1,21 @@
 """Plans a run: batches, learning rate, schedule and precision, each with the reason for its choice."""
 
 import inspect
-from dataclasses import dataclass
 
 import torch
 
-from multigpu_cli.checkpoint.run_folder import ResumePoint
-from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.user_objects import UserObjects
+from multigpu_cli.run.spec import RunRequest
 from multigpu_cli.runtime.determinism import share_threads
-from multigpu_cli.runtime.placement import Placement, count_cores
+from multigpu_cli.runtime.placement import count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory
 
 _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """A request whose settings, run folder and dataset are known.
-
-    Attributes:
-        user_config: the user's settings, with those of the run that is continued; written to config.yaml.
-        config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
-        placement: strategy and devices.
-        start: run folder and checkpoint.
-        source: the dataset.
-        user_objects: live objects, in place of what the settings name.
-    """
-
-    user_config: Config
-    config: Config
-    placement: Placement
-    start: ResumePoint
-    source: DataSource
-    user_objects: UserObjects | None = None
-
-    @property
-    def model(self) -> str:
-        """The model's name: the dataset's own model where the user named none."""
-        return self.config.model.name or self.source.model
-
-    @property
-    def task(self) -> str:
-        """The task's name: the dataset's own task where the user named none."""
-        return self.config.task.name or self.source.task
 
 
 def make_plan(request: RunRequest, world: World) -> Plan:

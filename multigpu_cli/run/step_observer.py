@@ -12,8 +12,8 @@ from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.forward_backward import StepResult
 from multigpu_cli.run.loss_meter import LossMeter
+from multigpu_cli.run.step_result import StepResult
 
 
 @dataclass

@@ -3,21 +3,23 @@
 import math
 import platform
 import resource
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.errors import pluralize
 from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
-from multigpu_cli.run.forward_backward import StepResult
+from multigpu_cli.run.nonfinite_check import check_nonfinite
+from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime.collectives import all_gather
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
+    from multigpu_cli.run.training_run import Run
 
 _GPU_FIELDS = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
 
@@ -50,39 +52,6 @@ def log_step(run: "Run", outcome: StepResult) -> None:
     if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
     check_nonfinite(run)
-
-
-def check_nonfinite(run: "Run") -> None:
-    """Journal the steps that were skipped since the last call.
-
-    Raises:
-        TrainingError: too many, or any with --nonfinite stop.
-    """
-    skipped = run.observer.nonfinite.read()
-    if not skipped:
-        return
-    samples = _list_samples(run, skipped[-1])
-    last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
-    text = f"{pluralize(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
-    run.log_fault("nonfinite", text, samples=samples)
-    try:
-        run.observer.nonfinite.check_may_continue(skipped)
-    except TrainingError as error:
-        error.problem += f", of samples {_first_samples(samples)}"
-        raise
-
-
-def _list_samples(run: "Run", step: int) -> list[int]:
-    """The sample numbers of a step's global batch: the same on every rank, without communication."""
-    batches = run.plan.batches
-    epoch, in_epoch = divmod(step, batches.steps_per_epoch)
-    order = run.loaders.train.sample_order(epoch)
-    first = in_epoch * batches.global_batch
-    return [int(number) for number in order[first : first + batches.num_samples(in_epoch)]]
-
-
-def _first_samples(samples: list[int]) -> str:
-    return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
 
 
 def measure_rank(run: "Run", peak: int) -> Tensor:
@@ -210,3 +179,13 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def log_recovery(run: "Run") -> None:
+    """The first step is done since the attempt before this one ended: what that has cost."""
+    last, run.control.previous_attempt = run.control.previous_attempt, None
+    if last is not None:
+        lost = max(0, (last.step or 0) - (run.progress.step - 1))
+        seconds = max(0.0, time.time() - last.moved)
+        run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
+        run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} done again")

@@ -38,9 +38,8 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.lifecycle import assemble_run
-from multigpu_cli.run.spec import resolve_spec
-from multigpu_cli.run.start_run import start_run
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.startup import assemble_run, start_run
 from multigpu_cli.runtime.determinism import enable_determinism
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv, World
@@ -307,7 +306,7 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     cell = Cell("mlp", steps=1).settings(folder)
     trained(ALONE, cell, shortened(open_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("spec", "validate_request"):
+    for module in ("spec", "resolve_spec", "validate_request"):
         monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         trained(ALONE, cell | {"max_steps": 2}, shortened(open_source(Config().data, 42), 30))

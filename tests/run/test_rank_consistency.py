@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run import spec
+from multigpu_cli.run import make_plan
 from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
@@ -78,7 +78,7 @@ def test_exact_needs_gpus_of_one_kind() -> None:
 
 
 def test_a_run_with_exact_is_not_begun_on_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "_device_name", lambda world: ("A100", "T4")[world.rank])
+    monkeypatch.setattr(make_plan, "_device_name", lambda world: ("A100", "T4")[world.rank])
     ended = run_training(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
     assert (ended.kind, (tmp_path / "run").exists()) == ("RequestError", False)
     assert "rank 1 would train with device T4" in ended.error

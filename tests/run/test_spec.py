@@ -10,7 +10,8 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.spec import RunSpec, resolve_spec
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.validate_request import check_data
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import World
@@ -227,8 +228,8 @@ def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: i
 
 
 def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
-    uneven, wish = spec(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
-    (told,) = check_data(wish, uneven.plan, uneven.source, uneven.start, uneven.data_fingerprint)
+    uneven = spec(3, global_batch_size=64)
+    (told,) = check_data(replace(uneven, config=resolve({"sync_bn": True}, [], None)))
     assert "--sync-bn needs the same number of micro-batches" in told.problem
 
 

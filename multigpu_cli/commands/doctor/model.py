@@ -12,8 +12,9 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.batch_size_finder import measure_peak_memory, probe_memory
-from multigpu_cli.run.build import TrainComponents, build_components
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments

@@ -15,7 +15,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
-from multigpu_cli.run.build import build_task
+from multigpu_cli.run.build_task import build_task
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.determinism import share_threads
 from multigpu_cli.runtime.placement import choose_placement, count_cores, count_visible_gpus

@@ -21,10 +21,11 @@ from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.batch_size_finder import probe_memory
-from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.micro_batch_cost import MicroBatchCost, profile_micro_batch
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.micro_batch_profile import MicroBatchCost, profile_micro_batch
+from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
 from multigpu_cli.runtime.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import LaunchEnv, World, process_group

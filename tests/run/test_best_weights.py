@@ -17,7 +17,8 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, sign_manif
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.resume_point import log_recovery, restore_best_weights
+from multigpu_cli.run.best_weights import restore_best_weights
+from multigpu_cli.run.train_log import log_recovery
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank

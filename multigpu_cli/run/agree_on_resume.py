@@ -1,20 +1,11 @@
-"""Where a run resumes, as all nodes agree, and what an attempt takes over from the one before it.
+"""Agrees over all nodes where a run resumes: each looks at its own disk, and the newest checkpoint of all counts."""
 
-Each node looks at its own disk, and the newest checkpoint of all counts.
-"""
-
-import time
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from multigpu_cli.checkpoint.best import find_content, read_best
-from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.lock import fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import (
     CheckpointNotFound,
     NoIntactCheckpoint,
@@ -23,9 +14,8 @@ from multigpu_cli.checkpoint.run_folder import (
     read_note,
     resume_exists,
 )
-from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.collectives import (
     all_gather,
     all_gather_object,
@@ -37,7 +27,7 @@ from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
 from multigpu_cli.runtime.world import World
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
+    pass
 
 
 def agree_on_start(config: Config, world: World) -> ResumePoint:
@@ -119,66 +109,3 @@ def _apply_notes(start: ResumePoint, world: World) -> ResumePoint:
         return replace(start, micro_batch_after_oom=smaller, global_batch=whole or None)
     pinned = start.manifest["pins"] | {"batch_size": smaller}
     return replace(start, manifest=start.manifest | {"pins": pinned})
-
-
-def restore_best_weights(run: "Run") -> str:
-    """Make best.pt what the checkpoint counts on: the one in the folder may be of another future, or of none.
-
-    Returns:
-        What is lost, in words: the next evaluation is the best then. "" where nothing is.
-    """
-    start, best, here = run.spec.start, run.progress.best, run.folder / "best.pt"
-    if not start.checkpoint:
-        return ""
-    sent = (
-        run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=start.checkpoint_rank)
-        if start.checkpoint_rank
-        else None
-    )
-
-    def put_in_place() -> bool:
-        if start.checkpoint_rank:
-            content = None if sent is None else sent.numpy().tobytes()
-        else:
-            content = _read_best(run)
-        with fail_on_write_error(run.folder):
-            if content is not None:
-                run.checkpointer.best_sha256 = sha256(content).hexdigest()
-                if find_content([here], run.checkpointer.best_sha256) is None:
-                    publish(here, content)
-            elif best and best["step"] == run.progress.step:  # an older version's: it is the checkpoint's own state
-                run.checkpointer.best_sha256 = save_weights(
-                    here, run.state.eval_model().state_dict(), run.spec.weights_metadata(), best
-                )
-            elif here.is_file():
-                here.replace(run.folder / "replaced_best.pt")
-            return here.is_file()
-
-    if run_on_main_rank(run.world, put_in_place) or not best:
-        return ""
-    run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
-    return f"the best weights so far, of step {best['step']}, have gone: the next evaluation's take their place"
-
-
-def _read_best(run: "Run") -> bytes | None:
-    """The best weights that the checkpoint counts on, on the disk of its holder."""
-    start, best = run.spec.start, run.progress.best
-    if not best or not start.checkpoint or not start.manifest:
-        return None
-    with fail_on_write_error(Path(start.checkpoint)):
-        return read_best(Path(start.checkpoint), start.manifest, int(best["step"]))
-
-
-def _to_tensor(content: bytes | None) -> Tensor | None:
-    """(n,) uint8, to be sent."""
-    return None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def log_recovery(run: "Run") -> None:
-    """The first step is done since the attempt before this one ended: what that has cost."""
-    last, run.control.previous_attempt = run.control.previous_attempt, None
-    if last is not None:
-        lost = max(0, (last.step or 0) - (run.progress.step - 1))
-        seconds = max(0.0, time.time() - last.moved)
-        run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
-        run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} done again")

@@ -16,7 +16,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.resume_point import agree_on_start
+from multigpu_cli.run.agree_on_resume import agree_on_start
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.build import TrainComponents, first_batch
+from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.module_state import preserve_buffers
 

@@ -8,8 +8,8 @@ from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.progress import ProgressDisplay
-from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.checkpointing import Checkpointer
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 
