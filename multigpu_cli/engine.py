@@ -59,12 +59,12 @@ def run(
             console.plan(spec.plan.rows(), "Plan")
             console.print_json(spec.plan.as_dict())
             return spec.plan.as_dict()
-        if spec.nothing_to_do:
-            console.note(f"{spec.start.folder} is complete: nothing to do")
-            console.report(spec.start.summary or {})
+        if spec.is_complete:
+            console.note(f"{spec.resume_point.folder} is complete: nothing to do")
+            console.report(spec.resume_point.summary or {})
             if user_objects:
-                user_objects.load_weights(spec.start.folder, request.world)
-            return spec.start.summary or {}
+                user_objects.load_weights(spec.resume_point.folder, request.world)
+            return spec.resume_point.summary or {}
         with open_run(request) as run:
             with _few_collections():
                 status = fit(run)
@@ -92,8 +92,8 @@ def prepare(
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
     with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
-        if request.spec.nothing_to_do:
-            folder = request.spec.start.folder
+        if request.spec.is_complete:
+            folder = request.spec.resume_point.folder
             raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
         with open_run(request) as run:
             yield run
@@ -139,17 +139,17 @@ def fit(run: Run, *, until: int | None = None) -> str:
 
 def finish_step(run: Run, outcome: StepResult) -> str:
     """Count the step, log, evaluate and save; "", or why training ends here: "finished" or "stopped"."""
-    end = run.advance()
+    end = run.complete_step()
     log_recovery(run)
     if end.at_log_interval:
         log_step(run, outcome)
     if end.at_epoch_end:
         evaluate_epoch(run)
     finished = run.finished
-    stopping, overdue = run.agree(end)
+    stopping, overdue = run.agree_on_stop_and_save(end)
     if (stopping or finished) and not end.at_log_interval:
         log_step(run, outcome)
-    due = run.checkpointer.schedule.due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
+    due = run.checkpointer.schedule.update_due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
     if end.savable and (stopping or finished or overdue or due):
         save_checkpoint(run)
     if stopping and not finished:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     pass
 
 
-def agree_on_start(config: Config, world: World) -> ResumePoint:
+def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
     """Run folder and checkpoint, the same on every rank.
 
     On a shared file system all nodes see the same, and rank 0's word counts. On local ones a node may have what rank 0

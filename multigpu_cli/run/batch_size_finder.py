@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 
 
-def probe_memory(components: TrainComponents) -> list[str]:
+def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
     """Find the micro-batch that fits into memory, and put it into the plan; returns a warning for each halving.
 
     Raises:
@@ -76,10 +76,10 @@ def measure_peak_memory(components: TrainComponents) -> int:
 
 def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
     spec = components.spec
-    if spec.user_config.batch.size == "auto" and not spec.start.manifest:
+    if spec.user_config.batch.size == "auto" and not spec.resume_point.manifest:
         _find_largest_micro_batch(components)
         return
-    if smaller := spec.start.micro_batch_after_oom:
+    if smaller := spec.resume_point.micro_batch_after_oom:
         components.spec = with_micro_batch(spec, smaller)
     _try_shortest_micro_batch(components)
     while not _fits_in_memory(components, components.plan.batches.micro_batch):
@@ -93,7 +93,7 @@ def _probe_evaluation(components: TrainComponents) -> Iterator[str]:
         return
 
     def evaluate_a_batch() -> None:
-        model, batch = components.state.eval_model(), first_batch(loader, components.eval_batch)
+        model, batch = components.state.eval_model(), first_batch(loader, components.eval_batch_size)
         with preserve_buffers(model), eval_mode(model), components.state.precision.autocast():
             components.task.measure(model, batch)
 
@@ -119,7 +119,7 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
     batches = components.plan.batches
     share = components.config.batch.global_size or components.loaders.train.size
     limit = max(1, -(-share // batches.workers))
-    limit = min(limit, components.spec.start.micro_batch_after_oom or limit)
+    limit = min(limit, components.spec.resume_point.micro_batch_after_oom or limit)
     if components.world.device.type != "cuda":
         limit = min(limit, _MAX_ON_CPU)
     size, best = 1, 0

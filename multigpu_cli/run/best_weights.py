@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from multigpu_cli.run.training_run import Run
 
 
-def restore_best_weights(run: "Run") -> str:
+def restore_best_file(run: "Run") -> str:
     """Make best.pt what the checkpoint counts on: the one in the folder may be of another future, or of none.
 
     Returns:
         What is lost, in words: the next evaluation is the best then. "" where nothing is.
     """
-    start, best, here = run.spec.start, run.progress.best, run.folder / "best.pt"
+    start, best, here = run.spec.resume_point, run.progress.best, run.folder / "best.pt"
     if not start.checkpoint:
         return ""
     sent = (
@@ -58,7 +58,7 @@ def restore_best_weights(run: "Run") -> str:
 
 def _read_best(run: "Run") -> bytes | None:
     """The best weights that the checkpoint counts on, on the disk of its holder."""
-    start, best = run.spec.start, run.progress.best
+    start, best = run.spec.resume_point, run.progress.best
     if not best or not start.checkpoint or not start.manifest:
         return None
     with fail_on_write_error(Path(start.checkpoint)):

@@ -61,7 +61,7 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     config, source = spec.config, spec.source
     live = spec.user_objects
     model = prepare_model(adapt_model(live.model), config.model, spec.model) if live else init_model(config, source)
-    if config.model.init_from and not spec.start.checkpoint:
+    if config.model.init_from and not spec.resume_point.checkpoint:
         warm_start(model, Path(config.model.init_from))
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
@@ -102,13 +102,13 @@ def first_batch(loader: BatchStream, size: int) -> Batch:
 
 def _restore_checkpoint(state: TrainState, task: Task, spec: RunSpec, world: World) -> None:
     """One rank reads the checkpoint and broadcasts it, so only one machine needs the file."""
-    if not spec.start.checkpoint:
+    if not spec.resume_point.checkpoint:
         return
-    path = Path(spec.start.checkpoint)
+    path = Path(spec.resume_point.checkpoint)
     saved: dict[str, Any] = run_on_main_rank(
-        world, lambda: Checkpoint(path, read_manifest(path)).state(), by=spec.start.checkpoint_rank
+        world, lambda: Checkpoint(path, read_manifest(path)).state(), by=spec.resume_point.checkpoint_rank
     )
-    state.restore(saved, spec.start.checkpoint)
+    state.restore(saved, spec.resume_point.checkpoint)
     if not spec.same_length:  # with more epochs, a run that stopped early goes on
         state.progress.stopped_early, state.progress.stale_epochs = False, 0
     if saved.get("task"):

@@ -30,7 +30,7 @@ class CheckpointSchedule:
         self._steps = int(text) if text.isdigit() else None
         self._last, self._pending = time.monotonic(), False
 
-    def due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
+    def update_due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
         """Whether a checkpoint is due, by step number, and so the same on every rank; True until one is saved."""
         now = step // self._steps > before // self._steps if self._steps else epoch_ended and self._minutes is None
         self._pending |= now
@@ -75,7 +75,7 @@ def save_checkpoint(run: "Run") -> None:
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
     with run.observer.timer.pause():
-        run.observer.loss.read()
+        run.observer.loss.all_reduce_pending()
         check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
         more = run.task.state(run.world)
         if run.world.is_main:

@@ -24,13 +24,13 @@ class Loaders:
     """The data of each split.
 
     Attributes:
-        max_eval_batch: the most samples of an evaluation's batch, if memory limits it.
+        max_eval_batch_size: the most samples of an evaluation's batch, if memory limits it.
     """
 
     train: BatchStream
     val: Loader | None
     test: Loader | None
-    max_eval_batch: int | None = None
+    max_eval_batch_size: int | None = None
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
@@ -82,10 +82,10 @@ class TrainComponents:
             set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
 
     @property
-    def eval_batch(self) -> int:
+    def eval_batch_size(self) -> int:
         """Samples in one batch of an evaluation: twice a micro-batch, because no activations are kept."""
         usual = 2 * self.plan.batches.micro_batch
-        return min(usual, self.loaders.max_eval_batch or usual)
+        return min(usual, self.loaders.max_eval_batch_size or usual)
 
     @property
     def evaluates_in_batches(self) -> bool:

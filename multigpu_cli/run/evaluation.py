@@ -36,7 +36,7 @@ def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evalua
     """Evaluate, with smaller batches after each out-of-memory error."""
     while True:
         try:
-            return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch)
+            return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch_size)
         except OutOfMemory:
             text = halve_eval_batch(run)
         free_memory(run.world.device)
@@ -47,7 +47,7 @@ def evaluate_epoch(run: "Run") -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
     check_nonfinite(run)
-    run.observer.loss.read()
+    run.observer.loss.all_reduce_pending()
     if reached := run.task.stop_reason():
         progress.stopped_early = True
         run.log.console.note(f"ending early: {reached}")

@@ -11,7 +11,7 @@ from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weig
 from multigpu_cli.faults.diagnose import find_unused_parameters
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
-from multigpu_cli.run.summary import build_summary, close_run
+from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
@@ -28,7 +28,7 @@ def finish_run(run: Run, status: str) -> dict[str, Any]:
     peak = torch.tensor([peak_memory(run.world.device)], device=run.world.device)
     end["peak_memory_bytes"] = [int(each) for each in all_gather(run.world, peak)]
     summary = build_summary(run, status, end)
-    close_run(run, summary)
+    write_run_end(run, summary)
     return summary
 
 
@@ -79,5 +79,5 @@ def name_unused_parameters(run: Run, error: BaseException) -> None:
 def finish_failed(run: Run, error: BaseException) -> dict[str, Any]:
     """The end of a run that failed: a summary that says why, which is returned."""
     summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
-    close_run(run, summary)
+    write_run_end(run, summary)
     return summary

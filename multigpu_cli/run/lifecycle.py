@@ -12,13 +12,13 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import LONG, Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.batch_size_finder import probe_memory
+from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
 from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.startup import assemble_run, start_run
-from multigpu_cli.run.summary import build_summary, close_run
+from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.training_run import Run
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.collectives import run_on_main_rank
@@ -87,9 +87,9 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     spec, world, stop, watchdog, console, began = request
     with ExitStack() as stack:
         components = build_components(spec, world)
-        memory_warnings = probe_memory(components)
+        memory_warnings = fit_batch_sizes_to_memory(components)
         console.plan(components.plan.rows(), "Plan")
-        run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.start.folder))))
+        run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
         run = assemble_run(components, console, stop, watchdog, stack)
         run.progress.startup_seconds += time.perf_counter() - began
         with record_failure(run):
@@ -97,7 +97,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
             yield run
         if not run.control.summary_written:
             run.checkpointer.writer.wait()
-            close_run(run, build_summary(run, "stopped", {}))
+            write_run_end(run, build_summary(run, "stopped", {}))
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class LossMeter:
             self._packed.append(torch.stack([loss.reshape(()) for loss in self._loose]).double())
             self._loose = []
 
-    def read(self) -> None:
+    def all_reduce_pending(self) -> None:
         """Count the steps since the last time; all workers ask together, and wait for their devices."""
         if not self._steps:
             return
@@ -83,7 +83,7 @@ class LossMeter:
             progress.epoch_losses[2] += units
         progress.last["train_loss"] = _mean(*progress.epoch_losses[1:])
 
-    def mean_since_line(self) -> float:
+    def pop_mean_since_log(self) -> float:
         """The mean over all samples, or tokens, of the steps read since this was last asked; NaN where none counts."""
         mean, self._progress.line_losses = _mean(*self._progress.line_losses), [0.0, 0]
         return mean

@@ -24,7 +24,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
     Raises:
         RequestError: numbers that do not go together.
     """
-    config, placement, source, start = request.config, request.placement, request.source, request.start
+    config, placement, source, start = request.config, request.placement, request.source, request.resume_point
     workers = {"single": 1, "dp": len(placement.devices), "ddp": max(world.size, placement.launch)}[placement.strategy]
     micro_batch, global_batch = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
     epochs = source.epochs or config.length.epochs
@@ -83,7 +83,7 @@ def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
     )
     if live and live.optimizer:
         return rate._replace(reason=f"{rate.value:.4g}, {live.explain_rate()}")
-    if request.start.manifest:
+    if request.resume_point.manifest:
         return rate._replace(reason=f"{rate.value:.4g}, as the run was started with")
     return rate
 

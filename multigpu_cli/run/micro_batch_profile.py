@@ -18,7 +18,7 @@ from multigpu_cli.runtime.module_state import preserve_buffers
 
 
 @dataclass(frozen=True)
-class MicroBatchCost:
+class MicroBatchProfile:
     """What one micro-batch takes.
 
     Attributes:
@@ -37,7 +37,7 @@ class MicroBatchCost:
         return self.flops / self.samples
 
 
-def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCost:
+def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchProfile:
     """Run the first micro-batch of so many samples; weights, buffers and gradients are left as they were."""
     model = components.state.model
     batch = first_batch(
@@ -55,7 +55,7 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCos
     with preserve_buffers(model), _FlopCounter() as counter, saved_tensors_hooks(pack, _unchanged):
         forward_backward(components, batch, 1.0, last=False, observer=counter)
     model.zero_grad(set_to_none=True)
-    return MicroBatchCost(len(batch.indices), counter.get_total_flops(), sum(activations.values()))
+    return MicroBatchProfile(len(batch.indices), counter.get_total_flops(), sum(activations.values()))
 
 
 class _FlopCounter(FlopCounterMode):

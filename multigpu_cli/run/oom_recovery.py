@@ -40,10 +40,10 @@ def halve_eval_batch(components: TrainComponents) -> str:
     Raises:
         TrainingError: they can't be halved, or must not be.
     """
-    size = components.eval_batch
+    size = components.eval_batch_size
     own = {"the task's own evaluation": not components.evaluates_in_batches}
     _check_may_halve(components, size, f"in an evaluation with batches of {size}", own)
-    components.loaders.max_eval_batch = size // 2
+    components.loaders.max_eval_batch_size = size // 2
     return f"out of memory in an evaluation: batches of {size // 2} instead of {size}"
 
 

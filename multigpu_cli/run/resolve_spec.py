@@ -11,7 +11,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
-from multigpu_cli.run.agree_on_resume import agree_on_start
+from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.make_plan import make_plan
 from multigpu_cli.run.spec import RunRequest, RunSpec
 from multigpu_cli.run.user_objects import UserObjects
@@ -39,7 +39,7 @@ def resolve_spec(
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
     """
-    start = agree_on_start(config, world)
+    start = agree_on_resume_point(config, world)
     pinned: dict[str, Any] = {}
     user_config = config
     if manifest := start.manifest:
@@ -62,7 +62,7 @@ def resolve_spec(
         user_config=user_config,
         config=config,
         placement=placement,
-        start=start,
+        resume_point=start,
         source=source,
         user_objects=user_objects,
     )

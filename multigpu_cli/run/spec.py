@@ -25,7 +25,7 @@ class RunRequest:
         user_config: the user's settings, with those of the run that is continued; written to config.yaml.
         config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
         placement: strategy and devices.
-        start: run folder and checkpoint.
+        resume_point: run folder and checkpoint.
         source: the dataset.
         user_objects: live objects, in place of what the settings name.
     """
@@ -33,7 +33,7 @@ class RunRequest:
     user_config: Config
     config: Config
     placement: Placement
-    start: ResumePoint
+    resume_point: ResumePoint
     source: DataSource
     user_objects: UserObjects | None = None
 
@@ -103,16 +103,16 @@ class RunSpec(RunRequest):
         }
 
     @property
-    def nothing_to_do(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the folder holds this very run, completed."""
-        manifest, ended = self.start.manifest or {}, self.start.summary or {}
+        manifest, ended = self.resume_point.manifest or {}, self.resume_point.summary or {}
         long_enough = self.same_length or manifest.get("step", 0) >= self.plan.schedule.total_steps
         return ended.get("status") == "completed" and long_enough
 
     @property
     def same_length(self) -> bool:
         """Whether the run is as long as when its checkpoint was written."""
-        stored = self.start.manifest["settings"] if self.start.manifest else None
+        stored = self.resume_point.manifest["settings"] if self.resume_point.manifest else None
         return stored is not None and all(self.user_config.get(key) == stored[key] for key in _LENGTH)
 
 

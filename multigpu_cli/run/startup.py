@@ -24,7 +24,7 @@ from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.peak_flops import peak_flops
-from multigpu_cli.run.best_weights import restore_best_weights
+from multigpu_cli.run.best_weights import restore_best_file
 from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.loss_meter import LossMeter
@@ -50,7 +50,7 @@ def assemble_run(
         stack: closes what is opened here.
     """
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
-    folder = Path(components.spec.start.folder)
+    folder = Path(components.spec.resume_point.folder)
     board = _open_board(folder, console, stack) if world.is_main else None
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
@@ -113,9 +113,9 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
     """Write the settings and the first lines of this attempt, with the faults that came before it.
 
     Args:
-        memory_warnings: from `probe_memory`.
+        memory_warnings: from `fit_batch_sizes_to_memory`.
     """
-    world, start, log, logs = run.world, run.spec.start, run.log, run.folder / "logs"
+    world, start, log, logs = run.world, run.spec.resume_point, run.log, run.folder / "logs"
     if world.local_rank == 0:
         record_run(world.agent_dir, world.attempt, str(run.folder))
     run_on_main_rank(world, lambda: _prepare_folder(run))
@@ -141,7 +141,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
         run.log_fault("out of memory", warning)
     if cause := read_previous_cause(world):
         run.log_fault("restart", f"attempt {world.attempt + 1} of this launch: {cause}")
-    if lost := restore_best_weights(run):
+    if lost := restore_best_file(run):
         run.log_fault("checkpoint", lost)
     run.observer.watchdog.start(run.progress.step, logs)
     disable_collective_timeout(world)
@@ -160,7 +160,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
 
 def _prepare_folder(run: Run) -> None:
     with fail_on_write_error(run.folder):
-        rewind_run(run.spec.start, run.checkpointer.store)
+        rewind_run(run.spec.resume_point, run.checkpointer.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's
         remove_drafts(run.folder)
         run.checkpointer.store.sweep()
@@ -180,7 +180,7 @@ def _detail_rows(run: Run) -> list[tuple[str, str]]:
     rows = [
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
         ("model", f"{run.spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
-        ("samples", f"{samples}; {loaders.train.where}; evaluated in batches of {run.eval_batch}"),
+        ("samples", f"{samples}; {loaders.train.where}; evaluated in batches of {run.eval_batch_size}"),
         ("optimizer", f"{type(run.state.optimizer).__name__}, {pluralize(len(run.trainable_parameters), 'tensor')}"),
         ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
     ]

@@ -42,12 +42,12 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
         "peak_memory_bytes": ending.pop("peak_memory_bytes", [peak_memory(run.world.device)]),
         "fingerprint": None,
         "save_dir": str(run.folder),
-        "resumed_from": run.spec.start.checkpoint,
+        "resumed_from": run.spec.resume_point.checkpoint,
         "faults": progress.faults,
     } | ending
 
 
-def close_run(run: Run, summary: dict[str, Any]) -> None:
+def write_run_end(run: Run, summary: dict[str, Any]) -> None:
     """Write summary.json, whichever way the run ended, and the journal's last line."""
     if run.world.is_main:
         logs = run.folder / "logs"

@@ -28,7 +28,7 @@ def log_step(run: "Run", outcome: StepResult) -> None:
     """Write one `train` line; here the host waits for the device."""
     progress, observer = run.progress, run.observer
     observer.watchdog.set_position(progress.step, "logging")
-    observer.loss.read()
+    observer.loss.all_reduce_pending()
     rows = torch.stack(all_gather(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
     steps, rates = observer.timer.steps_so_far, observer.timer.read()
     fields: dict[str, Any] = {
@@ -36,7 +36,7 @@ def log_step(run: "Run", outcome: StepResult) -> None:
         "epoch": run.epoch,
         "samples": run.loaders.train.samples_after(progress.step, run.plan.batches),
         "loss": observer.loss.last,
-        "mean_loss": observer.loss.mean_since_line(),
+        "mean_loss": observer.loss.pop_mean_since_log(),
         "lr": float(run.state.optimizer.param_groups[0]["lr"]),
         **gradient_fields(run, rows, float(outcome.grad_norm)),
         "samples_per_second": rates["samples_per_second"],
@@ -47,7 +47,7 @@ def log_step(run: "Run", outcome: StepResult) -> None:
         **run.task.log_fields(steps * rates["step_ms"] / 1e3),
     }
     run.log.console.train(run.log.journal.write("train", **fields))
-    if unknown := describe_new_unknowns(run, fields):
+    if unknown := describe_missing_gpu_metrics(run, fields):
         run.log.console.note(unknown)
     if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
@@ -133,7 +133,7 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
     return fields
 
 
-def describe_new_unknowns(run: "Run", fields: Mapping[str, Any]) -> str:
+def describe_missing_gpu_metrics(run: "Run", fields: Mapping[str, Any]) -> str:
     """Which GPU metrics NVML has stopped reporting since the last call, and on which ranks; "" if there are none.
 
     Args:

@@ -82,7 +82,7 @@ class Run(TrainComponents):
 
     @property
     def folder(self) -> Path:
-        return Path(self.spec.start.folder)
+        return Path(self.spec.resume_point.folder)
 
     @property
     def finished(self) -> bool:
@@ -101,7 +101,7 @@ class Run(TrainComponents):
         self.progress.faults.append(fault)
         self.log.console.warn(f"step {self.progress.step}: {action}")
 
-    def advance(self) -> StepEnd:
+    def complete_step(self) -> StepEnd:
         """Count the step that was just made, and say what ends with it; all ranks ask together."""
         progress, batches, total = self.progress, self.plan.batches, self.plan.schedule.total_steps
         before = progress.step
@@ -113,7 +113,7 @@ class Run(TrainComponents):
         log = step // interval > before // interval or step == total
         return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
 
-    def agree(self, end: StepEnd) -> tuple[bool, bool]:
+    def agree_on_stop_and_save(self, end: StepEnd) -> tuple[bool, bool]:
         """Whether some rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
         self.observer.watchdog.set_position(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())

@@ -31,7 +31,7 @@ class UserObjects:
         criterion: outputs and targets → loss; None takes the task that the configuration or the dataset names.
         optimizer: over the model's parameters; None takes the configuration's.
         scheduler: of that optimizer; without one the optimizer's rates stay as they are.
-        each: when the scheduler steps: "epoch" or "step".
+        scheduler_interval: when the scheduler steps: "epoch" or "step".
         ddp: further arguments of DistributedDataParallel.
     """
 
@@ -40,7 +40,7 @@ class UserObjects:
     criterion: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
-    each: str = "epoch"
+    scheduler_interval: str = "epoch"
     ddp: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -54,8 +54,8 @@ class UserObjects:
 
     def explain_rate(self) -> str:
         """Where the learning rate comes from, for the plan."""
-        moved = f", moved by {type(self.scheduler).__name__} after each {self.each}" if self.scheduler else ""
-        return f"that of your {type(self.optimizer).__name__}{moved}"
+        scheduler = f", moved by {type(self.scheduler).__name__} after each {self.scheduler_interval}"
+        return f"that of your {type(self.optimizer).__name__}{scheduler if self.scheduler else ''}"
 
     def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The user's optimizer, its state on the device where the model is by now.
@@ -84,7 +84,7 @@ class UserObjects:
         """Bring the scheduler to where it has to be before optimizer step `step`, counted from 0."""
         if self.scheduler is None:
             return
-        wanted = step if self.each == "step" else step // steps_per_epoch
+        wanted = step if self.scheduler_interval == "step" else step // steps_per_epoch
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # it was, before a resume
             while state.progress.scheduled < wanted:

@@ -58,7 +58,7 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
 
 def check_data(spec: "RunSpec") -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds."""
-    config, plan, start, fingerprint = spec.config, spec.plan, spec.start, spec.data_fingerprint
+    config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
     if config.model.sync_bn and not plan.batches.is_even:
         yield RequestError(
             "--sync-bn needs the same number of micro-batches on every worker in every step, including an epoch's last",

@@ -114,7 +114,7 @@ def trained(world: World, settings: dict[str, Any], source: DataSource | None = 
     torch.set_num_threads(1)
     with ExitStack() as stack:
         components = build_components(spec, world)
-        Path(spec.start.folder).mkdir(parents=True, exist_ok=True)
+        Path(spec.resume_point.folder).mkdir(parents=True, exist_ok=True)
         watch = Watchdog(world, config.fault.hang_timeout, lambda error: None)
         run = assemble_run(components, Console("silent"), StopRequest(), watch, stack)
         start_run(run, [])

@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, sign_manif
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.best_weights import restore_best_weights
+from multigpu_cli.run.best_weights import restore_best_file
 from multigpu_cli.run.train_log import log_recovery
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 from multigpu_cli.runtime.world import World
@@ -127,7 +127,7 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
             folder=folder,
             checkpointer=SimpleNamespace(best_sha256=""),
         )
-        return restore_best_weights(run)
+        return restore_best_file(run)
 
     assert run_on_each_rank(2, work) == ["", ""]
     assert (best_step("node_0"), best_step("node_1")) == (12, None), "the first one writes it"

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,12 @@ def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
 
 def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
     saved(spec(epochs=4), step=8)
-    assert not spec(epochs=4).nothing_to_do, "without a summary it did not end"
+    assert not spec(epochs=4).is_complete, "without a summary it did not end"
     Path("run/summary.json").write_text('{"status": "stopped"}')
-    assert not spec(epochs=4).nothing_to_do
+    assert not spec(epochs=4).is_complete
     Path("run/summary.json").write_text('{"status": "completed"}')
-    assert spec(epochs=4).nothing_to_do
-    assert not spec(epochs=5).nothing_to_do
+    assert spec(epochs=4).is_complete
+    assert not spec(epochs=5).is_complete
 
 
 def test_other_data_is_refused() -> None:
@@ -166,7 +167,7 @@ def arrays(folder: str, **changed: float) -> dict[str, Any]:
 )
 def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, float], named: str) -> None:
     saved(spec(**arrays("here")))
-    assert spec(**arrays("here")).start.checkpoint, "written again, but the same"
+    assert spec(**arrays("here")).resume_point.checkpoint, "written again, but the same"
     with pytest.raises(RequestError) as refused:
         spec(**arrays("here", **changed))
     assert named in refused.value.problem
@@ -176,7 +177,7 @@ def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, 
 
 def test_data_may_move_to_another_folder() -> None:
     saved(spec(**arrays("here")))
-    assert spec(**arrays("there")).start.checkpoint
+    assert spec(**arrays("there")).resume_point.checkpoint
 
 
 def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
@@ -185,7 +186,7 @@ def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
     del facts["data"]
     Path("run").mkdir()
     Store(Path("run/checkpoints"), 3).save(10, {}, facts)
-    assert spec(**arrays("here", X_train=0.1)).start.checkpoint
+    assert spec(**arrays("here", X_train=0.1)).resume_point.checkpoint
 
 
 def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:

@@ -71,19 +71,19 @@ def test_what_nvml_does_not_say_is_told_once() -> None:
     log = SimpleNamespace(unknown_gpu_fields=frozenset(), gpu_monitor=SimpleNamespace(missing="x"))
     run: Any = SimpleNamespace(log=log, world=SimpleNamespace(rank=0))
     usual = {"gpu_utilisation": [1.0, 1.0], "gpu_power": [1.0, 1.0], "loss": None}
-    assert train_log.describe_new_unknowns(run, {"loss": None}) == "", "no GPU, no gap"
-    assert train_log.describe_new_unknowns(run, usual) == ""
+    assert train_log.describe_missing_gpu_metrics(run, {"loss": None}) == "", "no GPU, no gap"
+    assert train_log.describe_missing_gpu_metrics(run, usual) == ""
     gap = usual | {"gpu_power": [1.0, None], "gpu_utilisation": [1.0, None]}
-    assert train_log.describe_new_unknowns(run, gap) == (
+    assert train_log.describe_missing_gpu_metrics(run, gap) == (
         "gpu_utilisation, gpu_power of the GPU of rank 1: not known, null in the journal"
     )
     assert (
-        train_log.describe_new_unknowns(run, gap)
-        == train_log.describe_new_unknowns(run, usual)
-        == train_log.describe_new_unknowns(run, gap)
+        train_log.describe_missing_gpu_metrics(run, gap)
+        == train_log.describe_missing_gpu_metrics(run, usual)
+        == train_log.describe_missing_gpu_metrics(run, gap)
         == ""
     )
-    assert "gpu_power of the GPU of rank 0: not known (x)" in train_log.describe_new_unknowns(
+    assert "gpu_power of the GPU of rank 0: not known (x)" in train_log.describe_missing_gpu_metrics(
         run, gap | {"gpu_power": [None, None]}
     )
 

@@ -145,7 +145,7 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
         return {"refused": str(error).splitlines()[0]}
     assert run.loaders.val is not None
     result = run.task.evaluate(
-        run.state.eval_model(), run.loaders.val, process.world, run.state.precision, run.eval_batch
+        run.state.eval_model(), run.loaders.val, process.world, run.state.precision, run.eval_batch_size
     )
     return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
 
