@@ -163,25 +163,20 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
-def build_ema(model: nn.Module, decay: float) -> AveragedModel:
+class EMAModel(AveragedModel):
     """An exponential moving average of weights and buffers; the decay itself warms up as (1+n)/(10+n).
 
-    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules keep
-    beside tensors has no average: the newest is taken over.
+    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules hold
+    beside tensors has no average: the newest is adopted. The state is torch's own; unlike torch's, the update does not
+    wait for the device.
     """
-    shadow = _Shadow(model, decay)
-    shadow.requires_grad_(False)
-    return shadow
-
-
-class _Shadow(AveragedModel):
-    """torch's own, with the same state; but torch's update waits for the device, and this one does not."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
+        self.requires_grad_(False)
         self._decay = decay
-        own = nn.Module.get_extra_state
-        self._telling = [name for name, part in model.named_modules() if type(part).get_extra_state is not own]
+        default = nn.Module.get_extra_state
+        self._with_extra_state = [n for n, part in model.named_modules() if type(part).get_extra_state is not default]
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -193,9 +188,9 @@ class _Shadow(AveragedModel):
             else:
                 torch._foreach_copy_(shadows, values)
         self.n_averaged += 1
-        for name in self._telling:
-            told = model.get_submodule(name).get_extra_state()
-            self.module.get_submodule(name).set_extra_state(deepcopy(told))
+        for name in self._with_extra_state:
+            extra_state = model.get_submodule(name).get_extra_state()
+            self.module.get_submodule(name).set_extra_state(deepcopy(extra_state))
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

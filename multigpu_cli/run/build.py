@@ -16,7 +16,7 @@ from multigpu_cli.data.batch_stream import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.models.build import adapt_model, build_model, prepare_model
-from multigpu_cli.optimizers import build_ema, build_optimizer
+from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.smoke_test import choose_memory_format
@@ -69,7 +69,7 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     choose_memory_format(spec, task, model, precision, first_batch(train, 2))
     check_extra_state(model, spec.model)
     ema = config.optimizer.ema
-    average = None if ema == "off" else build_ema(model, float(ema))
+    average = None if ema == "off" else EMAModel(model, float(ema))
     optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(model, config.optimizer)
     scheduler = live.scheduler if live else None
     return TrainState(model, optimizer, precision, average, Progress(), scheduler)

@@ -43,8 +43,8 @@ def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
     odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
     error = RequestError(
         f"--exact: {_list_ranks(odd)} would train with {name} {every[odd[0]][name]}, "
-        f"rank 0 with {first[name]}: other bits",
-        remedy="machines and GPUs of one kind, or leave --exact out",
+        f"rank 0 with {first[name]}: bits would differ",
+        remedy="machines and GPUs of one kind, or leave out --exact",
     )
     error.shared = True
     raise error

@@ -7,6 +7,7 @@ Whole numbers move by the mean towards zero, in whole numbers; a flag changes if
 """
 
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -111,21 +112,15 @@ class StepBuffers:
                 place.bring_home(alone=not self._by_changes)
 
 
+@dataclass(frozen=True, eq=False)
 class _BufferSlot:
     """Where a module keeps a buffer, and the tensor that is registered there."""
 
-    def __init__(
-        self, owner: MutableMapping[str, Tensor | None], name: str, full_name: str, *, persistent: bool
-    ) -> None:
-        found = owner[name]
-        assert found is not None
-        self.owner, self.name, self.buffer, self._full_name, self._persistent = (
-            owner,
-            name,
-            found,
-            full_name,
-            persistent,
-        )
+    owner: MutableMapping[str, Tensor | None]
+    name: str
+    buffer: Tensor
+    full_name: str
+    persistent: bool
 
     @torch.no_grad()
     def bring_home(self, *, alone: bool) -> None:
@@ -140,10 +135,10 @@ class _BufferSlot:
         if bound is not None and bound.shape == shape:
             self.buffer.copy_(bound.detach())
             self.owner[self.name] = self.buffer
-        elif self._persistent and not alone:
+        elif self.persistent and not alone:
             now = "nothing" if bound is None else tuple(bound.shape)
             raise TrainingError(
-                f"forward changed the buffer {self._full_name} from {shape} to {now}: its changes have no mean",
+                f"forward changed the buffer {self.full_name} from {shape} to {now}: its changes have no mean",
                 remedy="give it its shape when it is registered, or keep it out of the state: persistent=False",
             )
 
@@ -227,11 +222,11 @@ class _DtypeGroup:
 
 def _find_slots(model: nn.Module) -> list[_BufferSlot]:
     """One for each registered tensor."""
-    found: dict[int, _BufferSlot] = {}
+    slots: dict[int, _BufferSlot] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
                 full_name = f"{path}.{name}" if path else name
-                found.setdefault(id(buffer), _BufferSlot(module._buffers, name, full_name, persistent=persistent))
-    return list(found.values())
+                slots.setdefault(id(buffer), _BufferSlot(module._buffers, name, buffer, full_name, persistent))
+    return list(slots.values())

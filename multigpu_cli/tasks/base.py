@@ -1,7 +1,7 @@
 """What is learned: a loss for training, exact sums for evaluation, and which result is the better one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import fsum, nan
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_sum, run_on_all_ranks
+from multigpu_cli.runtime.collectives import all_reduce_max, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.runtime.determinism import seed_micro_batch
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
@@ -113,6 +113,10 @@ class Task(ABC):
         Raises:
             RequestError: it is none for this task.
         """
+
+    def class_names(self, classes: int) -> tuple[str, ...]:
+        """The dataset's names of the classes, or else their numbers."""
+        return self.source.class_names or tuple(map(str, range(classes)))
 
     @abstractmethod
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
@@ -219,11 +223,37 @@ class Task(ABC):
         return slots, counts, units
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in 32 bits or more: a sum in half precision would lose the small ones."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def divide(part: float, whole: float) -> float:
+    """The share, 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def per_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """One row for each class, for the final report.
+
+    Args:
+        counts: of each class: correct predictions, all predictions of it, and samples that belong to it.
+    """
+    return [
+        {
+            "class": name,
+            "precision": divide(correct, predicted),
+            "recall": divide(correct, support),
+            "f1": divide(2 * correct, predicted + support),
+            "support": support,
+        }
+        for name, (correct, predicted, support) in zip(names, counts, strict=True)
+    ]
+
+
 def _all_reduce_counts(world: World, counts: Tensor | None) -> Tensor:
-    """Everybody's counts summed, also where a worker had no batch and so does not know how many there are."""
-    size = torch.tensor([0 if counts is None else counts.numel()], device=world.device)
-    if world.size > 1:
-        torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX)
+    """The counts of all workers, summed; one that had no batch does not know how many numbers there are."""
+    size = int(all_reduce_max(world, [0 if counts is None else counts.numel()])[0])
     if counts is None:
-        counts = torch.zeros(int(size), dtype=torch.int64, device=world.device)
+        counts = torch.zeros(size, dtype=torch.int64, device=world.device)
     return all_reduce_sum(world, counts).cpu()

@@ -122,7 +122,7 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
         folder.mkdir()
         run: Any = SimpleNamespace(
             world=world,
-            spec=SimpleNamespace(start=start),
+            spec=SimpleNamespace(resume_point=start),
             progress=SimpleNamespace(best={"step": 12}, step=24),
             folder=folder,
             checkpointer=SimpleNamespace(best_sha256=""),

@@ -72,8 +72,8 @@ def test_exact_needs_gpus_of_one_kind() -> None:
     assert told[0] == told[1] == told[2], "the same error on every rank"
     assert told[0] == [
         "",
-        "--exact: rank 1 would train with device T4, rank 0 with A100: other bits",
-        "--exact: ranks 1, 2 would train with device A100, rank 0 with T4: other bits",
+        "--exact: rank 1 would train with device T4, rank 0 with A100: bits would differ",
+        "--exact: ranks 1, 2 would train with device A100, rank 0 with T4: bits would differ",
     ]
 
 

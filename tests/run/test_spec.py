@@ -159,10 +159,10 @@ def arrays(folder: str, **changed: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"X_train": 0.1}, "other training samples in --data-dir here than"),
-        ({"y_train": 1}, "other training samples in"),
-        ({"X_val": 0.1, "X_test": 0.1}, "other validation samples, other test samples in"),
-        ({"y_test": 2}, "other classes, tokens or scales, other test samples in"),
+        ({"X_train": 0.1}, "training samples in --data-dir here differ from"),
+        ({"y_train": 1}, ": training samples in"),
+        ({"X_val": 0.1, "X_test": 0.1}, ": validation samples, test samples in"),
+        ({"y_test": 2}, ": classes, tokens or scales, test samples in"),
     ],
 )
 def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, float], named: str) -> None:

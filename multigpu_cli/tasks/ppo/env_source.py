@@ -50,6 +50,16 @@ class EnvSource(DataSource):
         """Environment steps in one update, over all workers."""
         return self.environments * self.settings.rollout
 
+    @property
+    def decisions_per_step(self) -> int:
+        """Decisions that one optimizer step learns from: the global batch."""
+        return self.fixed_batch_sizes[1]  # type: ignore[index]
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps of one pass over a rollout."""
+        return self.group * self.settings.rollout // self.fixed_batch_sizes[0]  # type: ignore[index]
+
 
 def open_environments(config: Config) -> EnvSource:
     """Look at the environments that --data names, and do the sums of what they give.

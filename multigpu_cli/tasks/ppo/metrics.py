@@ -31,7 +31,7 @@ class PPOMetrics:
     @property
     def steps_taken(self) -> int:
         """Optimizer steps: all of them learn from equally many decisions."""
-        return self.decisions // self._source.fixed_batch_sizes[1]  # type: ignore[index]
+        return self.decisions // self._source.decisions_per_step
 
     def state(self) -> dict[str, Any]:
         """The counts."""
@@ -58,7 +58,7 @@ class PPOMetrics:
         self.episodes += int(ended[0])
         spread = returns.double().var()
         self._explained = 1 - (returns - values).double().var() / spread
-        steps = self._source.samples // self._source.fixed_batch_sizes[1]  # type: ignore[index]
+        steps = self._source.samples // self._source.decisions_per_step
         size = (steps, self._source.groups, 1 + len(FIGURES))
         self._slots = torch.zeros(size, dtype=torch.float64, device=self._world.device)
 

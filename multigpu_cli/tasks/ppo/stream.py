@@ -113,8 +113,8 @@ class RolloutStream:
         for step in range(start, plan.steps_per_epoch):
             if self._far:
                 return
-            if step == start or step % self._parts == 0:
-                self._deal(epoch, step // self._parts)
+            if step == start or step % self.source.minibatches == 0:
+                self._deal(epoch, step // self.source.minibatches)
             layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
             yield layout, (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in layout.passes)
 
@@ -123,9 +123,11 @@ class RolloutStream:
         ranks, which ask together."""
         within, settings = step % plan.steps_per_epoch, self.source.settings
         self.metrics.decisions += plan.num_samples(within)
-        if not settings.target_kl or (within + 1) % self._parts:
+        if not settings.target_kl or (within + 1) % self.source.minibatches:
             return step + 1
-        self._far = self.metrics.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
+        self._far = (
+            self.metrics.divergence(range(within + 1 - self.source.minibatches, within + 1)) > settings.target_kl
+        )
         return step - within + plan.steps_per_epoch if self._far else step + 1
 
     def steps_after(self, step: int, plan: BatchPlan) -> int:
@@ -155,10 +157,6 @@ class RolloutStream:
         self._seen.state, self._paid.state = shared["seen"], shared["paid"]
         self.metrics.load_state(shared["told"])
         return sum(collector.load_state(groups[collector.number]) for collector in self._collectors)
-
-    @property
-    def _parts(self) -> int:
-        return self.source.group * self.source.settings.rollout // self.source.fixed_batch_sizes[0]  # type: ignore[index]
 
     def _collect(self, epoch: int) -> None:
         """Act for one rollout everywhere, and agree on what it was worth."""
@@ -229,7 +227,7 @@ class RolloutStream:
 
         Without a memory any decisions may stand together, with one only whole sequences of some environments.
         """
-        group, steps, parts = self.source.group, self.source.settings.rollout, self._parts
+        group, steps, parts = self.source.group, self.source.settings.rollout, self.source.minibatches
         dealt = []
         for number in range(self.source.groups):
             generator = torch.Generator().manual_seed(make_key(self.seed, _ORDER, epoch, pass_, number))
@@ -246,7 +244,7 @@ class RolloutStream:
             self._shift, self._scale = mean.float(), (deviation + 1e-8).float()
 
     def _batch(self, number: int, slot: int, indices: Tensor) -> Batch:
-        rollout, part = self._rollouts[number - self.mine.start], slot % self._parts
+        rollout, part = self._rollouts[number - self.mine.start], slot % self.source.minibatches
         order = self._orders[number, part]
         at = order.flatten()
 

@@ -65,11 +65,10 @@ class PPO(Task):
                 f"task.args.normalize_observations: a {type(model).__name__} has no normalizer to keep the statistics",
                 remedy="leave it out, or self.normalizer = multigpu_cli.models.normalizer.Normalizer(input_shape)",
             )
-        parts = self.acting.group * self.settings.rollout // self.acting.fixed_batch_sizes[0]  # type: ignore[index]
-        if memory and self.acting.group % parts:
+        if memory and self.acting.group % self.acting.minibatches:
             raise RequestError(
-                f"--env-group {self.acting.group}: a network with a memory learns from whole sequences, and {parts} "
-                "minibatches do not divide the environments of a group",
+                f"--env-group {self.acting.group}: a network with a memory learns from whole sequences, and "
+                f"{self.acting.minibatches} minibatches do not divide the environments of a group",
                 remedy="fewer task.args.minibatches (a larger --batch-size), or a larger --env-group",
             )
         self.rollouts.start(model, precision)
@@ -98,12 +97,8 @@ class PPO(Task):
         return epoch % self.settings.evaluate_every == 0
 
     def stop_reason(self) -> str:
-        wanted = self.config.episodes
-        return (
-            f"{self.rollouts.metrics.episodes:,} episodes"
-            if wanted and self.rollouts.metrics.episodes >= wanted
-            else ""
-        )
+        wanted, played = self.config.episodes, self.rollouts.metrics.episodes
+        return f"{played:,} episodes" if wanted and played >= wanted else ""
 
     def log_fields(self, seconds: float) -> dict[str, Any]:
         return self.rollouts.metrics.read(seconds)
