@@ -1,13 +1,12 @@
-"""Evaluations: exact passes over a split, the best weights so far, and early stopping."""
+"""Evaluations: exact passes over a split, at the end of an epoch and of the run."""
 
-from math import isnan
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
+from multigpu_cli.run.early_stopping import track_best
 from multigpu_cli.run.nonfinite_check import check_nonfinite
 from multigpu_cli.run.oom_recovery import halve_eval_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
@@ -54,23 +53,4 @@ def evaluate_epoch(run: "Run") -> None:
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
     if run.loaders.val is None or not (last or run.task.should_evaluate(run.epoch)):
         return
-    result = evaluate(run, "val", run.loaders.val)
-    score = list(run.task.score(result.metrics))
-    if _is_better(score, progress.score):
-        progress.score, progress.stale_epochs = score, 0
-        named = {f"val_{name}": value for name, value in result.metrics.items()}
-        progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
-        if run.world.is_main:
-            with run.observer.timer.pause():
-                run.checkpointer.best = copy_to_host(run.state.eval_model().state_dict())
-    elif progress.best:
-        progress.stale_epochs += 1
-        patience = run.config.length.early_stopping_patience
-        if patience and progress.stale_epochs >= patience:
-            progress.stopped_early = True
-            run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
-
-
-def _is_better(score: list[float], best: list[float]) -> bool:
-    """Whether a score is the greatest so far; one with NaN never is, and any other is better than it."""
-    return not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best)
+    track_best(run, evaluate(run, "val", run.loaders.val))
