@@ -1,4 +1,4 @@
-"""The heart: carry out a request, and train. Every strategy, dataset and task runs through `train_step`."""
+"""Carries out a request and trains: every strategy, dataset and task runs through `train_step`."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -44,10 +44,10 @@ def run(
 
     Args:
         placement: strategy and devices.
-        launch_env: the launcher's facts, None in a world of one.
-        console: speaks on rank 0; the other ranks' is silent.
-        on_fatal_error: tells the user why a run that hangs is ended (see Watchdog).
-        user_objects: live objects in place of what the config names; the model is left with the weights for use.
+        launch_env: the launcher's environment, None for a single process.
+        console: prints on rank 0; silent on the other ranks.
+        on_fatal_error: reports why a hanging run is ended (see Watchdog).
+        user_objects: live objects in place of what the config names; the model ends with the final weights.
 
     Raises:
         RequestError: the request is wrong; nothing was written.
@@ -83,10 +83,10 @@ def prepare(
     on_fatal_error: Callable[[TrainingError], None],
     user_objects: "UserObjects | None",
 ) -> Iterator[Run]:
-    """Like `run`, but yield the prepared Run before its first step, to a caller who drives the loop.
+    """Like `run`, but yield the prepared Run before its first step, to a caller that drives the loop.
 
-    The caller ends it with `finish_run`, and has `record_failure` around calls of `fit`, or of `train_step` and
-    `finish_step`; a run that nobody has ended counts as stopped.
+    The caller wraps calls of `fit`, or of `train_step` and `finish_step`, in `record_failure`, and ends the run with
+    `finish_run`; otherwise the run counts as stopped.
 
     Raises:
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
@@ -101,7 +101,7 @@ def prepare(
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Modules and the like never become garbage: no collection inside goes through them again."""
+    """Exempt everything that exists now, such as modules, from garbage collection."""
     gc.freeze()
     gc.enable()
     try:
@@ -114,7 +114,7 @@ def fit(run: Run, *, until: int | None = None) -> str:
     """Train to the end of the plan, early stopping, or an agreed stop; "completed" or "stopped".
 
     Args:
-        until: return at this step, the end of an epoch, to a caller who drives the epochs.
+        until: return at this step, the end of an epoch, to a caller that drives the epochs.
     """
     progress, train = run.progress, run.loaders.train
     run.observer.timer.start()
@@ -138,7 +138,7 @@ def fit(run: Run, *, until: int | None = None) -> str:
 
 
 def finish_step(run: Run, outcome: StepResult) -> str:
-    """Count the step, log, evaluate and save; "", or why training ends here: "finished" or "stopped"."""
+    """Count the step, log, evaluate and save; returns "finished" or "stopped" if training ends here, else ""."""
     end = run.complete_step()
     log_recovery(run)
     if end.at_log_interval:
@@ -161,7 +161,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
 
     Args:
-        layout, work: as the training loader yields them; this worker may have no micro-batch.
+        layout, work: from the training loader; this worker may have no micro-batch.
     """
     observer, state, seed = run.observer, run.state, run.config.reproducibility.seed
     divisor = run.loss_normalizer.divisor(layout.samples)
@@ -177,7 +177,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
     run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
-    run.checkpointer.writer.wait_for_staging()  # what the optimizer is about to move, for a checkpoint in flight
+    run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
     observer.phase("optimizer")
     norm, skipped = state.precision.step_optimizer(state.optimizer, run.trainable_parameters, _max_norm(run.config))
     run.strategy.rollback_buffers(skipped)

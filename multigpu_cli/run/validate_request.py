@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multigpu_cli.run.spec import RunSpec
 
 _SAME_DATA = (
-    "the data that it was started with, in any --data-dir; or a new run: --resume never with another --save-dir "
+    "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"
 )
 
