@@ -1,10 +1,8 @@
 """Agrees over all nodes where a run resumes: each looks at its own disk, and the newest checkpoint of all counts."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
 
 from multigpu_cli.checkpoint.run_folder import (
     CheckpointNotFound,
@@ -17,7 +15,6 @@ from multigpu_cli.checkpoint.run_folder import (
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.collectives import (
-    all_gather,
     all_gather_object,
     broadcast_object,
     run_on_all_ranks,
@@ -26,19 +23,16 @@ from multigpu_cli.runtime.collectives import (
 from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
 from multigpu_cli.runtime.world import World
 
-if TYPE_CHECKING:
-    pass
-
 
 def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
     """Run folder and checkpoint, the same on every rank.
 
-    On a shared file system all nodes see the same, and rank 0's word counts. On local ones a node may have what rank 0
-    lacks, after rank 0 has moved: then that node sends it.
+    On a shared file system rank 0 decides for all. With local disks another node may have the newest checkpoint, after
+    rank 0 has moved: that node sends it.
 
     Raises:
-        RequestError: rank 0 can't begin and no other node has a checkpoint, or all that there are are damaged.
-        TrainingError: an earlier attempt is still at work in the folder.
+        RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged.
+        TrainingError: an earlier attempt is still active in the folder.
     """
     begun = _find_earlier_folders(world)
     start = _apply_notes(_agree(config, world, begun), world)
@@ -48,7 +42,7 @@ def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
 
 
 def _find_earlier_folders(world: World) -> list[str]:
-    """Run folders of this launch's earlier attempts that this one has not come to: as some node remembers them."""
+    """Run folders of this launch's earlier attempts that this attempt has not reached, as some node recorded them."""
     if not world.attempt:
         return []
     now = list_recorded_runs(world.agent_dir, [world.attempt])
@@ -57,37 +51,29 @@ def _find_earlier_folders(world: World) -> list[str]:
 
 
 def _agree(config: Config, world: World, begun: list[str]) -> ResumePoint:
+    choose = partial(choose_resume_point, config, attempt=world.attempt, begun=begun)
     if world.size == world.local_size:
-        return ResumePoint(
-            **run_on_main_rank(world, lambda: choose_resume_point(config, attempt=world.attempt, begun=begun).as_dict())
-        )
-    first = world.local_rank == 0
-    elsewhere = any(all_gather_object(world, first and resume_exists(config.checkpoint.resume)))
-    found, error = _look_for_start(config, world, begun, elsewhere=elsewhere) if first else (None, None)
-    reached = int(found.manifest["step"]) + 1 if found and found.manifest else 0
-    steps = [int(step) for step in all_gather(world, torch.tensor([reached], device=world.device))]
-    holder = steps.index(max(steps))
+        return ResumePoint(**run_on_main_rank(world, lambda: choose().as_dict()))
+    first_on_node = world.local_rank == 0
+    elsewhere = any(all_gather_object(world, first_on_node and resume_exists(config.checkpoint.resume)))
+    point, error = None, None
+    if first_on_node:
+        try:
+            point = choose(elsewhere=elsewhere)
+        except TrainingError as caught:
+            error = caught
+    steps = all_gather_object(world, int(point.manifest["step"]) + 1 if point and point.manifest else 0)
+    newest = steps.index(max(steps))
     run_on_all_ranks(world, lambda: _raise_start_error(error, world, somewhere=max(steps) > 0))
-    start = ResumePoint(
-        **broadcast_object(world, found.as_dict() if found and world.rank == holder else None, source=holder)
-    )
-    return replace(start, checkpoint_rank=holder)
-
-
-def _look_for_start(
-    config: Config, world: World, begun: list[str], *, elsewhere: bool
-) -> tuple[ResumePoint | None, TrainingError | None]:
-    try:
-        return choose_resume_point(config, attempt=world.attempt, begun=begun, elsewhere=elsewhere), None
-    except TrainingError as error:
-        return None, error
+    values = broadcast_object(world, point.as_dict() if point and world.rank == newest else None, source=newest)
+    return ResumePoint(**values | {"checkpoint_rank": newest})
 
 
 def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: bool) -> None:
-    """Rank 0's complaint counts, for it writes the folder; of damaged checkpoints, anybody's.
+    """Raise rank 0's error, because rank 0 writes the folder; on other ranks only that of damaged checkpoints.
 
     Args:
-        somewhere: some node has a whole checkpoint, which the others may lack.
+        somewhere: some node has an intact checkpoint, which the others may lack.
     """
     if error is None or (somewhere and isinstance(error, CheckpointNotFound)):
         return
@@ -96,16 +82,16 @@ def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: 
 
 
 def _apply_notes(start: ResumePoint, world: World) -> ResumePoint:
-    """A rank that ran out of memory left word of smaller micro-batches on its own node."""
+    """Apply the smallest micro-batch of the notes that ranks left on their nodes after out of memory."""
     note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
-    local = torch.tensor([note.get(name) or 0 for name in ("batch_size", "global_batch_size")], device=world.device)
-    sizes = [(size, whole) for size, whole in torch.stack(all_gather(world, local)).tolist() if size]
+    notes = all_gather_object(world, [note.get(name) or 0 for name in ("batch_size", "global_batch_size")])
+    sizes = [sizes for sizes in notes if sizes[0]]
     if not sizes:
         return start
-    smaller, whole = min(sizes)
+    smaller, global_batch = min(sizes)
     note_text = f"out of memory in an earlier attempt: micro-batches of {smaller}"
     start = replace(start, warnings=[*start.warnings, note_text])
     if not start.manifest:
-        return replace(start, micro_batch_after_oom=smaller, global_batch=whole or None)
+        return replace(start, micro_batch_after_oom=smaller, global_batch=global_batch or None)
     pinned = start.manifest["pins"] | {"batch_size": smaller}
     return replace(start, manifest=start.manifest | {"pins": pinned})

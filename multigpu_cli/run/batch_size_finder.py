@@ -6,7 +6,6 @@ an evaluation is tried in the same way.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.out_of_memory import free_memory
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 

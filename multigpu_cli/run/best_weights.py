@@ -18,53 +18,48 @@ if TYPE_CHECKING:
 
 
 def restore_best_file(run: "Run") -> str:
-    """Make best.pt what the checkpoint counts on: the one in the folder may be of another future, or of none.
+    """Restore the best.pt that belongs to the checkpoint: the file in the folder may be of a later step, or missing.
 
     Returns:
-        What is lost, in words: the next evaluation is the best then. "" where nothing is.
+        A warning if the best weights are lost, and the next evaluation is taken as the best; else "".
     """
-    start, best, here = run.spec.resume_point, run.progress.best, run.folder / "best.pt"
-    if not start.checkpoint:
+    point, best, file = run.spec.resume_point, run.progress.best, run.folder / "best.pt"
+    if not point.checkpoint:
         return ""
-    sent = (
-        run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=start.checkpoint_rank)
-        if start.checkpoint_rank
-        else None
-    )
+    sent = None
+    if point.checkpoint_rank:
+        sent = run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=point.checkpoint_rank)
 
-    def put_in_place() -> bool:
-        if start.checkpoint_rank:
-            content = None if sent is None else sent.numpy().tobytes()
-        else:
-            content = _read_best(run)
+    def restore() -> bool:
+        content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()
+        checkpointer = run.checkpointer
         with fail_on_write_error(run.folder):
             if content is not None:
-                run.checkpointer.best_sha256 = sha256(content).hexdigest()
-                if find_content([here], run.checkpointer.best_sha256) is None:
-                    publish(here, content)
-            elif best and best["step"] == run.progress.step:  # an older version's: it is the checkpoint's own state
-                run.checkpointer.best_sha256 = save_weights(
-                    here, run.state.eval_model().state_dict(), run.spec.weights_metadata(), best
-                )
-            elif here.is_file():
-                here.replace(run.folder / "replaced_best.pt")
-            return here.is_file()
+                checkpointer.best_sha256 = sha256(content).hexdigest()
+                if find_content([file], checkpointer.best_sha256) is None:
+                    publish(file, content)
+            elif best and best["step"] == run.progress.step:  # an old checkpoint, whose own state is the best
+                state = run.state.eval_model().state_dict()
+                checkpointer.best_sha256 = save_weights(file, state, run.spec.weights_metadata(), best)
+            elif file.is_file():
+                file.replace(run.folder / "replaced_best.pt")
+            return file.is_file()
 
-    if run_on_main_rank(run.world, put_in_place) or not best:
+    if run_on_main_rank(run.world, restore) or not best:
         return ""
     run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
-    return f"the best weights so far, of step {best['step']}, have gone: the next evaluation's take their place"
+    return f"the best weights so far, of step {best['step']}, are lost: those of the next evaluation replace them"
 
 
 def _read_best(run: "Run") -> bytes | None:
-    """The best weights that the checkpoint counts on, on the disk of its holder."""
-    start, best = run.spec.resume_point, run.progress.best
-    if not best or not start.checkpoint or not start.manifest:
+    """The best weights that belong to the checkpoint, read on the node that has it."""
+    point, best = run.spec.resume_point, run.progress.best
+    if not best or not point.checkpoint or not point.manifest:
         return None
-    with fail_on_write_error(Path(start.checkpoint)):
-        return read_best(Path(start.checkpoint), start.manifest, int(best["step"]))
+    checkpoint = Path(point.checkpoint)
+    with fail_on_write_error(checkpoint):
+        return read_best(checkpoint, point.manifest, int(best["step"]))
 
 
 def _to_tensor(content: bytes | None) -> Tensor | None:
-    """(n,) uint8, to be sent."""
     return None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""How a run ends: its weights, the one look at the test set, and the summary."""
+"""Ends a run: final weights, the evaluation of the test split, and the summary."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_o
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
-    """The end of a run that did not fail, completed or stopped; returns its summary.
+    """End a run that completed or stopped; returns its summary.
 
     Raises:
-        TrainingError: what it should leave behind could not be written.
+        TrainingError: weights, checkpoint or summary could not be written.
     """
     end = finish_completed(run) if status == "completed" else finish_stopped(run)
     run.log.progress_bar.close()
@@ -33,8 +33,8 @@ def finish_run(run: Run, status: str) -> dict[str, Any]:
 
 
 def finish_completed(run: Run) -> dict[str, Any]:
-    """The end of a run that was not cut short: publish the weights, and touch the test set once, with the best ones."""
-    if run.checkpointer.saved_step != run.progress.step:  # a loop of somebody's own ends where it likes
+    """End a completed run: publish the weights, and evaluate the test split once, with the best ones."""
+    if run.checkpointer.saved_step != run.progress.step:  # a user's own loop may end at any step
         save_checkpoint(run)
     run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
     state = run.state.eval_model().state_dict()
@@ -49,7 +49,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
 
 
 def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Write last.pt; returns the best weights, nothing where the last ones are the best."""
+    """Write last.pt; returns the best weights, or {} if the last ones are the best."""
     best, words, metrics = run.folder / "best.pt", run.spec.weights_metadata(), dict(run.progress.last)
     with fail_on_write_error(run.folder):
         check_owner(run.folder)
@@ -57,27 +57,27 @@ def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
         if run.progress.best:
             if restore_file([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.checkpointer.best_sha256):
                 return read_weights(best)
-            run.log_fault("checkpoint", "best.pt has gone: the last weights take its place")
+            run.log_fault("checkpoint", "best.pt is lost: the last weights replace it")
         save_weights(best, state, words, metrics, run.observer.watchdog.mark_progress)
     return {}
 
 
 def finish_stopped(run: Run) -> dict[str, Any]:
-    """The end of a run that was asked to stop: nothing but the checkpoint."""
+    """End a run that was asked to stop: wait for its checkpoint."""
     run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
     run.observer.watchdog.record_stop()
     return {}
 
 
 def name_unused_parameters(run: Run, error: BaseException) -> None:
-    """DDP lists the parameters that took no part in the loss by index; people know them by name."""
+    """Add the names of the parameters that DDP lists by index, because they took no part in the loss."""
     trained = [name for name, parameter in run.state.model.named_parameters() if parameter.requires_grad]
     if names := find_unused_parameters(error, trained):
         error.add_note(f"no gradient for: {', '.join(names[:8])}")
 
 
 def finish_failed(run: Run, error: BaseException) -> dict[str, Any]:
-    """The end of a run that failed: a summary that says why, which is returned."""
+    """End a failed run: write and return a summary with the reason."""
     summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
     write_run_end(run, summary)
     return summary

@@ -12,7 +12,7 @@ class Observer(Protocol):
     """Follows a micro-batch through forward and backward, and changes nothing."""
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
-        """What begins: "forward", "backward", or "last backward" where gradients are reduced meanwhile."""
+        """A phase begins: "forward", "backward", or "last backward", in which gradients are reduced."""
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` has this micro-batch's share."""
@@ -24,8 +24,8 @@ def forward_backward(
     """Add one micro-batch's share of the step's gradient to `.grad`; returns its loss sum, ().
 
     Args:
-        divisor: what the step's loss is the mean over: samples, or other units, of the global batch.
-        last: of this worker in the step, so gradients are reduced during its backward pass.
+        divisor: the number of samples, or other loss units, of the global batch.
+        last: the worker's last micro-batch in the step: gradients are reduced during its backward pass.
     """
     strategy, precision = components.strategy, components.state.precision
     if observer:

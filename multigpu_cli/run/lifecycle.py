@@ -1,10 +1,10 @@
-"""A run from its request to its summary: opened, failed and closed in one place, for command line and API alike."""
+"""Opens a run from its request, and closes it, also after a failure: for command line and Python API."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.config.schema import Config
@@ -25,9 +25,6 @@ from multigpu_cli.runtime.collectives import run_on_main_rank
 from multigpu_cli.runtime.determinism import enable_determinism, enable_fast_kernels
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import LaunchEnv, World, process_group
-
-if TYPE_CHECKING:
-    pass
 
 
 class ResolvedRequest(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class StepResult(NamedTuple):
-    """What one step has given: numbers that stay on the device until someone looks.
+    """The result of one step: tensors that stay on the device until they are logged.
 
     Attributes:
         micro_batches: of the step, over all workers.

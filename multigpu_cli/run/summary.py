@@ -14,7 +14,7 @@ from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path
 
 
 def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
-    """What summary.json holds; every rank computes it, rank 0 writes it.
+    """The content of summary.json: every rank computes it, rank 0 writes it.
 
     Args:
         ending: fingerprint and details of a completed run; the error of a failed one.
@@ -48,11 +48,11 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
 
 
 def write_run_end(run: Run, summary: dict[str, Any]) -> None:
-    """Write summary.json, whichever way the run ended, and the journal's last line."""
+    """Write summary.json and the journal's last line, however the run ended."""
     if run.world.is_main:
         logs = run.folder / "logs"
-        if spoke := find_ranks_with_output(logs, run.world.size):
-            run.log.console.note(f"output of rank {', '.join(map(str, spoke))}: {log_path(logs, spoke[0])}")
+        if ranks := find_ranks_with_output(logs, run.world.size):
+            run.log.console.note(f"output of rank {', '.join(map(str, ranks))}: {log_path(logs, ranks[0])}")
         _write_summary(run, summary)
         if summary["status"] == "completed":
             _write_plots(run, summary)
@@ -76,4 +76,4 @@ def _write_summary(run: Run, summary: dict[str, Any]) -> None:
     except TrainingError as error:
         if summary["status"] != "failed":
             raise
-        run.log.console.warn(error.problem)  # what it failed of is the news
+        run.log.console.warn(error.problem)  # the reason of the failure is reported, not this one

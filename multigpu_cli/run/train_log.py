@@ -1,4 +1,4 @@
-"""The `train` lines of the journal: metrics of all ranks, with one small collective a line; and skipped steps."""
+"""The `train` lines of the journal: metrics of all ranks, with one small collective per line."""
 
 import math
 import platform
@@ -182,10 +182,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def log_recovery(run: "Run") -> None:
-    """The first step is done since the attempt before this one ended: what that has cost."""
+    """After the first step of an attempt, journal how long the recovery took and how many steps were lost."""
     last, run.control.previous_attempt = run.control.previous_attempt, None
     if last is not None:
         lost = max(0, (last.step or 0) - (run.progress.step - 1))
         seconds = max(0.0, time.time() - last.moved)
         run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
-        run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} done again")
+        run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} repeated")

@@ -237,7 +237,7 @@ def old_checkpoints() -> None:
     [
         ([0.4, 0.1, 0.1, 0.1], 6, ""),
         ([0.1, 0.4, 0.1, 0.5], 12, ""),
-        ([0.4, 0.1, 0.1, 0.5], 18, "the best weights so far, of step 6, have gone"),
+        ([0.4, 0.1, 0.1, 0.5], 18, "the best weights so far, of step 6, are lost"),
     ],
     ids=["best.pt is it", "its own state is it", "gone"],
 )

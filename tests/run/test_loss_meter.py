@@ -46,7 +46,7 @@ def weighted(losses: dict[int, float], weights: dict[int, int], steps: range) ->
 
 
 def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", 2)
+    monkeypatch.setattr(loss_meter, "_MAX_UNPACKED", 2)
     losses, values = LossMeter(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
     first = weakref.ref(values[0])
     losses.add(0, 3, dict(enumerate(values)), 3)
@@ -58,7 +58,7 @@ def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("loose", [1000, 2])
 def test_each_step_counts_by_its_units_and_each_epoch_for_itself(loose: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", loose)
+    monkeypatch.setattr(loss_meter, "_MAX_UNPACKED", loose)
     progress = Progress()
     losses = LossMeter(ALONE, progress, 3)
     losses.all_reduce_pending()

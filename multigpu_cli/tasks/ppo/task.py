@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: acting in environments, and learning from what came of it."""
+"""Proximal policy optimization: rollouts in environments, and updates from them."""
 
 from collections.abc import Callable
 from math import fsum
@@ -43,7 +43,7 @@ class PPO(Task):
     def __init__(self, source: DataSource, config: TaskConfig, **args: Any) -> None:
         super().__init__(source, config)
         if not isinstance(source, EnvSource):
-            raise RequestError("--task ppo acts in environments, and there is only a dataset", remedy="another --task")
+            raise RequestError("--task ppo needs environments, and --data names a dataset", remedy="another --task")
         self.acting, self.settings, self.policy = source, PPOSettings(**args), build_policy(source.action)
 
     def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
@@ -54,10 +54,10 @@ class PPO(Task):
         return Episodes(self.acting, split, world, self.settings.evaluate_episodes)
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
-        """Raises RequestError where the network is no actor-critic, or its sequences can't be dealt out."""
+        """Raise RequestError if the model is not an actor-critic, or can't learn from whole sequences."""
         if not isinstance(memory := getattr(model, "memory_size", None), int):
             raise RequestError(
-                f"--model: a {type(model).__name__} is no actor-critic: it has no memory_size",
+                f"--model: a {type(model).__name__} is not an actor-critic: it has no memory_size",
                 remedy="--model actor-critic, lstm-actor-critic or clstm-actor-critic",
             )
         if self.settings.normalize_observations and not hasattr(model, "normalizer"):
@@ -84,10 +84,10 @@ class PPO(Task):
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         seen = batch.inputs
         outputs, values, memory = model(seen.observations, seen.begun, seen.memory)
-        found = [tuple(value.shape) for value in (outputs, values, memory)]
+        shapes = [tuple(value.shape) for value in (outputs, values, memory)]
         wanted = [(*seen.begun.shape, self.policy.outputs), tuple(seen.begun.shape), tuple(seen.memory.shape)]
-        if found != wanted:
-            raise ValueError(f"outputs, values and memory of shapes {found}, not {wanted}")
+        if shapes != wanted:
+            raise ValueError(f"outputs, values and memory of shapes {shapes}, not {wanted}")
         return BatchMetrics(values.double().sum(), torch.zeros(1, dtype=torch.int64))
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
@@ -111,12 +111,12 @@ class PPO(Task):
     def load_state(self, state: dict[str, Any], world: World) -> str:
         anew = torch.tensor(float(self.rollouts.load_state(state["groups"], state)), device=world.device)
         count = int(all_reduce_sum(world, anew))
-        return f"{count} environments could not be brought back and began their episode anew" if count else ""
+        return f"{count} environments could not be restored and restarted their episode" if count else ""
 
     def evaluate(
         self, model: nn.Module, loader: Any, world: World, precision: Precision, batch_size: int
     ) -> Evaluation:
-        """Every episode played once, by one worker, the likeliest action taken everywhere."""
+        """Play every episode once, on one worker, always with the most likely action."""
 
         def network(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with precision.autocast():
@@ -137,11 +137,11 @@ class PPO(Task):
         details: dict[str, Any] = next(filter(None, all_gather_object(world, loader.details())), {})
         return Evaluation(means, loader.size, details)
 
-    def plots(self, found: dict[str, Any]) -> dict[str, bytes]:
-        if "equity_curve" not in found:
+    def plots(self, summary: dict[str, Any]) -> dict[str, bytes]:
+        if "equity_curve" not in summary:
             return {}
         from multigpu_cli.monitor.equity_plot import (
             draw_equity,  # matplotlib, and only where there is something to draw
         )
 
-        return {"equity_curve.png": draw_equity(**found["equity_curve"])}
+        return {"equity_curve.png": draw_equity(**summary["equity_curve"])}
