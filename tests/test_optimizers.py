@@ -198,7 +198,7 @@ def test_amsgrad_and_maximize_are_torchs_own_step() -> None:
     [
         ({"beta": 1}, r"optimizer\.args\.beta: .*AdamW.* takes no such argument"),
         ({"betas": [2, 3]}, "Invalid beta parameter"),
-        ({"lr": 1.0}, r"optimizer\.args\.lr is not for you"),
+        ({"lr": 1.0}, r"optimizer\.args\.lr can't be set here"),
     ],
 )
 def test_arguments_that_torch_does_not_take_are_refused(args: dict[str, Any], named: str) -> None:
