@@ -1,4 +1,4 @@
-"""One class for each sample, learned by cross-entropy."""
+"""Classification: one class for each sample, by cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A loss of the user's own: whatever is called with outputs and targets and returns their mean."""
+"""A user's own loss: a callable of outputs and targets that returns their mean."""
 
 from collections.abc import Callable
 from typing import Any

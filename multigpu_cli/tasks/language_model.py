@@ -1,4 +1,4 @@
-"""The next token at every place of a sequence, learned by cross-entropy."""
+"""Language modelling: the next token at every place of a sequence, by cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Any number of labels for each sample, learned by binary cross-entropy."""
+"""Multi-label classification: any number of labels for each sample, by binary cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any

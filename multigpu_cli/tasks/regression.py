@@ -1,4 +1,4 @@
-"""Numbers learned by squared error, absolute error or Huber's mixture of both."""
+"""Regression of numbers by squared error, absolute error or Huber loss."""
 
 from collections.abc import Callable
 from typing import Any
