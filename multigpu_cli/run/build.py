@@ -29,6 +29,8 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.buckets import measure_cap
+from multigpu_cli.strategies.data_parallel import DataParallel
+from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
@@ -126,15 +128,11 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
 def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
     config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
-        from multigpu_cli.strategies.exact import ExactReduction  # late, each of them: a run has one
-
         return ExactReduction(model, world)
     if placement.strategy == "dp":
-        from multigpu_cli.strategies.data_parallel import DataParallel
-
         return DataParallel(model, placement.devices)
     if placement.strategy == "ddp":
-        from multigpu_cli.strategies.distributed import Distributed
+        from multigpu_cli.strategies.distributed import Distributed  # late: it loads PowerSGD
 
         return Distributed(model, world, config.communication, live.ddp if live else {})
     return Single(model)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.best import BEST, restore_file
@@ -14,7 +13,7 @@ from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.run.training_run import Run
-from multigpu_cli.runtime.collectives import all_gather, run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
@@ -25,8 +24,7 @@ def finish_run(run: Run, status: str) -> dict[str, Any]:
     """
     end = finish_completed(run) if status == "completed" else finish_stopped(run)
     run.log.progress_bar.close()
-    peak = torch.tensor([peak_memory(run.world.device)], device=run.world.device)
-    end["peak_memory_bytes"] = [int(each) for each in all_gather(run.world, peak)]
+    end["peak_memory_bytes"] = all_gather_object(run.world, peak_memory(run.world.device))
     summary = build_summary(run, status, end)
     write_run_end(run, summary)
     return summary

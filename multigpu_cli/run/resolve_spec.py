@@ -13,6 +13,7 @@ from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.make_plan import make_plan
+from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine
 from multigpu_cli.run.spec import RunRequest, RunSpec
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.run.validate_request import check_data, check_device, describe_machine, raise_all
@@ -55,8 +56,6 @@ def resolve_spec(
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine  # late: not for one process
-
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(
         user_config=user_config,

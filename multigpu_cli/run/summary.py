@@ -17,11 +17,10 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
     """The content of summary.json: every rank computes it, rank 0 writes it.
 
     Args:
-        ending: fingerprint and details of a completed run; the error of a failed one.
+        ending: more entries: fingerprint and details of a completed run, or the error of a failed one.
     """
-    progress, batches = run.progress, run.plan.batches
+    progress, batches, train, timer = run.progress, run.plan.batches, run.loaders.train, run.observer.timer
     names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
-    seconds = progress.train_seconds + run.observer.timer.seconds
     return {
         "status": status,
         "strategy": run.plan.strategy,
@@ -30,16 +29,16 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
         "device": run.plan.device,
         "precision": run.plan.precision,
         "epochs": progress.step // batches.steps_per_epoch,
-        "steps": run.loaders.train.steps_after(progress.step, batches),
-        "samples": run.loaders.train.samples_after(progress.step, batches),
+        "steps": train.steps_after(progress.step, batches),
+        "samples": train.samples_after(progress.step, batches),
         "global_batch_size": batches.global_batch,
-        "train_seconds": seconds,
+        "train_seconds": progress.train_seconds + timer.seconds,
         "startup_seconds": progress.startup_seconds,
-        "samples_per_second": run.observer.timer.samples_per_second if run.observer.timer.steps else None,
-        "step_ms": run.observer.timer.step_ms() if run.observer.timer.steps else {"p50": None, "p95": None},
+        "samples_per_second": timer.samples_per_second if timer.steps else None,
+        "step_ms": timer.step_ms() if timer.steps else {"p50": None, "p95": None},
         "final": {name: progress.last.get(name) for name in names} | progress.last,
         "best": progress.best,
-        "peak_memory_bytes": ending.pop("peak_memory_bytes", [peak_memory(run.world.device)]),
+        "peak_memory_bytes": [peak_memory(run.world.device)],
         "fingerprint": None,
         "save_dir": str(run.folder),
         "resumed_from": run.spec.resume_point.checkpoint,
@@ -55,17 +54,13 @@ def write_run_end(run: Run, summary: dict[str, Any]) -> None:
             run.log.console.note(f"output of rank {', '.join(map(str, ranks))}: {log_path(logs, ranks[0])}")
         _write_summary(run, summary)
         if summary["status"] == "completed":
-            _write_plots(run, summary)
-        if run.log.tensorboard and summary["status"] == "completed":
-            run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
+            with fail_on_write_error(run.folder):
+                for name, content in run.task.plots(summary).items():
+                    publish(run.folder / name, content)
+            if run.log.tensorboard:
+                run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
     run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
     run.control.summary_written = True
-
-
-def _write_plots(run: Run, summary: dict[str, Any]) -> None:
-    for name, content in run.task.plots(summary).items():
-        with fail_on_write_error(run.folder):
-            publish(run.folder / name, content)
 
 
 def _write_summary(run: Run, summary: dict[str, Any]) -> None:

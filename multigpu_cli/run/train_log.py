@@ -17,6 +17,7 @@ from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.nonfinite_check import check_nonfinite
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime.collectives import all_gather
+from multigpu_cli.tasks.base import divide
 
 if TYPE_CHECKING:
     from multigpu_cli.run.training_run import Run
@@ -118,15 +119,15 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
     peaks, data, waits, _, cpu, *more = zip(*rows, strict=True)
     seconds = rates["step_ms"] / 1e3
     fields: dict[str, Any] = {
-        "data_wait_share": _share(sum(data) / len(data), steps * seconds),
+        "data_wait_share": divide(sum(data) / len(data), steps * seconds),
         "comm_share": None,
         "memory": [int(peak) for peak in peaks],
-        "cpu_utilisation": [100 * _share(each, steps * seconds) for each in cpu],
+        "cpu_utilisation": [100 * divide(each, steps * seconds) for each in cpu],
     }
     if not any(map(math.isnan, waits)):
         least, mean = min(waits), sum(waits) / len(waits)
-        fields["comm_share"] = _share(least, seconds)
-        fields["straggler_share"] = _share(mean - least, seconds)
+        fields["comm_share"] = divide(least, seconds)
+        fields["straggler_share"] = divide(mean - least, seconds)
         fields["own_ms"] = [1e3 * max(0.0, seconds - wait) for wait in waits]
     for name, values in zip(("memory_reserved", *_GPU_FIELDS), more, strict=False):
         fields[name] = [None if math.isnan(value) else value for value in values]
@@ -158,10 +159,6 @@ def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
     if peak and run.log.flops_per_sample:
         fields["mfu"] = run.log.flops_per_sample * samples_per_second / (peak * run.plan.batches.workers)
     return fields
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def compiler_fields(run: "Run") -> dict[str, Any]:

@@ -3,9 +3,13 @@
 from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
@@ -15,6 +19,10 @@ class Strategy(ABC):
     A step is `begin_step`, then for each micro-batch of this worker forward and backward inside `accumulate` and
     `after_backward`, then `reduce_gradients`. If each loss was multiplied by `loss_factor`, `.grad` then holds on every
     rank the sum of all workers' gradients: that of the global batch.
+
+    Args:
+        world: the processes that share a step; None: this one.
+        always: see `StepBuffers`.
 
     Attributes:
         name: single, dp, ddp or exact.
@@ -28,9 +36,10 @@ class Strategy(ABC):
     loss_factor: float = 1.0
     reduces_first: bool = False
 
-    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+    def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
-        self._buffers = StepBuffers(model, workers, self._all_reduce_sum)
+        processes = world or World(torch.device("cpu"))
+        self._buffers = StepBuffers(model, processes.size, partial(all_reduce_sum, processes), always=always)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Do what is needed before the first step so that a resumed run continues with the same bits.
@@ -67,7 +76,3 @@ class Strategy(ABC):
     def abort_step(self) -> None:
         """Discard a step that could not be finished."""
         self._buffers.abort_step()
-
-    def _all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over workers, in place."""
-        return values

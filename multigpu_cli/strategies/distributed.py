@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -62,7 +61,7 @@ class Distributed(Strategy):
     def __init__(
         self, model: nn.Module, world: World, config: CommunicationConfig, more: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(model, world.size)
+        super().__init__(model, world)
         self._workers, self.loss_factor = world.size, float(world.size)
         self.reduces_first = bool((more or {}).get("static_graph"))  # the warm-up fixes which parameters are used
         self._replica = Replica(model, finds_unused=config.find_unused_parameters and not self.reduces_first)
@@ -112,7 +111,3 @@ class Distributed(Strategy):
 
     def read_comm_wait(self) -> float | None:
         return self._wait.read()
-
-    def _all_reduce_sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
-        return values

@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.buffers import StepBuffers
 from multigpu_cli.strategies.comm_wait import CommWait
 from multigpu_cli.strategies.reduction_tree import ReductionTree, cover
 
@@ -34,8 +32,7 @@ class ExactReduction(Strategy):
     name = "exact"
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        super().__init__(model)
-        self._buffers = StepBuffers(model, world.size, self._all_reduce_sum, always=True)
+        super().__init__(model, world, always=True)
         self._world = world
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._leaves: int  # of the step that has begun
@@ -113,9 +110,6 @@ class ExactReduction(Strategy):
         pieces = [torch.empty(piece, dtype=dtype, device=device) for _ in range(ranks)]
         dist.all_gather(pieces, tree.total().contiguous())
         return torch.cat(pieces)[:size]
-
-    def _all_reduce_sum(self, values: Tensor) -> Tensor:
-        return all_reduce_sum(self._world, values)
 
     def _zeros(self) -> Sum:
         return [torch.zeros_like(p) for p in self._trained] + self._buffers.no_change()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_sum
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import divide
 from multigpu_cli.tasks.ppo.env_source import EnvSource
 from multigpu_cli.tasks.ppo.objective import METRICS
 
@@ -91,8 +92,7 @@ class PPOMetrics:
             fields["explained_variance"] = float(self._explained)  # type: ignore[arg-type]
         own = torch.tensor([self._own_steps, self._own_seconds], dtype=torch.float64, device=self._world.device)
         rollouts = torch.stack(all_gather(self._world, own)).tolist()
-        rates = [steps / seconds if seconds else 0.0 for steps, seconds in rollouts]
-        fields["env_steps_per_second"] = (self.steps - self._steps_before) / seconds if seconds else 0.0
-        fields["rollout_steps_per_second"] = rates
+        fields["env_steps_per_second"] = divide(self.steps - self._steps_before, seconds)
+        fields["rollout_steps_per_second"] = [divide(*steps_and_seconds) for steps_and_seconds in rollouts]
         self._ended, self._own_steps, self._own_seconds, self._steps_before = [0.0, 0.0, 0.0], 0, 0.0, self.steps
         return fields
