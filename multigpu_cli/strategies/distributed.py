@@ -62,7 +62,7 @@ class Distributed(Strategy):
         self, model: nn.Module, world: World, config: CommunicationConfig, more: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(model, world)
-        self._workers, self.loss_factor = world.size, float(world.size)
+        self.loss_factor = float(world.size)
         self.reduces_first = bool((more or {}).get("static_graph"))  # the warm-up fixes which parameters are used
         self._replica = Replica(model, finds_unused=config.find_unused_parameters and not self.reduces_first)
         self._ddp = DistributedDataParallel(
