@@ -106,7 +106,7 @@ def _try_shortest_micro_batch(components: TrainComponents) -> None:
         except ValueError as error:
             raise RequestError(
                 f"an epoch ends with one sample; --model {components.spec.model} can't train on it: {error}",
-                remedy="--drop-last, or a --batch-size that leaves more than one over",
+                remedy="--drop-last, or a --batch-size that leaves more than one sample for the last step",
             ) from error
 
 

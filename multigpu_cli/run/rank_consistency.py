@@ -82,7 +82,7 @@ def _describe_difference(
         what += f"instead of {here[1]:,}, {here[2]:,} and {here[3]:,}"
     error = RequestError(
         f"--data {name}: {who} and the others see different data: {what}",
-        remedy="the same files on every node, and the whole dataset on every rank: the trainer shares out samples",
+        remedy="the same files on every node, and the whole dataset on every rank: the trainer divides it",
     )
     error.shared = True
     return error

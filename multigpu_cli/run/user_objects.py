@@ -77,7 +77,7 @@ class UserObjects:
             what = f"does not move {', '.join(left[:4])}" if left else f"moves {len(strange)} parameter(s) not its own"
             raise RequestError(
                 f"optimizer: it {what}",
-                remedy="make it from this model's parameters(); what must not learn: requires_grad_(False)",
+                remedy="build it from this model's parameters(), and freeze others with requires_grad_(False)",
             )
         if self.optimizer.state:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves it to the parameters' device

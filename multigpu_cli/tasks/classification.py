@@ -85,6 +85,6 @@ def _check_labels(name: str, split: Any, classes: int) -> None:
         )
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise RequestError(
-            f"--data: {name} labels reach from {int(labels.min())} to {int(labels.max())} with {classes} classes",
+            f"--data: {name} labels range from {int(labels.min())} to {int(labels.max())} with {classes} classes",
             remedy="labels must be 0 … classes-1",
         )
