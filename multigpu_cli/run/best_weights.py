@@ -2,7 +2,6 @@
 
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,13 +10,11 @@ from multigpu_cli.checkpoint.best import find_content, read_best
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import fail_on_write_error
 from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import run_on_main_rank
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.training_run import Run
 
-
-def restore_best_file(run: "Run") -> str:
+def restore_best_file(run: Run) -> str:
     """Restore the best.pt that belongs to the checkpoint: the file in the folder may be of a later step, or missing.
 
     Returns:
@@ -51,7 +48,7 @@ def restore_best_file(run: "Run") -> str:
     return f"the best weights so far, of step {best['step']}, are lost: those of the next evaluation replace them"
 
 
-def _read_best(run: "Run") -> bytes | None:
+def _read_best(run: Run) -> bytes | None:
     """The best weights that belong to the checkpoint, read on the node that has it."""
     point, best = run.spec.resume_point, run.progress.best
     if not best or not point.checkpoint or not point.manifest:

@@ -1,16 +1,13 @@
 """Tracks the best weights over a run's evaluations, and stops early when nothing improves any more."""
 
 from math import isnan
-from typing import TYPE_CHECKING
 
 from multigpu_cli.checkpoint.weights import copy_to_host
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.tasks.base import Evaluation
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.training_run import Run
 
-
-def track_best(run: "Run", result: Evaluation) -> None:
+def track_best(run: Run, result: Evaluation) -> None:
     """Record an evaluation of the validation split: the best so far, or one epoch without improvement."""
     progress, patience = run.progress, run.config.length.early_stopping_patience
     score = list(run.task.score(result.metrics))

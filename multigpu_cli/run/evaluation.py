@@ -1,7 +1,5 @@
 """Evaluations: exact passes over a split, at the end of an epoch and of the run."""
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from multigpu_cli.data.loader import Loader
@@ -9,14 +7,12 @@ from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.run.early_stopping import track_best
 from multigpu_cli.run.nonfinite_check import check_nonfinite
 from multigpu_cli.run.oom_recovery import halve_eval_batch
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.training_run import Run
 
-
-def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
+def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
     """One exact pass over a split with the weights that are published (the average, with --ema); journalled."""
     model, progress = run.state.eval_model(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
@@ -31,7 +27,7 @@ def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
     return result
 
 
-def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evaluation:
+def _evaluate_in_batches(run: Run, model: nn.Module, loader: Loader) -> Evaluation:
     """Evaluate, with smaller batches after each out-of-memory error."""
     while True:
         try:
@@ -42,7 +38,7 @@ def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evalua
         run.log_fault("out of memory", text)
 
 
-def evaluate_epoch(run: "Run") -> None:
+def evaluate_epoch(run: Run) -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
     check_nonfinite(run)

@@ -1,14 +1,10 @@
 """Reports steps that were skipped for a non-finite gradient, and ends a run that has too many of them."""
 
-from typing import TYPE_CHECKING
-
 from multigpu_cli.errors import TrainingError, pluralize
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.training_run import Run
+from multigpu_cli.run.training_run import Run
 
 
-def check_nonfinite(run: "Run") -> None:
+def check_nonfinite(run: Run) -> None:
     """Journal the steps that were skipped since the last call.
 
     Raises:
@@ -28,7 +24,7 @@ def check_nonfinite(run: "Run") -> None:
         raise
 
 
-def _list_samples(run: "Run", step: int) -> list[int]:
+def _list_samples(run: Run, step: int) -> list[int]:
     """The sample numbers of a step's global batch: the same on every rank, without communication."""
     batches = run.plan.batches
     epoch, in_epoch = divmod(step, batches.steps_per_epoch)

@@ -1,7 +1,6 @@
 """Halves batches after out of memory: a micro-batch, with the same global batch, or the batches of an evaluation."""
 
 import traceback
-from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -11,10 +10,8 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.spec import with_micro_batch
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.out_of_memory import free_memory
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.training_run import Run
 
 REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, or --amp bf16"
 
@@ -59,7 +56,7 @@ def _check_may_halve(components: TrainComponents, size: int, where: str, reasons
         raise TrainingError(f"out of memory {where} ({reason})", remedy=REMEDY)
 
 
-def recover_from_out_of_memory(run: "Run", error: RuntimeError) -> None:
+def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
     """Discard a step that ran out of memory, and go on with micro-batches of half the size.
 
     With several processes the others are in the middle of a reduction, and in the optimizer's phase some weights may

@@ -14,9 +14,9 @@ from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.make_plan import make_plan
 from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine
-from multigpu_cli.run.spec import RunRequest, RunSpec
+from multigpu_cli.run.spec import RunRequest, RunSpec, describe_machine
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.run.validate_request import check_data, check_device, describe_machine, raise_all
+from multigpu_cli.run.validate_request import check_data, check_device, raise_all
 from multigpu_cli.runtime.collectives import run_on_all_ranks
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.world import World

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND, flatten_settings
 from multigpu_cli.config.schema import Config
@@ -11,7 +13,6 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.run.validate_request import describe_machine
 from multigpu_cli.runtime.placement import Placement
 
 _LENGTH = ("epochs", "max_steps", "env_steps", "episodes")
@@ -114,6 +115,12 @@ class RunSpec(RunRequest):
         """Whether the run is as long as when its checkpoint was written."""
         stored = self.resume_point.manifest["settings"] if self.resume_point.manifest else None
         return stored is not None and all(self.user_config.get(key) == stored[key] for key in _LENGTH)
+
+
+def describe_machine(plan: Plan) -> dict[str, Any]:
+    """What the bits of a result depend on beside the settings: a run with --exact resumes only where all are equal."""
+    capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
+    return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
 
 
 def with_micro_batch(spec: RunSpec, size: int) -> RunSpec:

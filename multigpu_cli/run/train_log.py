@@ -5,7 +5,7 @@ import platform
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.nonfinite_check import check_nonfinite
 from multigpu_cli.run.step_result import StepResult
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.tasks.base import divide
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.training_run import Run
 
 _GPU_FIELDS = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
 
 
-def log_step(run: "Run", outcome: StepResult) -> None:
+def log_step(run: Run, outcome: StepResult) -> None:
     """Write one `train` line; here the host waits for the device."""
     progress, observer = run.progress, run.observer
     observer.watchdog.set_position(progress.step, "logging")
@@ -55,7 +53,7 @@ def log_step(run: "Run", outcome: StepResult) -> None:
     check_nonfinite(run)
 
 
-def measure_rank(run: "Run", peak: int) -> Tensor:
+def measure_rank(run: Run, peak: int) -> Tensor:
     """(k,) float64 on this rank's device: memory, waits, gradient norm, use of the CPU, and its GPU; NaN: unknown.
 
     Args:
@@ -75,7 +73,7 @@ def measure_rank(run: "Run", peak: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=run.world.device)
 
 
-def gradient_fields(run: "Run", rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
+def gradient_fields(run: Run, rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
     """The gradient's norm, and its noise scale so far.
 
     Args:
@@ -89,7 +87,7 @@ def gradient_fields(run: "Run", rows: Sequence[Sequence[float]], norm: float) ->
     return {"grad_norm": norm} | scale
 
 
-def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
+def _pair_norms(run: Run, small: Sequence[float], large: float) -> Norms:
     """The norms of the step just done, as means over samples; the same on every rank.
 
     A first micro-batch of several is never short. Its loss was divided by the step's expected number of units; it holds
@@ -134,7 +132,7 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
     return fields
 
 
-def describe_missing_gpu_metrics(run: "Run", fields: Mapping[str, Any]) -> str:
+def describe_missing_gpu_metrics(run: Run, fields: Mapping[str, Any]) -> str:
     """Which GPU metrics NVML has stopped reporting since the last call, and on which ranks; "" if there are none.
 
     Args:
@@ -151,7 +149,7 @@ def describe_missing_gpu_metrics(run: "Run", fields: Mapping[str, Any]) -> str:
     return f"{names} of the GPU of rank {', '.join(map(str, ranks))}: not known{why}, null in the journal"
 
 
-def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
+def device_fields(run: Run, samples_per_second: float) -> dict[str, Any]:
     """Quantiles of the step time over the run so far, and model FLOPs utilization."""
     times = run.observer.timer.step_ms()
     fields = {"step_p50_ms": times["p50"], "step_p95_ms": times["p95"]}
@@ -161,7 +159,7 @@ def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
     return fields
 
 
-def compiler_fields(run: "Run") -> dict[str, Any]:
+def compiler_fields(run: Run) -> dict[str, Any]:
     """The time and graph breaks of --compile, for the journal and the console; {} without it."""
     report = run.compiled.report() if run.compiled else {}
     if report:
@@ -178,7 +176,7 @@ def peak_memory(device: torch.device) -> int:
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
-def log_recovery(run: "Run") -> None:
+def log_recovery(run: Run) -> None:
     """After the first step of an attempt, journal how long the recovery took and how many steps were lost."""
     last, run.control.previous_attempt = run.control.previous_attempt, None
     if last is not None:

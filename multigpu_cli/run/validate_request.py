@@ -1,21 +1,15 @@
 """Validation rules that need the device or the data."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
-
-import torch
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
-from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.spec import RunSpec, describe_machine
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.spec import RunSpec
 
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
@@ -27,12 +21,6 @@ def raise_all(errors: Iterable[RequestError]) -> None:
     """Raise all errors as one RequestError, if there are any."""
     if listed := list(errors):
         raise combine_errors(listed)
-
-
-def describe_machine(plan: Plan) -> dict[str, Any]:
-    """What the bits of a result depend on beside the settings: a run with --exact resumes only where all are equal."""
-    capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
-    return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
 
 
 def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
@@ -56,7 +44,7 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
 
 
-def check_data(spec: "RunSpec") -> Iterator[RequestError]:
+def check_data(spec: RunSpec) -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds."""
     config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
     if config.model.sync_bn and not plan.batches.is_even:
