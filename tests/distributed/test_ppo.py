@@ -173,5 +173,5 @@ def test_requests_that_can_not_be_carried_out(more: list[str], flags: dict[str, 
 
 def test_data_parallel_is_refused() -> None:
     gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
-    with pytest.raises(RequestError, match="--multi-gpu dp can't act"):
+    with pytest.raises(RequestError, match="--multi-gpu dp does not support --task ppo"):
         raise next(check_device(request(), Placement("dp", gpus, 0, "as asked"), World(torch.device("cpu"))))
