@@ -1,10 +1,10 @@
-"""The front door: options → Config → training or a command; the only place where errors become exit codes.
+"""The entry point: options → Config → training or a command; the only place where errors become exit codes.
 
     torchrun --nproc_per_node=4 main_multi_gpu.py --multi-gpu ddp --epochs 20
     python main_multi_gpu.py --config har
     python main_multi_gpu.py recipes
 
-torch is imported only when training starts, so that --help and every usage error answer at once.
+torch is imported only when training starts, so that --help and usage errors are fast.
 """
 
 import gc
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 try:
     import typer
-except ModuleNotFoundError as missing:  # the first command of whoever has not called the environment's python
+except ModuleNotFoundError as missing:  # started with another python than the environment's
     way_out = "make quickstart, then: source .venv/bin/activate (or: pip install .)"
     sys.exit(f"error: {sys.executable} has no package {missing.name!r}\n  try: {way_out}")
 
@@ -34,7 +34,7 @@ from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 
 _INTERRUPTED = 130
-_GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
+_GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
 _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
 
 
@@ -65,7 +65,7 @@ def _train(values: Mapping[str, Any]) -> int:
 
         _print_on_main(dump(config).rstrip())
         return 0
-    gc.disable()  # what torch makes while it loads is there to stay: going through it costs half a second
+    gc.disable()  # torch's objects stay: collecting while it loads costs half a second
     from train_multi_gpu import train  # torch loads here
 
     summary = train(config, screen=screen, dry_run=values["dry_run"])
@@ -98,7 +98,7 @@ def _format_version() -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what the command line asks; the exit code."""
+    """Run the command line; returns the exit code."""
     if verdict := restart_records.find_binding_verdict(os.environ):
         restart_records.write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
@@ -109,14 +109,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(argv: Sequence[str]) -> tuple[int, str]:
-    """The exit code, and what was said about it."""
+    """Run the command; returns the exit code and the message."""
     try:
         command: Any = typer.main.get_command(app)
         call = command.main(args=list(argv), prog_name=_program_name(), standalone_mode=False, obj=os.environ)
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
         return _report_error(WRONG_REQUEST, errors_text.describe_usage_error(error), error, argv)
-    except restart_records.AttemptRefused as over:  # it was said when it happened
+    except restart_records.AttemptRefused as over:  # the first attempt has reported it
         restart_records.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except TrainingError as error:
@@ -124,8 +124,8 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
     except (KeyboardInterrupt, typer.Abort) as error:
         return _report_error(_INTERRUPTED, "interrupted", error, argv)
     except BrokenPipeError:
-        return FAILED, "the reader of our output has gone"
-    except Exception as error:  # the door is where every error ends, and none may end as our traceback
+        return FAILED, "the reader of the output closed it"
+    except Exception as error:  # every error ends here, and none as a traceback
         return _report_error(FAILED, f"error: {describe_unexpected_error(error)}", error, argv)
     if code == STOPPED:
         restart_records.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
@@ -133,7 +133,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def _report_error(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
-    """Say it once: rank 0 at once; others, and whoever only lost its peers, later and only if nobody ended them."""
+    """Print an error once: rank 0 at once; other ranks, and those that only lost their peers, after a delay."""
     whole = "".join(traceback.format_exception(error))
     follows = getattr(error, "caused_by_peer", False)
     lost = follows or ("RANK" in os.environ and is_peer_failure(error))
@@ -145,11 +145,11 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     rank = _read_rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message
-    first = rank == 0 or (follows and os.environ.get("LOCAL_RANK") == "0")  # nobody to wait for on its node
+    first = rank == 0 or (follows and os.environ.get("LOCAL_RANK") == "0")  # no other rank of its node reports
     time.sleep(_GRACE * ((not first) + (lost and not follows)))
-    at_the_door = "torch" not in sys.modules  # where all ranks of a node come to the same end
-    known = getattr(error, "shared", False)  # rank 0 says it for all
-    if rank == 0 or (not known and (not at_the_door or os.environ.get("LOCAL_RANK") == "0")):
+    before_torch = "torch" not in sys.modules  # all ranks of a node fail in the same way
+    shared = getattr(error, "shared", False)  # rank 0 reports it for all
+    if rank == 0 or (not shared and (not before_torch or os.environ.get("LOCAL_RANK") == "0")):
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
         text = whole + message if "--debug" in argv else errors_text.shorten_message(message, columns)
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
@@ -167,7 +167,7 @@ def _program_name() -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process: flushed, and past torch's exit, where gloo now and then aborts a run that is done."""
+    """Flush and end the process, without torch's exit, where gloo sometimes aborts a finished run."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -181,11 +181,11 @@ def leave(code: int) -> NoReturn:
 def main() -> NoReturn:
     """The console script `multigpu`.
 
-    Until the training takes signals over, Ctrl-C ends the process at once: a KeyboardInterrupt amid an import
-    may get lost, and torchrun would wait half a minute for a process that has not heard.
+    Until training handles signals, Ctrl-C ends the process at once: a KeyboardInterrupt during an import may get lost,
+    and torchrun would wait half a minute for the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "RANK" in os.environ:  # before torch loads, which takes seconds: an agent may be killed meanwhile
+    if "RANK" in os.environ:  # before torch loads, which takes seconds in which the agent may be killed
         die_with_parent()
     leave(run(sys.argv[1:]))
 

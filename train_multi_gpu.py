@@ -5,7 +5,7 @@ from train_multi_gpu import train
 
 summary = train(Config())          # scikit-learn's digits, on what this machine has
 
-The names of the API, all those of multigpu_cli/api/public.py, load when one of them is first used.
+The names of the API, `train_with_multi_gpu` and the others in API, are imported on first use.
 """
 
 import os
@@ -52,7 +52,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     """Train as the config says: as a worker of torchrun, self-launched on several GPUs, or in this process.
 
     Args:
-        config: what the command line would make of its flags: `Config()`, or
+        config: as the command line builds it from its flags: `Config()`, or
             `multigpu_cli.config.sources.resolve({"data": "digits", "epochs": 2}, ["model.args.width=64"], None)`.
         screen: quiet, normal, verbose, or json (the summary is then the only thing on stdout).
         dry_run: stop after the plan, and return it.
@@ -66,7 +66,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     """
     if not isinstance(config, Config):
         raise RequestError(
-            f"train: a {type(config).__name__} is no Config", remedy="train_with_multi_gpu for a model of your own"
+            f"train: a {type(config).__name__} is not a Config", remedy="train_with_multi_gpu for a model of your own"
         )
     launch_env = LaunchEnv.from_environment(os.environ)
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
@@ -77,11 +77,13 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     level = "silent" if launch_env and launch_env.rank else "normal" if screen == "json" else screen
     stream = reserve_stdout() if screen == "json" else None
     with ExitStack() as stack:
-        apart = launch_env is not None and launch_env.rank > 0 and not restart_records.has_redirected_logs(os.environ)
-        rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and apart else None
+        redirected = (
+            launch_env is not None and launch_env.rank > 0 and not restart_records.has_redirected_logs(os.environ)
+        )
+        rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and redirected else None
         console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
-        if told := _explain_unseen_gpus(placement, os.environ):
-            console.warn(told)
+        if warning := _explain_unseen_gpus(placement, os.environ):
+            console.warn(warning)
         return engine.run(
             config,
             placement,
@@ -93,17 +95,17 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
 
 
 def _explain_unseen_gpus(placement: Placement, environ: Mapping[str, str]) -> str:
-    """Why a torch that could use GPUs trains on the CPU of a machine that has some, where nobody has hidden them."""
+    """Why training is on CPU, if torch is built for CUDA and the machine has GPUs that are not hidden."""
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is SLURM's
     if placement.devices[0].type != "cpu" or hidden or not torch.version.cuda:
         return ""
-    from multigpu_cli.monitor.gpu import explain_unseen_gpus  # late: most machines have what torch was built for
+    from multigpu_cli.monitor.gpu import explain_unseen_gpus  # late: rarely needed
 
     return explain_unseen_gpus(torch.version.cuda)
 
 
 def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> None:
-    """For a process that ends where no exception can be raised any more."""
+    """Report the error of a process in which no exception can be raised any more."""
     if rank_output:
         rank_output.stop()
     message = errors_text.describe_known_error(error)

@@ -1,9 +1,9 @@
-"""The heart: carry out a request, and train. Every strategy, dataset and task runs through `train_step`."""
+"""Carries out a request and trains: every strategy, dataset and task runs through `train_step`."""
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,22 +12,20 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.batch_size_finder import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.forward_backward import StepResult, forward_backward
+from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.lifecycle import open_run, resolve_request
-from multigpu_cli.run.resume_point import log_recovery
-from multigpu_cli.run.run_state import Run
-from multigpu_cli.run.train_log import log_step
+from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
+from multigpu_cli.run.step_result import StepResult
+from multigpu_cli.run.train_log import log_recovery, log_step
+from multigpu_cli.run.training_run import Run
+from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.seeding import seed_micro_batch
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.user_objects import UserObjects
 
 
 def run(
@@ -38,16 +36,16 @@ def run(
     *,
     on_fatal_error: Callable[[TrainingError], None],
     dry_run: bool = False,
-    user_objects: "UserObjects | None" = None,
+    user_objects: UserObjects | None = None,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
     Args:
         placement: strategy and devices.
-        launch_env: the launcher's facts, None in a world of one.
-        console: speaks on rank 0; the other ranks' is silent.
-        on_fatal_error: tells the user why a run that hangs is ended (see Watchdog).
-        user_objects: live objects in place of what the config names; the model is left with the weights for use.
+        launch_env: the launcher's environment, None for a single process.
+        console: prints on rank 0; silent on the other ranks.
+        on_fatal_error: reports why a hanging run is ended (see Watchdog).
+        user_objects: live objects in place of what the config names; the model ends with the final weights.
 
     Raises:
         RequestError: the request is wrong; nothing was written.
@@ -59,12 +57,12 @@ def run(
             console.plan(spec.plan.rows(), "Plan")
             console.print_json(spec.plan.as_dict())
             return spec.plan.as_dict()
-        if spec.nothing_to_do:
-            console.note(f"{spec.start.folder} is complete: nothing to do")
-            console.report(spec.start.summary or {})
+        if spec.is_complete:
+            console.note(f"{spec.resume_point.folder} is complete: nothing to do")
+            console.report(spec.resume_point.summary or {})
             if user_objects:
-                user_objects.load_weights(spec.start.folder, request.world)
-            return spec.start.summary or {}
+                user_objects.load_weights(spec.resume_point.folder, request.world)
+            return spec.resume_point.summary or {}
         with open_run(request) as run:
             with _few_collections():
                 status = fit(run)
@@ -81,19 +79,19 @@ def prepare(
     console: Console,
     *,
     on_fatal_error: Callable[[TrainingError], None],
-    user_objects: "UserObjects | None",
+    user_objects: UserObjects | None,
 ) -> Iterator[Run]:
-    """Like `run`, but yield the prepared Run before its first step, to a caller who drives the loop.
+    """Like `run`, but yield the prepared Run before its first step, to a caller that drives the loop.
 
-    The caller ends it with `finish_run`, and has `record_failure` around calls of `fit`, or of `train_step` and
-    `finish_step`; a run that nobody has ended counts as stopped.
+    The caller wraps calls of `fit`, or of `train_step` and `finish_step`, in `record_failure`, and ends the run with
+    `finish_run`; otherwise the run counts as stopped.
 
     Raises:
         RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
     """
     with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
-        if request.spec.nothing_to_do:
-            folder = request.spec.start.folder
+        if request.spec.is_complete:
+            folder = request.spec.resume_point.folder
             raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
         with open_run(request) as run:
             yield run
@@ -101,7 +99,7 @@ def prepare(
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Modules and the like never become garbage: no collection inside goes through them again."""
+    """Exempt everything that exists now, such as modules, from garbage collection."""
     gc.freeze()
     gc.enable()
     try:
@@ -114,7 +112,7 @@ def fit(run: Run, *, until: int | None = None) -> str:
     """Train to the end of the plan, early stopping, or an agreed stop; "completed" or "stopped".
 
     Args:
-        until: return at this step, the end of an epoch, to a caller who drives the epochs.
+        until: return at this step, the end of an epoch, to a caller that drives the epochs.
     """
     progress, train = run.progress, run.loaders.train
     run.observer.timer.start()
@@ -138,18 +136,18 @@ def fit(run: Run, *, until: int | None = None) -> str:
 
 
 def finish_step(run: Run, outcome: StepResult) -> str:
-    """Count the step, log, evaluate and save; "", or why training ends here: "finished" or "stopped"."""
-    end = run.advance()
+    """Count the step, log, evaluate and save; returns "finished" or "stopped" if training ends here, else ""."""
+    end = run.complete_step()
     log_recovery(run)
     if end.at_log_interval:
         log_step(run, outcome)
     if end.at_epoch_end:
         evaluate_epoch(run)
     finished = run.finished
-    stopping, overdue = run.agree(end)
+    stopping, overdue = run.agree_on_stop_and_save(end)
     if (stopping or finished) and not end.at_log_interval:
         log_step(run, outcome)
-    due = run.checkpointer.schedule.due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
+    due = run.checkpointer.schedule.update_due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
     if end.savable and (stopping or finished or overdue or due):
         save_checkpoint(run)
     if stopping and not finished:
@@ -161,7 +159,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
 
     Args:
-        layout, work: as the training loader yields them; this worker may have no micro-batch.
+        layout, work: from the training loader; this worker may have no micro-batch.
     """
     observer, state, seed = run.observer, run.state, run.config.reproducibility.seed
     divisor = run.loss_normalizer.divisor(layout.samples)
@@ -177,7 +175,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
     run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
-    run.checkpointer.writer.wait_for_staging()  # what the optimizer is about to move, for a checkpoint in flight
+    run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
     observer.phase("optimizer")
     norm, skipped = state.precision.clip_and_step(state.optimizer, run.trainable_parameters, _max_norm(run.config))
     run.strategy.rollback_buffers(skipped)

@@ -1,4 +1,4 @@
-"""What can go wrong, as the user meets it: the problem, the way out, and the exit code.
+"""Errors for the user: the problem, the way out, and the exit code.
 
 Exit codes: 0 done, 1 the training failed, 2 the request was wrong, 75 stopped by a signal with a checkpoint saved.
 """
@@ -10,7 +10,7 @@ FAILED, WRONG_REQUEST, STOPPED = 1, 2, 75
 
 
 class TrainingError(Exception):
-    """The training failed for a reason that has a name.
+    """The training failed for a known reason.
 
     Args:
         problem: what is wrong, naming the flag, key or file at fault.
@@ -18,8 +18,8 @@ class TrainingError(Exception):
     """
 
     exit_code = FAILED
-    shared = False  # raised on every rank alike, so that one of them can speak for all
-    caused_by_peer = False  # of another rank's end: the same again may go well
+    shared = False  # raised on every rank, so that one of them reports it for all
+    caused_by_peer = False  # caused by another rank's end: a retry may succeed
     failed_at: int | None = None  # optimizer steps done; None before the first of this attempt
 
     def __init__(self, problem: str, *, remedy: str = "") -> None:
@@ -37,11 +37,11 @@ class RequestError(TrainingError):
 
 
 class OutOfMemory(TrainingError):
-    """The memory of some rank's device did not suffice, and every rank knows."""
+    """A rank ran out of device memory; raised on every rank."""
 
 
 def combine_errors(errors: Iterable[TrainingError]) -> RequestError:
-    """Several broken rules of one request as one error, each with its own remedy."""
+    """Several errors of one request as one, each with its own remedy."""
     return RequestError("\n".join(str(error) for error in errors))
 
 
@@ -52,7 +52,7 @@ def pluralize(count: int | float, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Name the closest known words, or list them all where none is close: ' did you mean …?' or ' known: …'."""
+    """Name the closest known word, or list all if none is close: 'did you mean …?' or 'one of: …'."""
     known = sorted(known)
     close = get_close_matches(word, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known)}"

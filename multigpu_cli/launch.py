@@ -1,4 +1,4 @@
-"""Starting one process per GPU ourselves, with torch's own elastic agent: what torchrun does, without typing it."""
+"""Starts one process per GPU with torch's elastic agent, as torchrun does."""
 
 import atexit
 import logging
@@ -33,15 +33,15 @@ from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.rank_output import quote_last_lines
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
-_GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
+_GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 class WorkersFailed(TrainingError):
-    """The workers ended with an exit code of their own; they have told the user why.
+    """A worker ended with a non-zero exit code; the workers have told the user why.
 
     Attributes:
-        killed: the rank that a signal ended, so that it could not.
+        killed: the rank that a signal ended, which could not report it.
     """
 
     def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
@@ -54,8 +54,8 @@ class WorkersFailed(TrainingError):
 def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, Any]:
     """Run the command in as many processes as the placement says, over a free loopback port; returns the summary.
 
-    The folder is chosen here, so that all restarts mean the same one. The workers get the explicit settings as a file
-    and write the run folder; signals are passed on by the agent.
+    The folder is chosen here, so that all restarts use the same one. The workers read the explicit settings from a file
+    and write the run folder; the agent passes signals on.
 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
@@ -67,7 +67,7 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
     except WorkersFailed as failed:
         reports = run_folder.glob("logs/crash_*.txt")
         if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
-            failed.problem += quote_last_lines(run_folder / "logs", failed.killed)  # no rank was left to say it
+            failed.problem += quote_last_lines(run_folder / "logs", failed.killed)  # no rank wrote a crash report
         raise
     except SignalException as stopped:
         status = (read_summary(run_folder) or {}).get("status")
@@ -77,7 +77,7 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
 
 
 def _run_until_done(config: Config, placement: Placement, screen: str, run_folder: Path) -> None:
-    """Start again after out-of-memory, beside --max-restarts: the workers have left word of smaller micro-batches."""
+    """Restart after out-of-memory, beyond --max-restarts: the workers left a note with a smaller micro-batch."""
     while True:
         before = read_note(run_folder)
         try:
@@ -97,7 +97,7 @@ def _run_training(config: Config, placement: Placement, screen: str) -> None:
 
 
 def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run the front door with these words in one process, and wait for it; what it printed.
+    """Run main_multi_gpu.py with these arguments in a process, and wait for it; returns what it printed.
 
     Raises:
         WorkersFailed: it ended with a non-zero exit code.
@@ -111,17 +111,19 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             process.wait()
             raise
     if process.returncode:
-        raise WorkersFailed(process.returncode, complaint.rpartition("error: ")[2].strip() or "the front door failed")
+        raise WorkersFailed(
+            process.returncode, complaint.rpartition("error: ")[2].strip() or "main_multi_gpu.py failed"
+        )
     return printed
 
 
 def run_in_workers(
     placement: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
-    """Call a function of a module in as many processes as the placement says; what each rank returned.
+    """Call a function of a module in `placement.launch` processes; returns each rank's result.
 
     Raises:
-        WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
+        WorkersFailed: a call raised, or its process ended; has the exit code and message of the error.
         KeyboardInterrupt: a signal ended them.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
@@ -133,11 +135,11 @@ def run_in_workers(
 
 
 def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it as a started process; whoever only lost its peers lets them tell their error first."""
-    die_with_parent(parent)  # it may have gone while torch was loaded here
+    """Call the function in a worker; a rank that only lost its peers lets them report their error first."""
+    die_with_parent(parent)  # it may have ended while torch was loaded here
     try:
         result = function(*arguments)
-    except Exception as error:  # anything the function raises: recorded for the starter, then raised as this exit code
+    except Exception as error:  # anything the function raises: recorded for the parent, then raised as an exit code
         if getattr(error, "caused_by_peer", False) or is_peer_failure(error):
             time.sleep(_GRACE)
         code, message = FAILED, describe_unexpected_error(error)
@@ -146,8 +148,8 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
         restart_records.write_error(os.environ, code, message, traceback.format_exc())
         raise SystemExit(code) from error
     if str(getattr(function, "__module__", "")).startswith("multigpu_cli."):
-        # nobody else's exit handlers are passed over
-        atexit.register(os._exit, 0)  # past torch's exit, where gloo now and then aborts what is done
+        # not for other functions, whose exit handlers must run
+        atexit.register(os._exit, 0)  # skips torch's exit, where gloo sometimes aborts
     return result
 
 
@@ -171,19 +173,19 @@ def _launch(
     launch: LaunchConfig, placement: Placement, entry: Callable[..., Any] | str, *arguments: Any
 ) -> dict[int, Any]:
     quiet = ("torch.distributed.elastic", "torch.multiprocessing.spawn", server.__name__)
-    for name in quiet:  # the workers speak for themselves
+    for name in quiet:  # the workers report their own errors
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent leaves its own behind
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent does not restore them
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible_devices(placement, before)
         return elastic_launch(launch, entry)(*arguments) or {}
     except ChildFailedError as failure:
-        raise _worker_error(failure, speaks=isinstance(entry, str)) from failure
+        raise _worker_error(failure, prints=isinstance(entry, str)) from failure
     finally:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             for number, handler in handlers.items():
-                if handler is not None:  # one that is not Python's can't be put back
+                if handler is not None:  # a handler not set from Python can't be restored
                     signal.signal(number, handler)
         if before is None:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -191,13 +193,13 @@ def _launch(
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
-    """The exit code of the first worker that failed; one that a signal ended could not say so itself.
+def _worker_error(failure: ChildFailedError, *, prints: bool) -> WorkersFailed:
+    """The exit code of the first worker that failed, and its message if the workers did not print it.
 
     The agent ends the others with SIGTERM: they come last, whatever their clocks say.
 
     Args:
-        speaks: the workers told the user themselves.
+        prints: the workers have told the user themselves.
     """
     rank, first = min(
         failure.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
@@ -205,13 +207,13 @@ def _worker_error(failure: ChildFailedError, *, speaks: bool) -> WorkersFailed:
     if first.exitcode >= 0:
         message: Any = first.message  # of a function that raised: a dict with its traceback
         text = message.get("message", "") if isinstance(message, dict) else message
-        return WorkersFailed(first.exitcode, "" if speaks else f"rank {rank}: {text}")
+        return WorkersFailed(first.exitcode, "" if prints else f"rank {rank}: {text}")
     name = signal.Signals(-first.exitcode).name
     return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
 
 
 def _visible_devices(placement: Placement, before: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for the workers: our choice among what this process sees, nothing where that is the CPU."""
+    """CUDA_VISIBLE_DEVICES for the workers: the chosen ones of those that this process sees; "" on CPU."""
     if placement.devices[0].type == "cpu":
         return ""
     names: list[Any] = before.split(",") if before else list(range(1024))

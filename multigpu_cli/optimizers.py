@@ -15,11 +15,11 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import factories
 
-_DISABLED = "__dynamo_disable"  # where torch keeps a method that its compiler leaves alone
+_DISABLED = "__dynamo_disable"  # the attribute in which torch stores a method that is not compiled
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW without what its `step` asks anew each time: the same kernel, a small model's step sooner.
+    """torch's fused AdamW without the checks that its `step` repeats each time: the same kernel, less CPU time.
 
     The state is torch's own, so checkpoints go both ways; `found_inf` skips a step on the device, and `grad_scale`
     divides the gradients, as they do there.
@@ -30,22 +30,22 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step with the gradients that are there; the first one makes the state, and is torch's."""
+        """One step over the parameters with a gradient; torch's own `step` does the first, which creates the state."""
         moved = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         special = any(group[name] for group in self.param_groups for name in ("amsgrad", "maximize", "differentiable"))
         if closure is not None or special or any(p not in self.state for parameters in moved for p in parameters):
             _first_step(self, closure)
             return
         for group, parameters in zip(self.param_groups, moved, strict=True):
-            for alike in _by_dtype(parameters):
-                self._move(alike, group)
+            for same_dtype in _by_dtype(parameters):
+                self._update(same_dtype, group)
 
-    def _move(self, parameters: list[Any], group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[Any], group: dict[str, Any]) -> None:
         """One step of parameters of one dtype, with the settings of their group."""
         states = [self.state[p] for p in parameters]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        if self.found_inf is not None:  # in a list: of a lone tensor the host would read the number, and wait
+        if self.found_inf is not None:  # in a list: the host would read a single tensor, and wait for the device
             torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         torch._fused_adamw_(
             parameters,
@@ -76,7 +76,7 @@ _first_step = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class SGD(torch.optim.SGD):
-    """torch's own, but for what its `step` imports (see `_without_compiler`)."""
+    """torch's own, without the import of its compiler in `step` (see `_without_compiler`)."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
@@ -88,9 +88,9 @@ _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def _without_compiler() -> None:
-    """Let optimizers do without torch's compiler, which they import only to say that they are not to be compiled.
+    """Keep optimizers from importing torch's compiler, which they do only to exempt their methods from compilation.
 
-    That takes a second of CPU and 80 MB at the start of each worker; where it has been imported nothing changes.
+    The import takes a second of CPU and 80 MB at the start of each worker; if it was imported already, nothing changes.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
@@ -101,10 +101,10 @@ def _without_compiler() -> None:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW or SGD with Nesterov momentum 0.9; weight decay on matrices and kernels only, not on biases and norms.
 
-    A model's `rate_factors` names parts, by how their parameters' names begin, that learn at a share of the rate.
+    A model's `rate_factors` maps prefixes of parameter names to their share of the rate.
 
     Raises:
-        RequestError: optimizer.args that torch's optimizer does not take.
+        RequestError: torch's optimizer does not accept optimizer.args.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = _groups(model, config.weight_decay)
@@ -112,26 +112,26 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     offered = offered | {"fused": kind is not SGD or not any(map(_has_no_fused_sgd, trained))}
     _without_compiler()
     if taken := sorted(config.args.keys() & {"lr", "params", "weight_decay"}):
-        raise RequestError(f"optimizer.args.{taken[0]} is not for you to give", remedy="--lr and --weight-decay")
+        raise RequestError(f"optimizer.args.{taken[0]} can't be set here", remedy="--lr or --weight-decay")
     optimizer: torch.optim.Optimizer = factories.call_factory(
         kind, {"params": groups, "lr": 0.0, **offered}, config.args, where="optimizer"
     )
     if optimizer.defaults.get("momentum"):
-        for parameter in trained:  # or the first step makes them, of uninitialised memory where that step is skipped
+        for parameter in trained:  # the first step would create them, from uninitialised memory if it is skipped
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     optimizer.register_load_state_dict_post_hook(_as_built_here)
     return optimizer
 
 
 def _has_no_fused_sgd(parameter: Tensor) -> bool:
-    """On CPU torch's kernel for 16-bit numbers leaves weights as they are, and says nothing (seen in torch 2.13)."""
+    """Whether torch's fused SGD would silently leave the parameter unchanged: 16 bits on CPU (torch 2.13)."""
     return parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def _as_built_here(optimizer: torch.optim.Optimizer) -> None:
-    """A checkpoint may be of another device.
+    """Adapt a loaded state to this device: a checkpoint may come from another one.
 
-    Fused kernels on CPU go through weights and state side by side in memory, and never look at strides.
+    Fused kernels on CPU traverse weights and state in memory order and ignore strides.
     """
     for group in optimizer.param_groups:
         group["fused"] = optimizer.defaults["fused"]
@@ -142,7 +142,7 @@ def _as_built_here(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters by their share of the rate, matrices before the others; first those that learn at the full rate."""
+    """Parameter groups by share of the rate, the full rate first, and matrices before the others."""
     factors: dict[str, float] = getattr(model, "rate_factors", {})
     groups: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():
@@ -163,25 +163,20 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
-def build_ema(model: nn.Module, decay: float) -> AveragedModel:
+class EMAModel(AveragedModel):
     """An exponential moving average of weights and buffers; the decay itself warms up as (1+n)/(10+n).
 
-    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules keep
-    beside tensors has no average: the newest is taken over.
+    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules hold
+    beside tensors has no average: the newest is adopted. The state is torch's own; unlike torch's, the update does not
+    wait for the device.
     """
-    shadow = _Shadow(model, decay)
-    shadow.requires_grad_(False)
-    return shadow
-
-
-class _Shadow(AveragedModel):
-    """torch's own, with the same state; but torch's update waits for the device, and this one does not."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
+        self.requires_grad_(False)
         self._decay = decay
-        own = nn.Module.get_extra_state
-        self._telling = [name for name, part in model.named_modules() if type(part).get_extra_state is not own]
+        default = nn.Module.get_extra_state
+        self._with_extra_state = [n for n, part in model.named_modules() if type(part).get_extra_state is not default]
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -193,9 +188,9 @@ class _Shadow(AveragedModel):
             else:
                 torch._foreach_copy_(shadows, values)
         self.n_averaged += 1
-        for name in self._telling:
-            told = model.get_submodule(name).get_extra_state()
-            self.module.get_submodule(name).set_extra_state(deepcopy(told))
+        for name in self._with_extra_state:
+            extra_state = model.get_submodule(name).get_extra_state()
+            self.module.get_submodule(name).set_extra_state(deepcopy(extra_state))
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -203,10 +198,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _by_format(shadows: Iterable[Tensor], values: Iterable[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """Both sorted by number format, as one kernel takes them."""
-    found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    """Both grouped by dtype, as one kernel takes them."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for shadow, value in zip(shadows, values, strict=False):  # as torch does
-        some = found.setdefault(shadow.dtype, ([], []))
-        some[0].append(shadow)
-        some[1].append(value)
-    return found.values()
+        group = groups.setdefault(shadow.dtype, ([], []))
+        group[0].append(shadow)
+        group[1].append(value)
+    return groups.values()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
+from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
 from tests.support.awkward_models import Telling
 
 
@@ -86,7 +86,7 @@ def constant(start: float) -> nn.Module:
 
 def test_the_average_starts_at_the_first_weights_it_sees() -> None:
     model = constant(5.0)
-    shadow = build_ema(model, 0.9)
+    shadow = EMAModel(model, 0.9)
     nn.init.constant_(model.weight, 2.0)
     shadow.update_parameters(model)
     assert value(shadow) == 2.0
@@ -95,7 +95,7 @@ def test_the_average_starts_at_the_first_weights_it_sees() -> None:
 def test_the_decay_warms_up() -> None:
     """Decay (1+n)/(10+n) up to the one asked for, by hand."""
     model = constant(0.0)
-    shadow = build_ema(model, 0.5)
+    shadow = EMAModel(model, 0.5)
     expected = 0.0
     for count in range(30):
         weight = float(count % 7)
@@ -108,7 +108,7 @@ def test_the_decay_warms_up() -> None:
 
 def test_buffers_are_averaged_and_counters_copied() -> None:
     model = network()
-    shadow = build_ema(model, 0.9)
+    shadow = EMAModel(model, 0.9)
     for _ in range(3):
         model(torch.randn(8, 2, 4))
         shadow.update_parameters(model)
@@ -121,7 +121,7 @@ def test_buffers_are_averaged_and_counters_copied() -> None:
 
 def test_the_average_takes_over_what_is_no_tensor() -> None:
     model = Telling(3, 2, ["a"])
-    shadow = build_ema(model, 0.9)
+    shadow = EMAModel(model, 0.9)
     model.kept.append("b")
     assert shadow.module.kept == ["a"]
     shadow.update_parameters(model)
@@ -132,14 +132,14 @@ def test_the_average_takes_over_what_is_no_tensor() -> None:
 def test_the_average_asks_the_device_for_no_number() -> None:
     """On a GPU the host would wait there, in each step: a meta tensor has none to read."""
     model = network().to("meta")
-    shadow = build_ema(model, 0.9)
+    shadow = EMAModel(model, 0.9)
     for _ in range(3):
         shadow.update_parameters(model)
     assert int(shadow.n_averaged) == 3
 
 
 def test_the_average_is_not_trained() -> None:
-    shadow = build_ema(network(), 0.9)
+    shadow = EMAModel(network(), 0.9)
     assert not any(p.requires_grad for p in shadow.parameters())
     model = network()
     assert all(p.requires_grad for p in model.parameters())
@@ -198,7 +198,7 @@ def test_amsgrad_and_maximize_are_torchs_own_step() -> None:
     [
         ({"beta": 1}, r"optimizer\.args\.beta: .*AdamW.* takes no such argument"),
         ({"betas": [2, 3]}, "Invalid beta parameter"),
-        ({"lr": 1.0}, r"optimizer\.args\.lr is not for you"),
+        ({"lr": 1.0}, r"optimizer\.args\.lr can't be set here"),
     ],
 )
 def test_arguments_that_torch_does_not_take_are_refused(args: dict[str, Any], named: str) -> None:

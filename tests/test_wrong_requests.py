@@ -206,7 +206,7 @@ ENGINE = [
             ("one", "1 sample can't be divided into 3 parts"),
             ("no_training", "None for split='train'"),
             ("with_nan", "split train", "input of sample 3", "NaN"),
-            ("with_negative", "labels reach from -1 to 2"),
+            ("with_negative", "labels range from -1 to 2"),
             ("with_labels_beyond", "has the label 3", "3 classes"),
             ("with_a_bad_sample", "sample 0 raised ValueError", "no such image"),
             ("raising", "tests.support.bad_datasets:raising raised ValueError", "split = 'train'"),

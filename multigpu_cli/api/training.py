@@ -20,7 +20,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model
-from multigpu_cli.run.build import choose_task
+from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
 from multigpu_cli.runtime.process_group import process_group
@@ -165,7 +165,7 @@ def evaluate_with_multi_gpu(
         )
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)
-        task = choose_task(frozen, user_objects.source, user_objects)
+        task = build_task(frozen, user_objects.source, user_objects.criterion)
         network = adapt_model(user_objects.model).to(world.device)
         broadcast_weights(network, world)
         precision = Precision(agree_on_precision(frozen.precision.amp, world, [world.device]).name, world.device)

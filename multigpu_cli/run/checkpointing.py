@@ -18,7 +18,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
+    from multigpu_cli.run.training_run import Run
 
 
 class CheckpointSchedule:
@@ -28,31 +28,31 @@ class CheckpointSchedule:
         text = config.every or ""
         self._minutes = float(text[:-1]) if text.endswith("m") else None
         self._steps = int(text) if text.isdigit() else None
-        self._last, self._waits = time.monotonic(), False
+        self._last, self._pending = time.monotonic(), False
 
-    def due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
-        """By step number, and so the same on every rank: from when it is, until one is saved."""
+    def update_due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
+        """Whether a checkpoint is due, by step number, and so the same on every rank; True until one is saved."""
         now = step // self._steps > before // self._steps if self._steps else epoch_ended and self._minutes is None
-        self._waits |= now
-        return self._waits
+        self._pending |= now
+        return self._pending
 
     def overdue(self) -> bool:
-        """By this rank's clock: the ranks have to agree on it."""
+        """Whether a checkpoint is due by this rank's clock, on which the ranks have to agree."""
         return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
 
     def mark_saved(self) -> None:
-        self._last, self._waits = time.monotonic(), False
+        self._last, self._pending = time.monotonic(), False
 
 
 @dataclass
 class Checkpointer:
-    """Where checkpoints go, and what has to be written with the next one.
+    """Writes checkpoints, and holds what goes into the next one.
 
     Attributes:
         saved_step: that of the newest checkpoint.
-        best: host copy of the best weights, until a checkpoint has written them.
-        best_in_flight: those that the checkpoint in flight writes.
-        best_sha256: SHA-256 of the best weights that were written, on rank 0.
+        best: host copy of the best weights, until they are written with a checkpoint.
+        best_in_flight: the best weights that are being written.
+        best_sha256: of the best weights that were written, on rank 0.
         snapshot: the state that was written last, or is being written.
     """
 
@@ -67,15 +67,15 @@ class Checkpointer:
 
 
 def save_checkpoint(run: "Run") -> None:
-    """Copy what must survive, and have it written while training goes on; rank 0 does, the others have nothing more.
+    """Copy the state on rank 0, and write it in the background while training goes on.
 
-    best.pt is written with it, before the checkpoint is published: it is never behind what the checkpoint says.
+    best.pt is written before the checkpoint is published, so it is never older than the checkpoint says.
     """
     run.observer.watchdog.set_position(run.progress.step, "saving")
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
     with run.observer.timer.pause():
-        run.observer.loss.read()
+        run.observer.loss.all_reduce_pending()
         check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
         more = run.task.state(run.world)
         if run.world.is_main:
@@ -116,7 +116,7 @@ def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
 
 
 def finish_pending_checkpoint(run: "Run") -> None:
-    """Wait for the checkpoint before; what could not be written is written with the next one."""
+    """Wait for the previous checkpoint; best weights that could not be written go into the next one."""
     checkpointer = run.checkpointer
     if error := checkpointer.writer.wait():
         run.log_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
@@ -126,11 +126,11 @@ def finish_pending_checkpoint(run: "Run") -> None:
 
 
 def _capture_state(run: "Run", task: dict[str, Any]) -> Snapshot:
-    """The state for a checkpoint, with the seconds of this attempt in its totals; the last one has been written."""
-    live = run.progress
-    before, live.train_seconds = live.train_seconds, live.train_seconds + run.observer.timer.seconds
+    """The state for a checkpoint, with this attempt's seconds in its totals, in the previous checkpoint's memory."""
+    progress = run.progress
+    before, progress.train_seconds = progress.train_seconds, progress.train_seconds + run.observer.timer.seconds
     snapshot = run.state.begin_capture(run.checkpointer.snapshot, task)
-    run.checkpointer.snapshot, live.train_seconds = snapshot.state, before
+    run.checkpointer.snapshot, progress.train_seconds = snapshot.state, before
     return snapshot
 
 
@@ -143,5 +143,6 @@ def wait_for_last_checkpoint(run: "Run") -> None:
     if error := run.checkpointer.writer.wait():
         raise TrainingError(
             f"the last checkpoint could not be written to {run.folder}: {error}",
-            remedy="make room, or mend the folder, and run the same command again: it goes on from the one before",
+            remedy="free some space, or repair the folder, and run the same command again: it resumes from the "
+            "checkpoint before",
         )

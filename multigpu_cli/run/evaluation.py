@@ -1,24 +1,19 @@
-"""Evaluations: exact passes over a split, the best weights so far, and early stopping."""
-
-from math import isnan
-from typing import TYPE_CHECKING
+"""Evaluations: exact passes over a split, at the end of an epoch and of the run."""
 
 from torch import nn
 
-from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
-from multigpu_cli.run.batch_size_finder import halve_eval_batch
-from multigpu_cli.run.train_log import check_nonfinite
+from multigpu_cli.run.early_stopping import track_best
+from multigpu_cli.run.nonfinite_check import check_nonfinite
+from multigpu_cli.run.oom_recovery import halve_eval_batch
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
 
-
-def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
-    """One exact pass over a split with the weights for use, journalled."""
+def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
+    """One exact pass over a split with the weights that are published (the average, with --ema); journalled."""
     model, progress = run.state.eval_model(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
     with run.observer.timer.pause():
@@ -32,47 +27,26 @@ def evaluate(run: "Run", split: str, loader: Loader) -> Evaluation:
     return result
 
 
-def _evaluate_in_batches(run: "Run", model: nn.Module, loader: Loader) -> Evaluation:
-    """In batches that fit into every rank's memory."""
+def _evaluate_in_batches(run: Run, model: nn.Module, loader: Loader) -> Evaluation:
+    """Evaluate, with smaller batches after each out-of-memory error."""
     while True:
         try:
-            return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch)
+            return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch_size)
         except OutOfMemory:
             text = halve_eval_batch(run)
         free_memory(run.world.device)
         run.log_fault("out of memory", text)
 
 
-def evaluate_epoch(run: "Run") -> None:
-    """At the end of an epoch: evaluate, keep the best weights, and stop early where nothing improves any more."""
+def evaluate_epoch(run: Run) -> None:
+    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
     check_nonfinite(run)
-    run.observer.loss.read()
+    run.observer.loss.all_reduce_pending()
     if reached := run.task.stop_reason():
         progress.stopped_early = True
         run.log.console.note(f"ending early: {reached}")
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
     if run.loaders.val is None or not (last or run.task.should_evaluate(run.epoch)):
         return
-    result = evaluate(run, "val", run.loaders.val)
-    score = list(run.task.score(result.metrics))
-    if _is_better(score, progress.score):
-        progress.score, progress.stale_epochs = score, 0
-        named = {f"val_{name}": value for name, value in result.metrics.items()}
-        progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
-        if run.world.is_main:
-            with run.observer.timer.pause():
-                run.checkpointer.best = copy_to_host(run.state.eval_model().state_dict())
-    elif progress.best:
-        progress.stale_epochs += 1
-        if (
-            run.config.length.early_stopping_patience
-            and progress.stale_epochs >= run.config.length.early_stopping_patience
-        ):
-            progress.stopped_early = True
-            run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
-
-
-def _is_better(score: list[float], best: list[float]) -> bool:
-    """Whether a score is the greatest so far: one with NaN in it never is, and any other beats it."""
-    return not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best)
+    track_best(run, evaluate(run, "val", run.loaders.val))

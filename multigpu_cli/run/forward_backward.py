@@ -1,45 +1,21 @@
 """Forward and backward of one micro-batch, and what a step of several gives."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.components import TrainComponents
 
 
 class Observer(Protocol):
     """Follows a micro-batch through forward and backward, and changes nothing."""
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
-        """What begins: "forward", "backward", or "last backward" where gradients are reduced meanwhile."""
+        """A phase begins: "forward", "backward", or "last backward", in which gradients are reduced."""
 
     def backward_done(self, parameters: list[Tensor]) -> None:
         """`.grad` has this micro-batch's share."""
-
-
-class StepResult(NamedTuple):
-    """What one step has given: numbers that stay on the device until someone looks.
-
-    Attributes:
-        micro_batches: of the step, over all workers.
-        losses: () loss sums of this worker's micro-batches, by their number in the step.
-        grad_norm: () of the global gradient.
-        skipped: () 1 where the optimizer skipped the step.
-    """
-
-    micro_batches: int
-    losses: dict[int, Tensor]
-    grad_norm: Tensor
-    skipped: Tensor
-
-    def losses_by_micro_batch(self, device: torch.device) -> Tensor:
-        """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
-        slots = torch.zeros(self.micro_batches, dtype=torch.float64, device=device)
-        for number, loss in self.losses.items():
-            slots[number] = loss
-        return slots
 
 
 def forward_backward(
@@ -48,8 +24,8 @@ def forward_backward(
     """Add one micro-batch's share of the step's gradient to `.grad`; returns its loss sum, ().
 
     Args:
-        divisor: what the step's loss is the mean over: samples, or other units, of the global batch.
-        last: of this worker in the step, so gradients are reduced during its backward pass.
+        divisor: the number of samples, or other loss units, of the global batch.
+        last: the worker's last micro-batch in the step: gradients are reduced during its backward pass.
     """
     strategy, precision = components.strategy, components.state.precision
     if observer:

@@ -10,20 +10,20 @@ from multigpu_cli.checkpoint.snapshot import Progress
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
 
-_MOST_LOOSE = 1000  # losses are noted at no cost, and packed now and then where nobody reads for long
+_MAX_UNPACKED = 1000  # losses are packed into one tensor when more of them wait to be reduced
 
 
 class LossMeter:
-    """Keeps the losses of steps on the device until somebody reads, so that no step waits.
+    """Keeps the losses of steps on the device until they are reduced, so that no step waits.
 
-    A step's micro-batches are added without rounding, and the steps in their order, so that the figures depend neither
-    on the number of workers nor on when somebody reads. A step whose loss is not finite was skipped: it is left out.
+    A step's micro-batches are added without rounding, and the steps in their order, so that the means depend neither on
+    the number of workers nor on when losses are reduced. A step whose loss is not finite was skipped: it is left out.
 
     Args:
-        progress: what has been read goes into its `line_losses` and `epoch_losses`, and so into checkpoints.
+        progress: the sums are in its `line_losses` and `epoch_losses`, and so in checkpoints.
 
     Attributes:
-        last: mean loss of the last step that was read.
+        last: mean loss of the last step that was reduced.
     """
 
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
@@ -35,12 +35,12 @@ class LossMeter:
         self._steps: list[tuple[int, int]] = []  # number, and micro-batches over all workers
         self._units: list[Tensor | int] = []
         self._places: list[int] = []  # of this worker's losses among the micro-batches of all steps
-        self._loose: list[Tensor] = []  # () each
+        self._unpacked: list[Tensor] = []  # () each
         self._packed: list[Tensor] = []  # (n,) each
         self._count = 0
 
     def add(self, step: int, micro_batches: int, losses: Mapping[int, Tensor], units: Tensor | int) -> None:
-        """One step: its number from 0, how many micro-batches and units all workers had, and this worker's loss sums.
+        """Add a step: its number from 0, the micro-batches and units of all workers, and this worker's loss sums.
 
         Args:
             losses: () each, by the number of the micro-batch in the step.
@@ -48,18 +48,18 @@ class LossMeter:
         self._steps.append((step, micro_batches))
         self._units.append(units)
         self._places += [self._count + number for number in losses]
-        self._loose += losses.values()
+        self._unpacked += losses.values()
         self._count += micro_batches
-        if len(self._loose) > _MOST_LOOSE:
+        if len(self._unpacked) > _MAX_UNPACKED:
             self._pack()
 
     def _pack(self) -> None:
-        if self._loose:
-            self._packed.append(torch.stack([loss.reshape(()) for loss in self._loose]).double())
-            self._loose = []
+        if self._unpacked:
+            self._packed.append(torch.stack([loss.reshape(()) for loss in self._unpacked]).double())
+            self._unpacked = []
 
-    def read(self) -> None:
-        """Count the steps since the last time; all workers ask together, and wait for their devices."""
+    def all_reduce_pending(self) -> None:
+        """Reduce the steps since the last call; all workers call it together, and wait for their devices."""
         if not self._steps:
             return
         self._pack()
@@ -83,8 +83,8 @@ class LossMeter:
             progress.epoch_losses[2] += units
         progress.last["train_loss"] = _mean(*progress.epoch_losses[1:])
 
-    def mean_since_line(self) -> float:
-        """The mean over all samples, or tokens, of the steps read since this was last asked; NaN where none counts."""
+    def pop_mean_since_log(self) -> float:
+        """The mean over all samples, or tokens, of the steps reduced since the last call; NaN if there is none."""
         mean, self._progress.line_losses = _mean(*self._progress.line_losses), [0.0, 0]
         return mean
 

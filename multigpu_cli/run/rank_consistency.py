@@ -13,13 +13,13 @@ from multigpu_cli.runtime.collectives import all_gather, all_gather_object
 from multigpu_cli.runtime.world import World
 
 
-def check_same_data(world: World, source: DataSource, mark: DataFingerprint, name: str) -> None:
-    """Compare a mark of the data over all ranks.
+def check_same_data(world: World, source: DataSource, fingerprint: DataFingerprint, name: str) -> None:
+    """Compare the fingerprint of the data over all ranks.
 
     Raises:
         RequestError: some differ; names their nodes. The same on every rank.
     """
-    exact, sums = mark
+    exact, sums = fingerprint
     lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
     whole = torch.tensor([*exact, source.num_train_samples, *lengths], dtype=torch.int64, device=world.device)
     rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
@@ -31,7 +31,7 @@ def check_same_data(world: World, source: DataSource, mark: DataFingerprint, nam
 
 
 def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
-    """Compare over all ranks what changes bits although it changes nothing else, for --exact.
+    """Compare over all ranks the facts of the machine on which the bits of a result depend, for --exact.
 
     Raises:
         RequestError: some differ; names them. The same on every rank.
@@ -43,8 +43,8 @@ def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
     odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
     error = RequestError(
         f"--exact: {_list_ranks(odd)} would train with {name} {every[odd[0]][name]}, "
-        f"rank 0 with {first[name]}: other bits",
-        remedy="machines and GPUs of one kind, or leave --exact out",
+        f"rank 0 with {first[name]}: bits would differ",
+        remedy="machines and GPUs of one kind, or leave out --exact",
     )
     error.shared = True
     raise error
@@ -66,7 +66,7 @@ def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]])
 def _describe_difference(
     world: World, groups: Sequence[int], marks: Sequence[Sequence[int]], name: str
 ) -> RequestError:
-    """Who has other data than most; where neither is most, other than rank 0."""
+    """The error that names the ranks whose data differ from the majority's, or from rank 0's if there is none."""
     times = Counter(groups)
     usual = max(times, key=lambda group: (times[group], -group))
     odd = [rank for rank, group in enumerate(groups) if group != usual]
@@ -82,7 +82,7 @@ def _describe_difference(
         what += f"instead of {here[1]:,}, {here[2]:,} and {here[3]:,}"
     error = RequestError(
         f"--data {name}: {who} and the others see different data: {what}",
-        remedy="the same files on every node, and the whole dataset on every rank: samples are shared out here",
+        remedy="the same files on every node, and the whole dataset on every rank: the trainer divides it",
     )
     error.shared = True
     return error

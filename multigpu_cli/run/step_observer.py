@@ -12,8 +12,8 @@ from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.forward_backward import StepResult
 from multigpu_cli.run.loss_meter import LossMeter
+from multigpu_cli.run.step_result import StepResult
 
 
 @dataclass
@@ -30,10 +30,10 @@ class StepObserver:
     loss: LossMeter
     trace: SampleTrace | None
     _layout: StepLayout = field(init=False)
-    _indices: list[Tensor] = field(init=False)  # of the batches that were fetched in this step
+    _indices: list[Tensor] = field(init=False)  # of this step's batches so far
 
     def fetch(self, layout: StepLayout, work: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """This worker's micro-batches, and whether each is its last in the step; the wait for each is measured."""
+        """Yield this worker's micro-batches, and whether each is its last in the step; measures the wait for each."""
         self._layout, self._indices = layout, []
         for left in range(len(layout.passes) - 1, -1, -1):
             self.phase("fetching data")
@@ -43,7 +43,7 @@ class StepObserver:
             yield batch, left == 0
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
-        """Tell the watchdog where this rank stands."""
+        """Report this rank's position to the watchdog."""
         self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.sample_indices)
 
     def backward_done(self, parameters: list[Tensor]) -> None:
@@ -52,7 +52,7 @@ class StepObserver:
             self.noise.record_gradient(parameters)
 
     def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
-        """The optimizer has stepped, or skipped the step, which had so many units of loss over all workers."""
+        """The optimizer has stepped, or skipped the step; `units` is the step's loss units over all workers."""
         step = self._layout.step
         self.nonfinite.record(step, outcome.skipped)
         self.loss.add(step, outcome.micro_batches, outcome.losses, units)

@@ -1,40 +1,41 @@
-"""The `train` lines of the journal: metrics of all ranks, with one small collective a line; and skipped steps."""
+"""The `train` lines of the journal: metrics of all ranks, with one small collective per line."""
 
 import math
 import platform
 import resource
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.errors import pluralize
 from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
-from multigpu_cli.run.forward_backward import StepResult
+from multigpu_cli.run.nonfinite_check import check_nonfinite
+from multigpu_cli.run.step_result import StepResult
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather
+from multigpu_cli.tasks.base import divide
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.run_state import Run
-
-_OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
+_GPU_FIELDS = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
 
 
-def log_step(run: "Run", outcome: StepResult) -> None:
-    """One `train` line: here the host waits for the numbers of the steps since the last one."""
-    run.observer.watchdog.set_position(run.progress.step, "logging")
-    run.observer.loss.read()
+def log_step(run: Run, outcome: StepResult) -> None:
+    """Write one `train` line; here the host waits for the device."""
+    progress, observer = run.progress, run.observer
+    observer.watchdog.set_position(progress.step, "logging")
+    observer.loss.all_reduce_pending()
     rows = torch.stack(all_gather(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
-    steps, rates = run.observer.timer.steps_so_far, run.observer.timer.read()
-    progress, batches = run.progress, run.plan.batches
+    steps, rates = observer.timer.steps_so_far, observer.timer.read()
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": run.epoch,
-        "samples": run.loaders.train.samples_seen_at(progress.step, batches),
-        "loss": run.observer.loss.last,
-        "mean_loss": run.observer.loss.mean_since_line(),
+        "samples": run.loaders.train.samples_seen_at(progress.step, run.plan.batches),
+        "loss": observer.loss.last,
+        "mean_loss": observer.loss.pop_mean_since_log(),
         "lr": float(run.state.optimizer.param_groups[0]["lr"]),
         **gradient_fields(run, rows, float(outcome.grad_norm)),
         "samples_per_second": rates["samples_per_second"],
@@ -45,63 +46,34 @@ def log_step(run: "Run", outcome: StepResult) -> None:
         **run.task.log_fields(steps * rates["step_ms"] / 1e3),
     }
     run.log.console.train(run.log.journal.write("train", **fields))
-    if blank := describe_new_unknowns(run, fields):
-        run.log.console.note(blank)
+    if unknown := describe_missing_gpu_metrics(run, fields):
+        run.log.console.note(unknown)
     if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
     check_nonfinite(run)
 
 
-def check_nonfinite(run: "Run") -> None:
-    """Journal the steps that were skipped since the last look.
-
-    Raises:
-        TrainingError: too many, or any with --nonfinite stop.
-    """
-    skipped = run.observer.nonfinite.read()
-    if not skipped:
-        return
-    samples = _list_samples(run, skipped[-1])
-    last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
-    text = f"{pluralize(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
-    run.log_fault("nonfinite", text, samples=samples)
-    try:
-        run.observer.nonfinite.check_may_continue(skipped)
-    except TrainingError as error:
-        error.problem += f", of samples {_first_samples(samples)}"
-        raise
-
-
-def _list_samples(run: "Run", step: int) -> list[int]:
-    """The global batch of a step, by sample number: the same on every rank, without asking the others."""
-    batches = run.plan.batches
-    epoch, in_epoch = divmod(step, batches.steps_per_epoch)
-    order = run.loaders.train.sample_order(epoch)
-    first = in_epoch * batches.global_batch
-    return [int(number) for number in order[first : first + batches.num_samples(in_epoch)]]
-
-
-def _first_samples(samples: list[int]) -> str:
-    return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
-
-
-def measure_rank(run: "Run", peak: int) -> Tensor:
-    """(k,) float64 on the device of this rank: memory, waits, use of the CPU, and what its GPU says; NaN: unknown.
+def measure_rank(run: Run, peak: int) -> Tensor:
+    """(k,) float64 on this rank's device: memory, waits, gradient norm, use of the CPU, and its GPU; NaN: unknown.
 
     Args:
         peak: bytes.
     """
-    wait = run.strategy.read_comm_wait()
-    values = [float(peak), run.observer.timer.read_wait("data_wait"), math.nan if wait is None else wait]
-    values.append(math.nan if (small := run.observer.noise.take_small_norm()) is None else small)
-    values.append(run.observer.timer.cpu_seconds() / run.plan.threads)
+    wait, small, timer = run.strategy.read_comm_wait(), run.observer.noise.take_small_norm(), run.observer.timer
+    values = [
+        float(peak),
+        timer.read_wait("data_wait"),
+        math.nan if wait is None else wait,
+        math.nan if small is None else small,
+        timer.cpu_seconds() / run.plan.threads,
+    ]
     if run.world.device.type == "cuda":
         values.append(float(torch.cuda.memory_reserved(run.world.device)))
-        values += run.log.gpu_monitor.read() if run.log.gpu_monitor else [math.nan] * len(_OF_A_GPU)
+        values += run.log.gpu_monitor.read() if run.log.gpu_monitor else [math.nan] * len(_GPU_FIELDS)
     return torch.tensor(values, dtype=torch.float64, device=run.world.device)
 
 
-def gradient_fields(run: "Run", rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
+def gradient_fields(run: Run, rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
     """The gradient's norm, and its noise scale so far.
 
     Args:
@@ -115,14 +87,14 @@ def gradient_fields(run: "Run", rows: Sequence[Sequence[float]], norm: float) ->
     return {"grad_norm": norm} | scale
 
 
-def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
-    """What the plan says of the step just done makes of the norms: every rank does it, also one that did not look.
+def _pair_norms(run: Run, small: Sequence[float], large: float) -> Norms:
+    """The norms of the step just done, as means over samples; the same on every rank.
 
-    A first micro-batch of several is never short. Its loss was divided by the units that were expected in the step, and
-    it has its share of those that there were.
+    A first micro-batch of several is never short. Its loss was divided by the step's expected number of units; it holds
+    its share of the real number.
 
     Args:
-        small, large: norms of the gradients that ranks looked at, and of the global batch's.
+        small, large: norms of the gradients of first micro-batches, and of the global batch.
     """
     batches = run.plan.batches
     samples = batches.num_samples((run.progress.step - 1) % batches.steps_per_epoch)
@@ -134,51 +106,51 @@ def _pair_norms(run: "Run", small: Sequence[float], large: float) -> Norms:
 def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:
     """The fields of a `train` line.
 
-    A step takes all workers equally long, so a worker's own time is what it did not spend waiting for the others. The
-    least wait of all is the communication that nothing hides; what the others wait longer, they wait for stragglers.
+    A step takes all workers equally long, so a worker's own time is the step's time less its wait for the others. The
+    shortest wait of all is exposed communication; longer waits are due to stragglers.
 
     Args:
         rows: what `measure_rank` returned, rank by rank.
-        rates: of the window, from rank 0's meters.
+        rates: of the window, from rank 0's timer.
         steps: in the window.
     """
     peaks, data, waits, _, cpu, *more = zip(*rows, strict=True)
     seconds = rates["step_ms"] / 1e3
     fields: dict[str, Any] = {
-        "data_wait_share": _share(sum(data) / len(data), steps * seconds),
+        "data_wait_share": divide(sum(data) / len(data), steps * seconds),
         "comm_share": None,
         "memory": [int(peak) for peak in peaks],
-        "cpu_utilisation": [100 * _share(each, steps * seconds) for each in cpu],
+        "cpu_utilisation": [100 * divide(each, steps * seconds) for each in cpu],
     }
     if not any(map(math.isnan, waits)):
         least, mean = min(waits), sum(waits) / len(waits)
-        fields["comm_share"] = _share(least, seconds)
-        fields["straggler_share"] = _share(mean - least, seconds)
+        fields["comm_share"] = divide(least, seconds)
+        fields["straggler_share"] = divide(mean - least, seconds)
         fields["own_ms"] = [1e3 * max(0.0, seconds - wait) for wait in waits]
-    for name, values in zip(("memory_reserved", *_OF_A_GPU), more, strict=False):
+    for name, values in zip(("memory_reserved", *_GPU_FIELDS), more, strict=False):
         fields[name] = [None if math.isnan(value) else value for value in values]
     return fields
 
 
-def describe_new_unknowns(run: "Run", fields: Mapping[str, Any]) -> str:
-    """What NVML does not say of which GPUs, in words; "" where nothing has gone blank since this was last asked.
+def describe_missing_gpu_metrics(run: Run, fields: Mapping[str, Any]) -> str:
+    """Which GPU metrics NVML has stopped reporting since the last call, and on which ranks; "" if there are none.
 
     Args:
         fields: of a `train` line.
     """
-    blank = {(name, rank) for name in _OF_A_GPU for rank, value in enumerate(fields.get(name, ())) if value is None}
-    new, run.log.unknown_gpu_fields = blank - run.log.unknown_gpu_fields, run.log.unknown_gpu_fields | blank
+    unknown = {(name, rank) for name in _GPU_FIELDS for rank, value in enumerate(fields.get(name, ())) if value is None}
+    new, run.log.unknown_gpu_fields = unknown - run.log.unknown_gpu_fields, run.log.unknown_gpu_fields | unknown
     if not new:
         return ""
     ranks = sorted({rank for _, rank in new})
-    names = ", ".join(name for name in _OF_A_GPU if any(name == each for each, _ in new))
+    names = ", ".join(name for name in _GPU_FIELDS if name in dict(new))
     sampler = run.log.gpu_monitor
     why = f" ({sampler.missing})" if sampler and sampler.missing and run.world.rank in ranks else ""
     return f"{names} of the GPU of rank {', '.join(map(str, ranks))}: not known{why}, null in the journal"
 
 
-def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
-    """How a step's time is spread over the run so far, and the model's share of what its devices could compute."""
+def device_fields(run: Run, samples_per_second: float) -> dict[str, Any]:
+    """Quantiles of the step time over the run so far, and model FLOPs utilization."""
     times = run.observer.timer.step_ms()
     fields = {"step_p50_ms": times["p50"], "step_p95_ms": times["p95"]}
     peak = peak_flops(run.plan.device, run.state.precision.name)
@@ -187,12 +159,8 @@ def device_fields(run: "Run", samples_per_second: float) -> dict[str, Any]:
     return fields
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def compiler_fields(run: "Run") -> dict[str, Any]:
-    """What --compile took before the first step, and what it left out; the console shows it too."""
+def compiler_fields(run: Run) -> dict[str, Any]:
+    """The time and graph breaks of --compile, for the journal and the console; {} without it."""
     report = run.compiled.report() if run.compiled else {}
     if report:
         breaks = "; ".join(report["graph_breaks"]) or "none"
@@ -206,3 +174,13 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def log_recovery(run: Run) -> None:
+    """After the first step of an attempt, journal how long the recovery took and how many steps were lost."""
+    last, run.control.previous_attempt = run.control.previous_attempt, None
+    if last is not None:
+        lost = max(0, (last.step or 0) - (run.progress.step - 1))
+        seconds = max(0.0, time.time() - last.last_progress_time)
+        run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
+        run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} repeated")

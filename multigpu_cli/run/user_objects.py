@@ -1,4 +1,4 @@
-"""The user's own model, data, loss and optimizer, in place of what a configuration names: for the Python API."""
+"""The user's own model, data, loss and optimizer, in place of those that a configuration names."""
 
 import warnings
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from multigpu_cli.tasks.base import Loss
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What somebody brings to a run; it is trained in place.
+    """The live objects of a run from Python; the model is trained in place.
 
     Attributes:
         source: the dataset.
-        model: on any device; all ranks begin with rank 0's weights.
-        criterion: outputs and targets → loss; None takes the task that the configuration or the dataset names.
-        optimizer: over the model's parameters; None takes the configuration's.
-        scheduler: of that optimizer; without one the optimizer's rates stay as they are.
-        each: when the scheduler steps: "epoch" or "step".
+        model: on any device; all ranks start from rank 0's weights.
+        criterion: outputs and targets → loss; None: the task that the configuration or the dataset names.
+        optimizer: over the model's parameters; None: the configuration's.
+        scheduler: of that optimizer; without one the optimizer's rates stay constant.
+        scheduler_interval: when the scheduler steps: "epoch" or "step".
         ddp: further arguments of DistributedDataParallel.
     """
 
@@ -41,7 +41,7 @@ class UserObjects:
     criterion: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
-    each: str = "epoch"
+    scheduler_interval: str = "epoch"
     ddp: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -50,24 +50,27 @@ class UserObjects:
 
     @property
     def parts_by_name(self) -> tuple[str, ...]:
-        """The parts that are made from what the settings name."""
+        """The parts that are built from names in the settings."""
         return () if self.criterion else ("task",)
 
     def explain_rate(self) -> str:
         """Where the learning rate comes from, for the plan."""
-        moved = f", moved by {type(self.scheduler).__name__} after each {self.each}" if self.scheduler else ""
-        return f"that of your {type(self.optimizer).__name__}{moved}"
+        scheduler = f", moved by {type(self.scheduler).__name__} after each {self.scheduler_interval}"
+        return f"that of your {type(self.optimizer).__name__}{scheduler if self.scheduler else ''}"
 
     def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The user's optimizer, its state on the device where the model is by now.
+        """The user's optimizer, with its state on the model's device.
 
         Raises:
-            RequestError: it does not move exactly the parameters that learn, or steps in another way than others.
+            RequestError: it does not hold exactly the trainable parameters, or it is LBFGS.
         """
         if self.optimizer is None:
             return None
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise RequestError("optimizer: LBFGS evaluates the loss several times a step", remedy="another optimizer")
+            raise RequestError(
+                "optimizer: LBFGS is not supported: it evaluates the loss several times per step",
+                remedy="another optimizer",
+            )
         moved = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
         strange = moved - {id(p) for p in model.parameters()}
@@ -75,19 +78,20 @@ class UserObjects:
             what = f"does not move {', '.join(left[:4])}" if left else f"moves {len(strange)} parameter(s) not its own"
             raise RequestError(
                 f"optimizer: it {what}",
-                remedy="make it from this model's parameters(); what must not learn: requires_grad_(False)",
+                remedy="build it from this model's parameters(), and freeze others with requires_grad_(False)",
             )
         if self.optimizer.state:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())  # which brings it to the parameters' device
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves it to the parameters' device
         return self.optimizer
 
     def step_scheduler(self, state: TrainState, step: int, steps_per_epoch: int) -> None:
-        """Bring the scheduler to where it has to be before optimizer step `step`, counted from 0."""
+        """Step the scheduler up to its position before optimizer step `step`, counted from 0."""
         if self.scheduler is None:
             return
-        wanted = step if self.each == "step" else step // steps_per_epoch
+        wanted = step if self.scheduler_interval == "step" else step // steps_per_epoch
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # it was, before a resume
+            # after a resume the optimizer has stepped, in the attempt before
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             while state.progress.scheduled < wanted:
                 if isinstance(self.scheduler, ReduceLROnPlateau):
                     self.scheduler.step(state.progress.last["val_loss"])
@@ -96,7 +100,7 @@ class UserObjects:
                 state.progress.scheduled += 1
 
     def load_weights(self, folder: str, world: World) -> None:
-        """Put the weights of a completed run into the model."""
+        """Load the weights of a completed run into the model."""
         model = adapt_model(self.model).to(world.device)
         files = [Path(folder, name) for name in ("best.pt", "last.pt")]
         state = run_on_main_rank(
@@ -107,7 +111,7 @@ class UserObjects:
 
 
 def broadcast_weights(model: nn.Module, world: World) -> None:
-    """Rank 0's weights for everybody, before anything is built on them: ranks may have drawn other random numbers."""
+    """Give all ranks rank 0's weights: each may have drawn other random numbers."""
     if world.size > 1:
         state = model.state_dict()
         for value in state.values():

@@ -1,52 +1,37 @@
 """Validation rules that need the device or the data."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import torch
-
-from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
+from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
-from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.spec import RunSpec, describe_machine
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments
 
 _SAME_DATA = (
-    "the data that it was started with, in any --data-dir; or start afresh, with --resume never and another --save-dir "
-    "(--init-from takes its weights along)"
+    "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
+    "(--init-from starts it from these weights)"
 )
 
 
-def raise_all(wrong: Iterable[RequestError]) -> None:
-    """All that is wrong, as one error; nothing where nothing is.
-
-    Raises:
-        RequestError: something is.
-    """
-    if errors := list(wrong):
-        raise combine_errors(errors)
-
-
-def describe_machine(plan: Plan) -> dict[str, Any]:
-    """What changes bits although it changes nothing else; no run with --exact goes on where one of them differs."""
-    capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
-    return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
+def raise_all(errors: Iterable[RequestError]) -> None:
+    """Raise all errors as one RequestError, if there are any."""
+    if listed := list(errors):
+        raise combine_errors(listed)
 
 
 def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
     if placement.strategy == "dp" and uses_environments(config):
-        yield RequestError("--multi-gpu dp can't act in environments", remedy="--multi-gpu ddp")
+        yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
         yield RequestError(
-            f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a network for one GPU, and "
-            "replicas on the others can't run it",
+            f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a model for one GPU, and "
+            "replicas on other GPUs can't run it",
             remedy="--multi-gpu ddp, or --compile off",
         )
     try:
@@ -54,35 +39,30 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
     except RequestError as error:
         yield error
     if config.model.sync_bn and (on_cpu or placement.strategy != "ddp"):
-        yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave --sync-bn out")
+        yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave out --sync-bn")
     if config.communication.grad_compression == "bf16" and placement.strategy == "ddp" and on_cpu:
-        yield RequestError("--grad-compression bf16 needs NCCL, and this runs on CPU", remedy="--grad-compression fp16")
+        yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
 
 
-def check_data(
-    config: Config, plan: Plan, source: DataSource, start: ResumePoint, mark: DataFingerprint
-) -> Iterator[RequestError]:
-    """Requested options that do not fit the data, or what the run folder holds.
-
-    Args:
-        mark: of the data's contents.
-    """
+def check_data(spec: RunSpec) -> Iterator[RequestError]:
+    """Requested options that do not fit the data, or what the run folder holds."""
+    config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
     if config.model.sync_bn and not plan.batches.is_even:
         yield RequestError(
-            "--sync-bn needs the same number of micro-batches on every worker in every step, also an epoch's last",
+            "--sync-bn needs the same number of micro-batches on every worker in every step, including an epoch's last",
             remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
         )
-    if config.length.early_stopping_patience and source.val is None:
+    if config.length.early_stopping_patience and spec.source.val is None:
         yield RequestError(
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
-            remedy="leave --early-stopping-patience out, or set samples aside (val)",
+            remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in describe_machine(plan).items() if pinned else ():
         if pinned[name] != now:
             yield RequestError(
-                f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: other bits",
-                remedy="go on where it was started, or start afresh with another --save-dir",
+                f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: bits would differ",
+                remedy="resume on a machine like the one it was started on, or start a new run with another --save-dir",
             )
     if not start.manifest:
         return
@@ -91,9 +71,9 @@ def check_data(
             f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
             remedy=_SAME_DATA,
         )
-    elif other := describe_differences(start.manifest.get("data", mark), mark):  # an older checkpoint has no mark
+    elif other := describe_differences(start.manifest.get("data", fingerprint), fingerprint):  # not in old ones
         where = f" in --data-dir {config.data.dir}" if config.data.dir else ""
         yield RequestError(
-            f"--data {config.data.name}: other {', other '.join(other)}{where} than {start.folder} was started with",
+            f"--data {config.data.name}: {', '.join(other)}{where} differ from what {start.folder} was started with",
             remedy=_SAME_DATA,
         )

@@ -1,11 +1,20 @@
 """torch.compile for micro-batches of the usual size; others go through the network as it is."""
 
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+
+_COMPILERS = {  # for the code that torch generates; on CUDA Triton compiles its launchers, in C
+    "cpu": ("C++", ("g++", "c++", "clang++")),
+    "cuda": ("C", ("gcc", "clang")),
+}
 
 
 class CompiledModel(nn.Module):
@@ -63,6 +72,29 @@ class CompiledModel(nn.Module):
 
         reasons = [str(reason).splitlines()[0] for reason in counters["graph_break"]]
         return {"seconds": self.seconds, "graph_breaks": sorted(set(reasons))}
+
+
+def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """The model as --compile asks for it.
+
+    Raises:
+        RequestError: no compiler is installed, or the mode does not go with --exact.
+    """
+    wanted = config.model.compile
+    if wanted == "off":
+        return model
+    language, names = _COMPILERS[device.type]
+    if not any(map(shutil.which, names)):
+        raise RequestError(
+            f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and none is installed",
+            remedy=f"--compile off, or install {names[0]}",
+        )
+    if device.type == "cuda" and wanted == "reduce-overhead" and config.reproducibility.exact:
+        raise RequestError(
+            "--compile reduce-overhead: CUDA graphs write over the gradients that --exact still has to add up",
+            remedy="--compile default, or no --exact",
+        )
+    return CompiledModel(model, None if wanted == "default" else wanted)
 
 
 def _length(inputs: tuple[Any, ...]) -> int:

@@ -1,20 +1,28 @@
-"""What the loop asks of a way to share the work: a few verbs, so that it never asks which one it has."""
+"""The interface of strategies: what the training loop needs from any way to share the work."""
 
 from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
 class Strategy(ABC):
-    """Spreads micro-batches over workers, and brings their gradients together.
+    """Spreads micro-batches over workers, and reduces their gradients.
 
-    A step is: `begin_step`, then for each micro-batch of this worker forward and backward inside `accumulate` and
-    `after_backward`, then `finish`. Where each loss was multiplied by `loss_factor`, `.grad` then holds on every rank
-    the sum of all workers' gradients: that of the global batch.
+    A step is `begin_step`, then for each micro-batch of this worker forward and backward inside `accumulate` and
+    `after_backward`, then `reduce_gradients`. If each loss was multiplied by `loss_factor`, `.grad` then holds on every
+    rank the sum of all workers' gradients: that of the global batch.
+
+    Args:
+        world: the processes that share a step; None: this one.
+        always: see `StepBuffers`.
 
     Attributes:
         name: single, dp, ddp or exact.
@@ -28,24 +36,25 @@ class Strategy(ABC):
     loss_factor: float = 1.0
     reduces_first: bool = False
 
-    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+    def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
-        self._buffers = StepBuffers(model, workers, self._all_reduce_sum)
+        processes = world or World(torch.device("cpu"))
+        self._buffers = StepBuffers(model, processes.size, partial(all_reduce_sum, processes), always=always)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
-        """Whatever has to happen before the first step so that a resumed run goes on with the same bits.
+        """Do what is needed before the first step so that a resumed run continues with the same bits.
 
         Args:
-            loss: forward pass of a few samples that are the same on every rank, and at every start of the run; who
-                calls puts the buffers back.
+            loss: forward pass of a few samples, the same on every rank and at every start of the run; the caller
+                restores the buffers.
         """
 
     def begin_step(self, micro_batches: int) -> None:
-        """Start a step that has so many micro-batches over all workers."""
+        """Start a step of `micro_batches` over all workers."""
         self._buffers.begin_step(micro_batches)
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[object]:
-        """Holds the forward and backward pass of one micro-batch; gradients travel only in the last one."""
+        """The context of one micro-batch's forward and backward pass; gradients are reduced only in the last one."""
         return nullcontext()
 
     def after_backward(self, number: int) -> None:
@@ -53,21 +62,17 @@ class Strategy(ABC):
         self._buffers.collect()
 
     def reduce_gradients(self, *, idle: bool) -> None:
-        """End the step: whatever has not been reduced is reduced now; an idle worker takes part with zeros."""
+        """End the step: reduce what has not been reduced yet; an idle worker contributes zeros."""
         self._buffers.apply_mean_change()
 
     def rollback_buffers(self, skipped: Tensor) -> None:
-        """Put the buffers back where the step began, if the optimizer skipped it: () 1.0 or 0.0, on the device."""
+        """Restore the buffers to the step's start if the optimizer skipped it; `skipped` is () 1.0 or 0.0."""
         self._buffers.rollback(skipped)
 
     def read_comm_wait(self) -> float | None:
-        """Mean seconds a step since the last call in which this worker only waited for the reduction; None: unknown."""
+        """Mean seconds per step, since the last call, of waiting for the reduction; None: unknown."""
         return None
 
     def abort_step(self) -> None:
-        """Forget a step that could not be finished."""
+        """Discard a step that could not be finished."""
         self._buffers.abort_step()
-
-    def _all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over workers, in place."""
-        return values

@@ -1,4 +1,4 @@
-"""How large DDP's gradient buckets should be, by measurement: networks differ in the message size that they like."""
+"""Measures how large DDP's gradient buckets should be: the best message size depends on the network."""
 
 import time
 
@@ -16,9 +16,9 @@ _AS_GOOD = 1.05
 
 
 def measure_cap(model: nn.Module, world: World) -> int:
-    """The smallest bucket, in MB, whose all-reduce is within 5 % of the best rate: small ones are under way sooner.
+    """The smallest bucket, in MB, whose all-reduce is within 5 % of the best rate: small buckets start sooner.
 
-    The same on every rank. A model whose gradients fit into the smallest bucket is not worth measuring for.
+    The same on every rank. Nothing is measured if the gradients fit into the smallest bucket.
     """
     total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     sizes = [size for size in _SIZES if size * 2**20 < total]
@@ -30,7 +30,7 @@ def measure_cap(model: nn.Module, world: World) -> int:
 
 
 def _seconds(size: int, world: World) -> float:
-    """Of one all-reduce of so many MB: the quickest of a few, after one that only warms up."""
+    """Seconds of one all-reduce of `size` MB: the fastest of a few, after a warm-up."""
     message = torch.zeros(size * 2**18, device=world.device)
     took = []
     for _ in range(_ROUNDS + 1):

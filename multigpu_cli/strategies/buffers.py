@@ -1,12 +1,13 @@
-"""Buffers (BatchNorm's running statistics) that do not depend on how micro-batches fall to workers.
+"""Buffers (BatchNorm's running statistics) that do not depend on which worker runs which micro-batch.
 
 Within a step every micro-batch starts from the same buffers; at its end they move by the mean of what the micro-batches
 would have changed. With one micro-batch a step that is exactly what torch does; with several, one worker that runs them
-in turn and several that run them side by side end alike. Mean of changes, not of values: constants keep their bits.
+in turn and several that run them in parallel get the same result. Constants keep their bits: the mean is of changes.
 Whole numbers move by the mean towards zero, in whole numbers; a flag changes if any micro-batch changed it.
 """
 
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ _HALF = 32  # bits: a sum of such halves is exact in float64
 
 
 class StepBuffers:
-    """Keeps a model's buffers in step over micro-batches and workers.
+    """Keeps a model's buffers the same over micro-batches and workers.
 
     Args:
         model: its buffers are watched.
@@ -41,22 +42,22 @@ class StepBuffers:
         return self._micro_batches > 1 or self._shared
 
     def begin_step(self, micro_batches: int) -> None:
-        """Note where the step starts."""
+        """Record the values at the step's start."""
         self._micro_batches = micro_batches
-        self._bring_home()
+        self._rebind()
         for kind in self._kinds:
             kind.begin()
 
     def no_change(self) -> list[Tensor]:
-        """Zeros, as a micro-batch that changes nothing would give in `take_change`."""
+        """What `take_change` returns for a micro-batch that changes nothing: zeros."""
         return [kind.zeros() for kind in self._floating()]
 
     def take_change(self) -> list[Tensor]:
-        """What the micro-batch that has just run changed in floating buffers; all are back at the start afterwards.
+        """The change of floating buffers by the last micro-batch; afterwards all buffers have their start values.
 
-        What it changed in whole numbers is added up here: they have one sum in any order.
+        Changes of integers are added up here, because their sum is the same in any order.
         """
-        self._bring_home()
+        self._rebind()
         changes = []
         for kind in self._kinds:
             change = kind.take()
@@ -73,87 +74,82 @@ class StepBuffers:
                 kind.add(change)
 
     def abort_step(self) -> None:
-        """Go back to the start of a step that can't be finished."""
-        self._bring_home()
+        """Restore the start values of a step that can't be finished."""
+        self._rebind()
         for kind in self._kinds:
             kind.write(kind.start)
 
     def rollback(self, skipped: Tensor) -> None:
-        """Go back to the start if the step was skipped, or a NaN would stay in the statistics; no host sync."""
+        """Restore the start values if the step was skipped, so that no NaN stays in the statistics; no host sync."""
         for kind in self._kinds:
             kind.write(torch.where(skipped.bool(), kind.start, kind.read()))
 
     def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
-        """After the last: move by the mean change of all micro-batches on all workers.
+        """After the last micro-batch: apply the mean change of all micro-batches on all workers.
 
         Args:
-            summed: the changes in floating buffers, where they have been added up over all workers already.
+            summed: the changes in floating buffers, if they are summed over all workers already.
         """
-        self._bring_home()
+        self._rebind()
         if not self._by_changes:
             return
         if summed is not None:
             for kind, change in zip(self._floating(), summed, strict=True):
                 kind.move(change, self._micro_batches)
-        if travelling := [kind for kind in self._kinds if summed is None or not kind.floating]:
-            sent = [kind.pack() for kind in travelling]
+        if to_reduce := [kind for kind in self._kinds if summed is None or not kind.floating]:
+            sent = [kind.pack() for kind in to_reduce]
             parts = self._total(torch.cat(sent)).split([len(part) for part in sent])
-            for kind, part in zip(travelling, parts, strict=True):
+            for kind, part in zip(to_reduce, parts, strict=True):
                 kind.move(kind.unpack(part), self._micro_batches)
 
     def _floating(self) -> list["_DtypeGroup"]:
         return [kind for kind in self._kinds if kind.floating]
 
-    def _bring_home(self) -> None:
-        """Let registered tensors hold what forward put in their places."""
+    def _rebind(self) -> None:
+        """Copy what forward bound to the buffers' names into the registered tensors."""
         for place in self._places:
             if place.owner.get(place.name) is not place.buffer:
-                place.bring_home(alone=not self._by_changes)
+                place.rebind(alone=not self._by_changes)
 
 
+@dataclass(frozen=True, eq=False)
 class _BufferSlot:
-    """Where a module keeps a buffer, and the tensor that is registered there."""
+    """A module's buffer by name, and the tensor that was registered there."""
 
-    def __init__(
-        self, owner: MutableMapping[str, Tensor | None], name: str, full_name: str, *, persistent: bool
-    ) -> None:
-        found = owner[name]
-        assert found is not None
-        self.owner, self.name, self.buffer, self._full_name, self._persistent = (
-            owner,
-            name,
-            found,
-            full_name,
-            persistent,
-        )
+    owner: MutableMapping[str, Tensor | None]
+    name: str
+    buffer: Tensor
+    full_name: str
+    persistent: bool
 
     @torch.no_grad()
-    def bring_home(self, *, alone: bool) -> None:
-        """Copy what was bound here since into the registered tensor, and bind that again.
+    def rebind(self, *, alone: bool) -> None:
+        """Copy what is bound now into the registered tensor, and bind that again.
 
-        A table of another size, as positions and masks grow for longer sequences, is left to its model.
+        A tensor of another size, such as positions or masks that grow for longer sequences, is left as it is.
 
         Raises:
-            TrainingError: it is in checkpoints, and its changes have no mean; not where one micro-batch is `alone`.
+            TrainingError: the buffer is in checkpoints, and changes of its shape have no mean; not if one micro-batch
+                is `alone`.
         """
         bound, shape = self.owner.get(self.name), tuple(self.buffer.shape)
         if bound is not None and bound.shape == shape:
             self.buffer.copy_(bound.detach())
             self.owner[self.name] = self.buffer
-        elif self._persistent and not alone:
+        elif self.persistent and not alone:
             now = "nothing" if bound is None else tuple(bound.shape)
             raise TrainingError(
-                f"forward changed the buffer {self._full_name} from {shape} to {now}: its changes have no mean",
-                remedy="give it its shape when it is registered, or keep it out of the state: persistent=False",
+                f"forward changed the buffer {self.full_name} from {shape} to {now}: changes of shape have no mean",
+                remedy="register it with its final shape, or exclude it from the state: persistent=False",
             )
 
 
 class _DtypeGroup:
-    """All buffers of one number format, seen as one flat tensor: one kernel, where a copy of each would be hundreds.
+    """All buffers of one dtype as one flat tensor, so that one kernel copies them all.
 
     Attributes:
-        floating: whether changes are added up in this format; those of whole numbers are in wider ones.
-        start: (n,) what they were when the step began.
+        floating: whether changes are added up in this dtype; those of integers are in wider ones.
+        start: (n,) the values when the step began.
     """
 
     def __init__(self, buffers: list[Tensor]) -> None:
@@ -179,7 +175,7 @@ class _DtypeGroup:
         torch._foreach_copy_(self._buffers, views)
 
     def begin(self) -> None:
-        """Start from here, with no change."""
+        """Record the start values, with no change."""
         self.start = self.read()
         self._change: Tensor | None = None
 
@@ -188,7 +184,7 @@ class _DtypeGroup:
         return torch.zeros_like(self.start, dtype=self._wide)
 
     def take(self) -> Tensor:
-        """(n,) now minus start, which they are at again afterwards; an infinite mask that stays has moved by zero."""
+        """(n,) now minus start, which is restored; an infinite value that stays has changed by zero."""
         now = self.read()
         self.write(self.start)
         if self.floating:
@@ -196,11 +192,11 @@ class _DtypeGroup:
         return now.to(self._wide) - self.start.to(self._wide)
 
     def add(self, change: Tensor) -> None:
-        """Add a change to those of this worker; its memory may be used."""
+        """Add a change to those of this worker; may reuse its memory."""
         self._change = change if self._change is None else self._change.add_(change)
 
     def pack(self) -> Tensor:
-        """(m,) float64, of which the sum over workers is the sum of the changes."""
+        """(m,) float64, whose sum over workers is the sum of the changes."""
         change = self.zeros() if self._change is None else self._change
         if self._wide != torch.int64:
             return change.double()
@@ -214,7 +210,7 @@ class _DtypeGroup:
         return (high << _HALF) + low
 
     def move(self, change: Tensor, micro_batches: int) -> None:
-        """By the mean of so many changes, whose sum this is."""
+        """Apply the mean of the micro-batches' changes, given their sum."""
         if self.floating:
             moved = self.start + (change / micro_batches).to(self.format)
         elif self.format == torch.bool:
@@ -226,12 +222,12 @@ class _DtypeGroup:
 
 
 def _find_slots(model: nn.Module) -> list[_BufferSlot]:
-    """One for each registered tensor."""
-    found: dict[int, _BufferSlot] = {}
+    """A slot for each registered tensor."""
+    slots: dict[int, _BufferSlot] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
                 full_name = f"{path}.{name}" if path else name
-                found.setdefault(id(buffer), _BufferSlot(module._buffers, name, full_name, persistent=persistent))
-    return list(found.values())
+                slots.setdefault(id(buffer), _BufferSlot(module._buffers, name, buffer, full_name, persistent))
+    return list(slots.values())

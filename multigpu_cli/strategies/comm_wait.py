@@ -1,4 +1,4 @@
-"""How long a worker waits for the others at the end of its backward pass: what overlap could not hide."""
+"""Measures exposed communication: how long a worker waits for the others at the end of its backward pass."""
 
 from collections.abc import Iterable
 
@@ -9,13 +9,13 @@ from multigpu_cli.runtime.stopwatch import Stopwatch
 
 
 class CommWait:
-    """From the moment this worker's last gradient is there until the reduction lets it go on.
+    """Times from this worker's last gradient to the end of the reduction.
 
-    DDP reduces a bucket of gradients while backward is at work on the next ones; only the last bucket has nothing to
-    hide behind, and in it a worker also waits for those that come later.
+    DDP reduces a bucket of gradients while backward computes the next ones; only the last bucket overlaps with nothing,
+    and there a worker also waits for slower ones.
 
     Args:
-        parameters: those that get a gradient. Which of them is last shows in the first step.
+        parameters: those that get a gradient. The first step shows which of them is last.
     """
 
     def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
@@ -38,7 +38,7 @@ class CommWait:
             self._watches_all = False
 
     def read(self) -> float | None:
-        """The mean seconds of the waits since the last call; None where there were none. Waits for the device."""
+        """The mean seconds of the waits since the last call, or None; waits for the device."""
         seconds, waits = self._watch.read()
         return seconds / waits if waits else None
 

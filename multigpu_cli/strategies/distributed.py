@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +25,10 @@ _BUFFERS_BY_DDP: str = (  # renamed in torch 2.13
 
 
 class Replica(nn.Module):
-    """What DDP wraps: the model, or nothing but zeros for a worker that has no micro-batch in this step.
+    """The module that DDP wraps: the model, or a loss of zero for a worker without a micro-batch in this step.
 
-    Where DDP looks for parameters that nobody used, an idle worker must not seem to have used any. DDP needs one to
-    begin with, so there is one more, which nobody but an idle worker uses, and no optimizer sees.
+    With find_unused_parameters an idle worker must not seem to use the model's parameters. DDP needs at least one, so
+    an extra parameter serves idle workers only; no optimizer has it.
     """
 
     def __init__(self, model: nn.Module, *, finds_unused: bool) -> None:
@@ -51,7 +50,7 @@ class Distributed(Strategy):
     """DDP over the process group.
 
     DDP divides by the number of workers; losses here are sums divided by the global count, so they are multiplied by it
-    again. Buffers are not broadcast: `StepBuffers` keeps them alike.
+    again. Buffers are not broadcast: `StepBuffers` keeps them the same.
 
     Args:
         more: further arguments of torch's DistributedDataParallel.
@@ -62,9 +61,9 @@ class Distributed(Strategy):
     def __init__(
         self, model: nn.Module, world: World, config: CommunicationConfig, more: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(model, world.size)
-        self._workers, self.loss_factor = world.size, float(world.size)
-        self.reduces_first = bool((more or {}).get("static_graph"))  # what is used shows then, once and for all
+        super().__init__(model, world)
+        self.loss_factor = float(world.size)
+        self.reduces_first = bool((more or {}).get("static_graph"))  # the warm-up fixes which parameters are used
         self._replica = Replica(model, finds_unused=config.find_unused_parameters and not self.reduces_first)
         self._ddp = DistributedDataParallel(
             self._replica,
@@ -82,12 +81,12 @@ class Distributed(Strategy):
         self._wait = CommWait((p for p in model.parameters() if p.requires_grad), world.device)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
-        """Let DDP lay its buckets out once and for all.
+        """Let DDP fix the layout of its buckets.
 
-        After its first backward pass DDP deals the gradients to buckets anew. With more than two workers a reduction
-        adds in an order that depends on a gradient's place in its bucket, so a run that starts again would otherwise
-        take its first step with other bits than the one that was not interrupted. With static_graph it learns the graph
-        in that pass, and fails or hangs where any other one comes before it.
+        After its first backward pass DDP assigns the gradients to buckets again. With more than two workers the order
+        of summation depends on a gradient's place in its bucket, so without this a resumed run would take its first
+        step with other bits than an uninterrupted one. With static_graph DDP learns the graph in that pass, and fails
+        or hangs if another pass comes first.
         """
         if not self._lays_out_first:
             return
@@ -105,14 +104,10 @@ class Distributed(Strategy):
     def reduce_gradients(self, *, idle: bool) -> None:
         if idle:
             self._replica.idle = True
-            with self._wait:  # on CUDA, DDP moves inputs to the device and fails where there is none to move
+            with self._wait:  # on CUDA, DDP moves inputs to the device, and fails without an input
                 self._ddp(None).backward()
             self._replica.idle = False
         super().reduce_gradients(idle=idle)
 
     def read_comm_wait(self) -> float | None:
         return self._wait.read()
-
-    def _all_reduce_sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
-        return values

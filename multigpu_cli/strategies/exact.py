@@ -2,7 +2,7 @@
 
 Every micro-batch is a leaf of one canonical tree (reduction_tree.py): its gradient, and what it changed in
 the buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over
-more than two ranks; here only `a + b` on this device does arithmetic, and the network moves bytes.
+more than two ranks; here all arithmetic is `a + b` on this device, and communication only moves bytes.
 """
 
 from collections.abc import Iterable
@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.buffers import StepBuffers
 from multigpu_cli.strategies.comm_wait import CommWait
 from multigpu_cli.strategies.reduction_tree import ReductionTree, cover
 
@@ -22,20 +20,19 @@ Sum = list[Tensor]  # one tensor for each parameter, and for each number format 
 
 
 class ExactReduction(Strategy):
-    """Own reduction after backward, in place of DDP's.
+    """Reduces gradients after backward in a fixed order, in place of DDP.
 
     Parameters without a gradient count as zeros, on every number of workers.
 
     Args:
-        model: alike on every rank.
+        model: the same on every rank.
         world: one process, or a group of them.
     """
 
     name = "exact"
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        super().__init__(model)
-        self._buffers = StepBuffers(model, world.size, self._all_reduce_sum, always=True)
+        super().__init__(model, world, always=True)
         self._world = world
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._leaves: int  # of the step that has begun
@@ -72,21 +69,21 @@ class ExactReduction(Strategy):
         return self._wait.read()
 
     def _across_workers(self) -> Sum:
-        """Go on with the same tree over the workers; every rank ends with the same sum."""
+        """Continue the same tree over the workers; every rank gets the same sum."""
         ranks = self._world.size
         covers = [cover(*_block(self._leaves, ranks, rank)) for rank in range(ranks)]
-        mine = [node.value for node in self._tree.nodes]
+        local = [node.value for node in self._tree.nodes]
         self._tree.nodes.clear()
-        like = mine[0] if mine else self._zeros()
-        for places in _by_format(like):  # each in its own, or those of one worker would have other roundings
-            flat = [torch.cat([value[place].flatten() for place in places]) for value in mine]
-            found = self._sum_over_workers(flat, covers, [like[place] for place in places])
-            for place, part in zip(places, found.split([like[place].numel() for place in places]), strict=True):
-                like[place].copy_(part.view_as(like[place]))  # laid out as on one worker, and no second copy
-        return like
+        result = local[0] if local else self._zeros()
+        for places in _by_dtype(result):  # each dtype by itself: rounding is the same as on one worker
+            flat = [torch.cat([value[place].flatten() for place in places]) for value in local]
+            total = self._sum_over_workers(flat, covers, [result[place] for place in places])
+            for place, part in zip(places, total.split([result[place].numel() for place in places]), strict=True):
+                result[place].copy_(part.view_as(result[place]))  # in place: the memory layout of one worker
+        return result
 
     def _sum_over_workers(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
-        """The sum over workers of what each of them has for its nodes."""
+        """The sum over workers of the vectors of their nodes."""
         if not _is_tree_of(covers):
             return self._by_pieces(flat, covers, like)
         if len(covers) == 2:
@@ -96,14 +93,14 @@ class ExactReduction(Strategy):
         return flat[0]
 
     def _by_pieces(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
-        """Each rank finishes the tree for its own piece of the vector, and then everybody gets all pieces."""
+        """Each rank finishes the tree for its own piece of the vector, and then the pieces are gathered."""
         ranks, size = self._world.size, sum(t.numel() for t in like)
         piece = -(-size // ranks)
         dtype, device = like[0].dtype, self._world.device
-        mine = torch.zeros(len(flat), piece * ranks, dtype=dtype, device=device)
-        for row, vector in zip(mine, flat, strict=True):
+        padded = torch.zeros(len(flat), piece * ranks, dtype=dtype, device=device)
+        for row, vector in zip(padded, flat, strict=True):
             row[:size] = vector
-        outgoing = [mine[:, rank * piece : (rank + 1) * piece].contiguous() for rank in range(ranks)]
+        outgoing = [padded[:, rank * piece : (rank + 1) * piece].contiguous() for rank in range(ranks)]
         incoming = [torch.empty(len(nodes), piece, dtype=dtype, device=device) for nodes in covers]
         _exchange(outgoing, incoming, self._world)
         tree: ReductionTree[Tensor] = ReductionTree(lambda left, right: left.add_(right))
@@ -114,16 +111,12 @@ class ExactReduction(Strategy):
         dist.all_gather(pieces, tree.total().contiguous())
         return torch.cat(pieces)[:size]
 
-    def _all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Of whole numbers."""
-        return all_reduce_sum(self._world, values)
-
     def _zeros(self) -> Sum:
         return [torch.zeros_like(p) for p in self._trained] + self._buffers.no_change()
 
 
 def _is_tree_of(covers: list[list[tuple[int, int]]]) -> bool:
-    """Whether the workers hold one node each, all of one level, and are a power of two: then they pair up evenly."""
+    """Whether a power of two of workers hold one node each, all of one level, so that they pair up evenly."""
     levels = {level for nodes in covers for level, _ in nodes}
     return len(levels) == 1 and all(len(nodes) == 1 for nodes in covers) and len(covers).bit_count() == 1
 
@@ -131,7 +124,7 @@ def _is_tree_of(covers: list[list[tuple[int, int]]]) -> bool:
 def _sum_in_pairs(vector: Tensor, world: World) -> None:
     """Sum over a power of two of workers by recursive halving and doubling, in place.
 
-    Ranks at distance 1, 2, 4, … are buddies of the tree; of each pair either one adds one half of what they share.
+    Ranks at distance 1, 2, 4, … are buddies of the tree; each of a pair adds one half of what they share.
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """
     low, high, distance = 0, vector.numel(), 1
@@ -148,17 +141,17 @@ def _sum_in_pairs(vector: Tensor, world: World) -> None:
         low, high = whole_low, whole_high
 
 
-def _swap(mine: Tensor, theirs: int, partner: int) -> Tensor:
-    """Send a piece to the partner and return the one that comes from there, of so many elements."""
-    received = torch.empty(theirs, dtype=mine.dtype, device=mine.device)
-    swap = [dist.P2POp(dist.isend, mine.contiguous(), partner), dist.P2POp(dist.irecv, received, partner)]
+def _swap(piece: Tensor, size: int, partner: int) -> Tensor:
+    """Send a piece to the partner, and return the piece of `size` elements that it sends."""
+    received = torch.empty(size, dtype=piece.dtype, device=piece.device)
+    swap = [dist.P2POp(dist.isend, piece.contiguous(), partner), dist.P2POp(dist.irecv, received, partner)]
     for request in dist.batch_isend_irecv(swap):
         request.wait()
     return received
 
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], world: World) -> None:
-    """Rank i's outgoing[j] becomes rank j's incoming[i]; pieces may differ in their number of rows, also none."""
+    """Rank i's outgoing[j] becomes rank j's incoming[i]; pieces may differ in their number of rows, which may be 0."""
     received = torch.empty(sum(t.numel() for t in incoming), dtype=incoming[0].dtype, device=world.device)
     sizes = [t.numel() for t in incoming]
     dist.all_to_all_single(received, torch.cat([t.flatten() for t in outgoing]), sizes, [t.numel() for t in outgoing])
@@ -167,7 +160,7 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], world: World) -> N
 
 
 def _block(leaves: int, workers: int, rank: int) -> tuple[int, int]:
-    """The leaves of one worker: the same division as BatchPlan.share."""
+    """The first and last leaf of one worker: the same division as in BatchPlan."""
     return leaves * rank // workers, leaves * (rank + 1) // workers
 
 
@@ -176,9 +169,9 @@ def _add(left: Sum, right: Sum) -> Sum:
     return left
 
 
-def _by_format(tensors: Sum) -> Iterable[list[int]]:
-    """The places of those of one number format, for each of the formats."""
-    found: dict[torch.dtype, list[int]] = {}
+def _by_dtype(tensors: Sum) -> Iterable[list[int]]:
+    """The places of the tensors of each dtype."""
+    places: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        found.setdefault(tensor.dtype, []).append(place)
-    return found.values()
+        places.setdefault(tensor.dtype, []).append(place)
+    return places.values()

@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient matrix travels as a product of two thin ones; what that leaves out is added to the next step's.
+"""PowerSGD: a gradient matrix is sent as the product of two thin ones; the error is added to the next step's gradient.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
 2019; torch's hook does it.
@@ -16,7 +16,7 @@ _TINY = 1e-8  # keeps a gradient of zeros from being divided by its norm
 
 
 class PowerSGD:
-    """The hook and its memory, which is this process's own: a run that starts again begins with an empty one."""
+    """The hook and its error memory, which is local to this process and empty after a restart."""
 
     def __init__(self, ddp: DistributedDataParallel, *, plain_steps: int = _PLAIN_STEPS) -> None:
         self._state = PowerSGDState(
@@ -27,19 +27,19 @@ class PowerSGD:
 
     @torch.no_grad()
     def rollback(self, skipped: Tensor) -> None:
-        """Let nothing of a skipped step stay in the memory, or its NaN would be added to every later one; no sync."""
-        for left_out in self._state.error_dict.values():
-            left_out.masked_fill_(skipped.bool(), 0.0)
+        """Remove a skipped step from the error memory: its NaN would be added to every later step; no host sync."""
+        for residual in self._state.error_dict.values():
+            residual.masked_fill_(skipped.bool(), 0.0)
         for factor in self._state.q_memory_dict.values():
             spread = torch.arange(factor.numel(), device=factor.device, dtype=factor.dtype).add_(1).sin_()
             factor.copy_(torch.where(skipped.bool(), spread.view_as(factor), factor))
 
 
 def _one_by_one(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's hook waits for its second reduction within the end of the first, on one of gloo's two threads.
+    """Reduce one bucket at a time: torch's hook waits for its second reduction on one of gloo's two threads.
 
-    With two buckets at once both threads wait, and nobody is left to reduce.
+    With two buckets at once both threads would wait, and none would reduce.
     """
-    found = powerSGD_hook(state, bucket)
-    found.wait()
-    return found
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future

@@ -1,7 +1,7 @@
-"""What is learned: a loss for training, exact sums for evaluation, and which result is the better one."""
+"""The interface of tasks: a loss for training, exact sums for evaluation, and the order of results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import fsum, nan
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.runtime.collectives import all_reduce_max, all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks
@@ -22,7 +22,7 @@ from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
 
 Loss = Callable[[Any, Any], Tensor]
-"""A loss of the user's own: outputs and targets → a mean, or one loss for each sample."""
+"""A user's own loss: outputs and targets → a mean, or one loss for each sample."""
 
 RENAMED = {
     "feed": "train_stream",
@@ -33,15 +33,15 @@ RENAMED = {
     "pictures": "plots",
     "expects": "expected_shapes",
 }
-"""Earlier names of what a task may override: nobody calls them any more, so what has one of them is refused."""
+"""Earlier names of methods that a task may override: no longer called, so a task that has one is refused."""
 
 
 class BatchMetrics(NamedTuple):
-    """What one batch adds to an evaluation.
+    """The sums of one batch of an evaluation.
 
     Attributes:
         loss_sum: () float64, summed over the units.
-        counts: (k,) int64, whatever the task counts; integers add up exactly in any order.
+        counts: (k,) int64, the task's counts; integers add up exactly in any order.
         sums: (s,) float64, summed over the units: one for each of the task's `sums`.
     """
 
@@ -54,7 +54,7 @@ class Evaluation(NamedTuple):
     """The result of one pass over a split.
 
     Attributes:
-        metrics: loss and what the task makes of its counts, each over exactly `samples` samples.
+        metrics: loss and the task's metrics, each over exactly `samples` samples.
         details: tables for the final report (per class, confusion), or empty.
     """
 
@@ -75,10 +75,10 @@ class Task(ABC):
 
     Attributes:
         unit: what the loss is the mean over.
-        units_per_sample: how many an ordinary sample has: sums are divided by it at once, so that they stay in range.
-        sums: names of what an evaluation adds up beside the loss.
-        expected_shapes: targets and outputs in words, for messages.
-        moved: to be called by whatever takes long beside the network's passes: a run that moves is no hang.
+        units_per_sample: of an ordinary sample: sums are divided by it at once, so that they stay in range.
+        sums: names of the sums of an evaluation beside the loss.
+        expected_shapes: of targets and outputs, for messages.
+        moved: called during long work other than forward and backward, so that the watchdog sees progress.
     """
 
     unit: str = "sample"
@@ -91,8 +91,8 @@ class Task(ABC):
         for old, new in RENAMED.items():
             if hasattr(cls, old) and getattr(cls, new) is getattr(Task, new):
                 raise RequestError(
-                    f"{cls.__module__}:{cls.__name__} has {old!r}, which is called {new!r} now",
-                    remedy=f"rename it to {new}; docs/migration.md has the other names that have changed",
+                    f"{cls.__module__}:{cls.__name__} has {old!r}, which is now called {new!r}",
+                    remedy=f"rename it to {new}; docs/migration.md lists the other changed names",
                 )
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
@@ -100,20 +100,24 @@ class Task(ABC):
         self.moved: Callable[[], None] = lambda: None
 
     def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
-        """What this worker is trained on: a task may bring a stream of micro-batches of its own."""
+        """This worker's training data; a task may return its own stream of micro-batches."""
         return self.loader("train", config, world, seed)  # type: ignore[no-any-return]
 
     def loader(self, split: str, config: DataConfig, world: World, seed: int) -> Any:
-        """What `evaluate` goes through: this worker's part of a split."""
+        """This worker's part of a split, for `evaluate`."""
         data, here = getattr(self.source, split), world.local_size
         return Loader(data, self.source, config, device=world.device, seed=seed, workers_here=here)
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
-        """Take a look at the network that will be trained, before its first batch.
+        """Check the model before its first batch.
 
         Raises:
-            RequestError: it is none for this task.
+            RequestError: the model does not fit the task.
         """
+
+    def class_names(self, classes: int) -> tuple[str, ...]:
+        """The dataset's names of the classes, or else their numbers."""
+        return self.source.class_names or tuple(map(str, range(classes)))
 
     @abstractmethod
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
@@ -125,14 +129,14 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        """What one batch of an evaluation adds."""
+        """The sums of one batch of an evaluation."""
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        """Figures from the counts, which were summed over so many units, beside the loss."""
+        """Metrics beside the loss, from the counts, which are sums over `units`."""
         return {}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
-        """Figures from the means over units of the task's `sums`, beside the loss."""
+        """Metrics beside the loss, from the means over units of the task's `sums`."""
         return {}
 
     def details(self, counts: Tensor) -> dict[str, Any]:
@@ -140,43 +144,45 @@ class Task(ABC):
         return {}
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        """Columns of a table with one row a sample, plain values: what the model says, and what is true.
+        """Predictions and targets as columns of a table with one row per sample, in plain values.
 
         Raises:
             RequestError: the task has no such table.
         """
-        raise RequestError(f"--task {type(self).__name__}: it has no predictions to write", remedy="a task that has")
+        raise RequestError(
+            f"--task {type(self).__name__}: predictions are not supported", remedy="a task that supports them"
+        )
 
     def should_evaluate(self, epoch: int) -> bool:
-        """Whether the validation split is looked at after so many epochs; after the last one it always is."""
+        """Whether to evaluate the validation split after this epoch; after the last one it always is."""
         return True
 
     def stop_reason(self) -> str:
-        """What has been reached and ends the run, in words; empty while it goes on."""
+        """Why the run ends here, such as a goal reached; "" while it goes on."""
         return ""
 
     def log_fields(self, seconds: float) -> dict[str, Any]:
-        """More fields of a `train` line; all ranks ask together.
+        """More fields of a `train` line; all ranks call it together.
 
         Args:
-            seconds: of training since the line before.
+            seconds: of training since the previous line.
         """
         return {}
 
     def state(self, world: World) -> dict[str, Any]:
-        """What a checkpoint has to keep of this task, of all ranks, who ask together: plain values and tensors."""
+        """The task's state of all ranks for a checkpoint: plain values and tensors; all ranks call it together."""
         return {}
 
     def load_state(self, state: dict[str, Any], world: World) -> str:
-        """Go on where `state` was taken, perhaps on another number of ranks; what could not be kept up, in words."""
+        """Restore a state, perhaps on another number of ranks; returns a warning about what could not be restored."""
         return ""
 
-    def plots(self, found: dict[str, Any]) -> dict[str, bytes]:
-        """Files for the run folder by name, drawn from what the summary of a completed run holds."""
+    def plots(self, summary: dict[str, Any]) -> dict[str, bytes]:
+        """Plots for the run folder by file name, drawn from the summary of a completed run."""
         return {}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
-        """Orders results: the greater is the better one; with NaN in it, it is never the best."""
+        """The key that orders results: the greatest is the best; one with NaN never is."""
         return (-metrics["loss"],)
 
     def evaluate(
@@ -184,8 +190,8 @@ class Task(ABC):
     ) -> Evaluation:
         """One pass: each sample counted once, and the same bits on any number of workers.
 
-        The loss of each batch has a slot of its own, which only one worker fills, and so have other sums; the slots are
-        added without rounding (Shewchuk's fsum).
+        The sums of each batch have a slot of their own, which one worker fills; the slots are added without rounding
+        (Shewchuk's fsum).
 
         Raises:
             OutOfMemory: a batch did not fit on some rank; raised on all of them.
@@ -220,11 +226,37 @@ class Task(ABC):
         return slots, counts, units
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in 32 bits or more: a sum in half precision would lose the small ones."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def divide(part: float, whole: float) -> float:
+    """The share, 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def per_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """One row for each class, for the final report.
+
+    Args:
+        counts: of each class: correct predictions, all predictions of it, and samples that belong to it.
+    """
+    return [
+        {
+            "class": name,
+            "precision": divide(correct, predicted),
+            "recall": divide(correct, support),
+            "f1": divide(2 * correct, predicted + support),
+            "support": support,
+        }
+        for name, (correct, predicted, support) in zip(names, counts, strict=True)
+    ]
+
+
 def _all_reduce_counts(world: World, counts: Tensor | None) -> Tensor:
-    """Everybody's counts summed, also where a worker had no batch and so does not know how many there are."""
-    size = torch.tensor([0 if counts is None else counts.numel()], device=world.device)
-    if world.size > 1:
-        torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX)
+    """The counts of all workers, summed; one that had no batch does not know how many numbers there are."""
+    size = int(all_reduce_max(world, [0 if counts is None else counts.numel()])[0])
     if counts is None:
-        counts = torch.zeros(int(size), dtype=torch.int64, device=world.device)
+        counts = torch.zeros(size, dtype=torch.int64, device=world.device)
     return all_reduce_sum(world, counts).cpu()

@@ -1,4 +1,4 @@
-"""One class for each sample, learned by cross-entropy."""
+"""Classification: one class for each sample, by cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_class_rows
 
 
 class Classification(Task):
@@ -35,10 +35,8 @@ class Classification(Task):
             _check_labels(name, getattr(source, name), source.num_classes)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = model(batch.inputs)
-        return cross_entropy(
-            _to_float32(logits), batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing
-        )
+        logits = at_least_float32(model(batch.inputs))
+        return cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes
@@ -50,11 +48,11 @@ class Classification(Task):
         )
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        probability, said = model(batch.inputs).double().softmax(1).max(1)
-        names = self._names()
+        probability, predicted = model(batch.inputs).double().softmax(1).max(1)
+        names = self.class_names(self.source.num_classes)
         return {
             "target": [names[number] for number in batch.targets.tolist()],
-            "prediction": [names[number] for number in said.tolist()],
+            "prediction": [names[number] for number in predicted.tolist()],
             "probability": probability.tolist(),
         }
 
@@ -66,37 +64,20 @@ class Classification(Task):
 
     def details(self, counts: Tensor) -> dict[str, Any]:
         confusion = self._confusion(counts)
-        right, support, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-        rows = zip(right.tolist(), support.tolist(), predicted.tolist(), strict=True)
-        names = self._names()
-        per_class = [
-            {
-                "class": name,
-                "precision": hit / said if said else 0.0,
-                "recall": hit / there if there else 0.0,
-                "f1": 2 * hit / (said + there) if said + there else 0.0,
-                "support": there,
-            }
-            for name, (hit, there, said) in zip(names, rows, strict=True)
-        ]
-        return {"per_class": per_class, "confusion": confusion.tolist()}
-
-    def _names(self) -> tuple[str, ...]:
-        return self.source.class_names or tuple(map(str, range(self.source.num_classes)))
+        table = torch.stack([confusion.diagonal(), confusion.sum(0), confusion.sum(1)], 1).tolist()
+        return {
+            "per_class": per_class_rows(self.class_names(self.source.num_classes), table),
+            "confusion": confusion.tolist(),
+        }
 
     def _confusion(self, counts: Tensor) -> Tensor:
         """(classes, classes) int64: row = true class, column = predicted."""
         return counts.view(self.source.num_classes, -1)
 
 
-def _to_float32(logits: Tensor) -> Tensor:
-    """At least 32 bits: sums of half-precision losses would lose the small ones."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def _check_labels(name: str, split: Any, classes: int) -> None:
     if not isinstance(split, TensorDataset):
-        return  # a user's map-style dataset is not read twice only to look at its labels
+        return  # a map-style dataset is not read a second time for a look at its labels
     labels = split.tensors[1]
     if labels.dtype != torch.int64 or labels.ndim != 1:
         raise RequestError(
@@ -104,6 +85,6 @@ def _check_labels(name: str, split: Any, classes: int) -> None:
         )
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise RequestError(
-            f"--data: {name} labels reach from {int(labels.min())} to {int(labels.max())} with {classes} classes",
+            f"--data: {name} labels range from {int(labels.min())} to {int(labels.max())} with {classes} classes",
             remedy="labels must be 0 … classes-1",
         )

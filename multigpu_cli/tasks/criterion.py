@@ -1,4 +1,4 @@
-"""A loss of the user's own: whatever is called with outputs and targets and returns their mean."""
+"""A user's own loss: a callable of outputs and targets that returns their mean."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.base import BatchMetrics, Loss, Task
+from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
 
 
 class Criterion(Task):
@@ -59,7 +59,7 @@ class Criterion(Task):
         loss: Any = self.criterion(outputs, batch.targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the criterion returned a {type(loss).__name__}, not a tensor")
-        wide: Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        wide = at_least_float32(loss)
         if wide.ndim == 0:
             return wide * len(batch)
         return wide.sum() if wide.ndim == 1 else wide.flatten(1).mean(1).sum()

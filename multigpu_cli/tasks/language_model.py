@@ -1,4 +1,4 @@
-"""The next token at every place of a sequence, learned by cross-entropy."""
+"""Language modelling: the next token at every place of a sequence, by cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 
 IGNORED = -100  # a target that does not count: torch's own default
 
@@ -67,4 +67,4 @@ def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens, vocabulary) of at least 32 bits, and (tokens,)."""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}: (n, tokens, vocabulary)?")
-    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten()
+    return at_least_float32(logits.flatten(0, -2)), targets.flatten()

@@ -1,4 +1,4 @@
-"""What a step's loss is the mean over where that is not its samples: tokens, say, of which samples differ in number."""
+"""Averages a step's loss over other units than samples, such as tokens, whose number differs between samples."""
 
 from collections.abc import Iterable
 
@@ -11,10 +11,10 @@ from multigpu_cli.tasks.base import Task
 
 
 class LossNormalizer:
-    """Counts the units of each step on the device, and makes its gradient the mean over them.
+    """Counts the units of each step on the device, and rescales its gradient to the mean over them.
 
-    How many there are is known only when all workers have fetched their samples, so gradients are divided by the
-    number that is expected, and set right once they are reduced. Where units are samples, nothing is left to do.
+    The number is known only when all workers have fetched their samples, so losses are divided by the expected number,
+    and gradients are corrected once they are reduced. With samples as units there is nothing to correct.
 
     Attributes:
         last: units of the last step, over all workers.
@@ -26,11 +26,11 @@ class LossNormalizer:
         self._seen, self._samples = torch.zeros((), dtype=torch.int64, device=world.device), 0
 
     def divisor(self, samples: int) -> int:
-        """What a step's loss is divided by before backward."""
+        """The expected number of units, by which a step's loss is divided before backward."""
         return samples * self._task.units_per_sample
 
     def rescale_gradients(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
-        """At the end of a step: divide the reduced gradient by what was really there.
+        """At the end of a step: correct the reduced gradient to the real number of units.
 
         Args:
             counted: units of this worker's micro-batches; there may be none.
@@ -39,19 +39,19 @@ class LossNormalizer:
         self.last = samples
         if self._task.unit == "sample":
             return
-        mine = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        local = torch.zeros((), dtype=torch.int64, device=self._world.device)
         for count in counted:
-            mine += count
-        self.last = all_reduce_sum(self._world, mine)
+            local += count
+        self.last = all_reduce_sum(self._world, local)
         self._seen, self._samples = self._seen + self.last, self._samples + samples
         factor = self.divisor(samples) / self.last.clamp(min=1).double()
         gradients = [p.grad for p in parameters if p.grad is not None]
-        for number in {gradient.dtype for gradient in gradients}:  # one kernel takes one format, and the factor in it
+        for number in {gradient.dtype for gradient in gradients}:  # a kernel takes tensors and factor of one dtype
             same = [gradient for gradient in gradients if gradient.dtype == number]
             torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
 
     def rate(self, samples_per_second: float) -> dict[str, float]:
-        """`tokens_per_second`, say, since the last call; nothing where units are samples."""
+        """For example `tokens_per_second` since the last call; {} if units are samples."""
         if self._task.unit == "sample" or not self._samples:
             return {}
         per_sample = float(self._seen) / self._samples

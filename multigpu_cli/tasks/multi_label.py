@@ -1,4 +1,4 @@
-"""Any number of labels for each sample, learned by binary cross-entropy."""
+"""Multi-label classification: any number of labels for each sample, by binary cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, divide, per_class_rows
 
 
 class MultiLabel(Task):
@@ -27,48 +27,35 @@ class MultiLabel(Task):
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, targets = _match_shapes(model(batch.inputs), batch.targets)
         loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
-        said, there = logits > 0, targets > 0.5
-        whole = (said == there).all(1).sum().view(1)
-        counts = [(said & there).sum(0), (said & ~there).sum(0), (~said & there).sum(0), whole]
+        predicted, true = logits > 0, targets > 0.5
+        all_right = (predicted == true).all(1).sum().view(1)
+        counts = [(predicted & true).sum(0), (predicted & ~true).sum(0), (~predicted & true).sum(0), all_right]
         return BatchMetrics(loss, torch.cat(counts))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         logits, targets = _match_shapes(model(batch.inputs), batch.targets)
-        names = self.source.class_names or tuple(map(str, range(logits.shape[1])))
+        names = self.class_names(logits.shape[1])
         truth = {f"target {name}": column.int().tolist() for name, column in zip(names, targets.T, strict=True)}
-        said = logits.double().sigmoid().T
-        return truth | {f"probability {name}": column.tolist() for name, column in zip(names, said, strict=True)}
+        probabilities = logits.double().sigmoid().T
+        return truth | {
+            f"probability {name}": column.tolist() for name, column in zip(names, probabilities, strict=True)
+        }
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         hit, wrong, missed = (int(row.sum()) for row in counts[:-1].view(3, -1))
-        return {"accuracy": int(counts[-1]) / units, "f1": _share(2 * hit, 2 * hit + wrong + missed)}
+        return {"accuracy": int(counts[-1]) / units, "f1": divide(2 * hit, 2 * hit + wrong + missed)}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["f1"], -metrics["loss"])
 
     def details(self, counts: Tensor) -> dict[str, Any]:
         rows = counts[:-1].view(3, -1).T.tolist()
-        names = self.source.class_names or tuple(map(str, range(len(rows))))
-        return {
-            "per_class": [
-                {
-                    "class": name,
-                    "precision": _share(hit, hit + wrong),
-                    "recall": _share(hit, hit + missed),
-                    "f1": _share(2 * hit, 2 * hit + wrong + missed),
-                    "support": hit + missed,
-                }
-                for name, (hit, wrong, missed) in zip(names, rows, strict=True)
-            ]
-        }
+        table = [(hit, hit + wrong, hit + missed) for hit, wrong, missed in rows]
+        return {"per_class": per_class_rows(self.class_names(len(rows)), table)}
 
 
 def _match_shapes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if logits.shape != targets.shape or logits.ndim != 2:
         raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}")
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide), targets.to(wide)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+    logits = at_least_float32(logits)
+    return logits, targets.to(logits.dtype)

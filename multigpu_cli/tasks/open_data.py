@@ -1,4 +1,4 @@
-"""What a request is to be trained on: a dataset, or environments to act in."""
+"""Opens the data of a request: a dataset, or environments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,33 +13,33 @@ from multigpu_cli.runtime import factories
 
 
 def uses_environments(config: Config) -> bool:
-    """Whether a request is about environments rather than a dataset."""
+    """Whether a request names environments rather than a dataset."""
     return config.task.name == "ppo" or names_builtin_environments(config)
 
 
 def open_data(config: Config) -> DataSource:
-    """Load the dataset, or look at the environments, that --data names.
+    """Load the dataset, or probe the environments, that --data names.
 
     Raises:
-        RequestError: there is none, or it is not what it should be.
+        RequestError: it does not exist, or is invalid.
     """
     if not uses_environments(config):
         return load_data_source(config.data, config.reproducibility.seed)
-    from multigpu_cli.tasks.ppo.env_source import open_environments  # late: nothing of PPO for those who have a dataset
+    from multigpu_cli.tasks.ppo.env_source import open_environments  # late: datasets do not need PPO
 
     return open_environments(config)
 
 
 def check_has_samples(config: Config, what: str) -> None:
-    """Refuse environments where something needs samples that lie ready.
+    """Refuse environments where the samples of a dataset are needed.
 
     Raises:
         RequestError: --data names environments.
     """
     if uses_environments(config):
         raise RequestError(
-            f"{what} needs the samples of a dataset, and --data {config.data.name} has environments to act in",
-            remedy="another --data; train, evaluate, status, report and verify know environments",
+            f"{what} needs the samples of a dataset, and --data {config.data.name} names environments",
+            remedy="another --data; train, evaluate, status, report and verify support environments",
         )
 
 

@@ -1,4 +1,4 @@
-"""Numbers learned by squared error, absolute error or Huber's mixture of both."""
+"""Regression of numbers by squared error, absolute error or Huber loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"squared": mse_loss, "absolute": l1_loss, "huber": huber_loss}
 
@@ -53,8 +53,8 @@ class Regression(Task):
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         outputs, _ = self._match_shapes(model(batch.inputs), batch.targets)
-        said = outputs.double() * self.deviation + self.mean
-        rows = {"target": batch.targets.double().view(len(batch), -1), "prediction": said.view(len(batch), -1)}
+        predictions = outputs.double() * self.deviation + self.mean
+        rows = {"target": batch.targets.double().view(len(batch), -1), "prediction": predictions.view(len(batch), -1)}
         return {
             name if value.shape[1] == 1 else f"{name} {number}": column.tolist()
             for name, value in rows.items()
@@ -70,8 +70,8 @@ class Regression(Task):
             outputs = outputs.squeeze(1)
         if outputs.shape != targets.shape:
             raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}")
-        wide = torch.promote_types(outputs.dtype, torch.float32)
-        return outputs.to(wide), (targets.to(wide) - self.mean) / self.deviation
+        outputs = at_least_float32(outputs)
+        return outputs, (targets.to(outputs.dtype) - self.mean) / self.deviation
 
 
 def _by_sample(errors: Tensor) -> Tensor:

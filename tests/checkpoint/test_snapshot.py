@@ -9,7 +9,7 @@ from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
+from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
 from multigpu_cli.runtime.precision import Precision
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: in
         model,
         build_optimizer(model, OptimizerConfig(name=optimizer)),
         Precision("off", CPU),
-        build_ema(model, 0.9) if ema else None,
+        EMAModel(model, 0.9) if ema else None,
         Progress(),
     )
 

@@ -21,9 +21,9 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build import build_components
-from multigpu_cli.run.lifecycle import assemble_run
-from multigpu_cli.run.run_state import Run
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.startup import assemble_run
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv

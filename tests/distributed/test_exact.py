@@ -38,8 +38,8 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.lifecycle import assemble_run, start_run
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.startup import assemble_run, start_run
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.torch_settings import enable_determinism
@@ -115,7 +115,7 @@ def trained(world: World, settings: dict[str, Any], source: DataSource | None = 
     torch.set_num_threads(1)
     with ExitStack() as stack:
         components = build_components(spec, world)
-        Path(spec.start.folder).mkdir(parents=True, exist_ok=True)
+        Path(spec.resume_point.folder).mkdir(parents=True, exist_ok=True)
         watch = Watchdog(world, config.fault.hang_timeout, lambda error: None)
         run = assemble_run(components, Console("silent"), StopRequest(), watch, stack)
         start_run(run, [])
@@ -307,7 +307,7 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     cell = Cell("mlp", steps=1).settings(folder)
     trained(ALONE, cell, shortened(load_data_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("spec", "validate_request"):
+    for module in ("spec", "resolve_spec", "validate_request"):
         monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         trained(ALONE, cell | {"max_steps": 2}, shortened(load_data_source(Config().data, 42), 30))

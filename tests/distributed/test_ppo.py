@@ -138,7 +138,7 @@ def test_environments_that_can_not_be_brought_back_are_told_of() -> None:
     ended = run_training(1, sets=SETS, **flags | {"epochs": 3})
     assert ended.summary["status"] == "completed"
     faults = [(event["kind"], event["action"]) for event in events("fault")]
-    assert faults == [("resume", "6 environments could not be brought back and began their episode anew")]
+    assert faults == [("resume", "6 environments could not be restored and restarted their episode")]
 
 
 def test_a_number_of_episodes_ends_it() -> None:
@@ -161,7 +161,7 @@ def test_every_episode_of_an_evaluation_counts_once() -> None:
 @pytest.mark.parametrize(
     ("more", "flags", "words"),
     [
-        ([], {"model": "mlp"}, "a Sequential is no actor-critic"),
+        ([], {"model": "mlp"}, "a Sequential is not an actor-critic"),
         (["model.args.lstm=true", "task.args.minibatches=4"], {}, "--env-group 2: a network with a memory"),
     ],
 )
@@ -173,5 +173,5 @@ def test_requests_that_can_not_be_carried_out(more: list[str], flags: dict[str, 
 
 def test_data_parallel_is_refused() -> None:
     gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
-    with pytest.raises(RequestError, match="--multi-gpu dp can't act"):
+    with pytest.raises(RequestError, match="--multi-gpu dp does not support --task ppo"):
         raise next(check_device(request(), Placement("dp", gpus, 0, "as asked"), World(torch.device("cpu"))))

@@ -12,7 +12,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model, checkpoint_activations, freeze
-from multigpu_cli.optimizers import build_ema
+from multigpu_cli.optimizers import EMAModel
 
 OFFERED = {"input_shape": (1, 8, 8), "num_classes": 10, "mode": "flatten", "seed": 42}
 MODULE = """
@@ -186,7 +186,7 @@ def test_a_copy_recomputes_with_its_own_weights() -> None:
     """The moving average is a deep copy: it must not go on calling the blocks of the original."""
     model = fresh("blocks")
     checkpoint_activations(model)
-    shadow = build_ema(model, 0.9)
+    shadow = EMAModel(model, 0.9)
     shadow.update_parameters(model)
     inputs = torch.randn(2, 1, 8, 8)
     shadow.eval()

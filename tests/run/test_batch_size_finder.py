@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import batch_size_finder, evaluation
-from tests.run.test_micro_batch_cost import components
+from multigpu_cli.run import batch_size_finder, evaluation, oom_recovery
+from tests.run.test_micro_batch_profile import components
 from tests.support.run_training import run_training
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
@@ -249,12 +249,12 @@ def test_what_did_not_fit_is_gone_when_the_peak_is_counted_anew(monkeypatch: pyt
         seen.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory (played)")
 
-    monkeypatch.setattr(batch_size_finder, "free_memory", lambda device: seen.append(seen[0]()))
-    monkeypatch.setattr(batch_size_finder, "halve_micro_batch", lambda run: "")
+    monkeypatch.setattr(oom_recovery, "free_memory", lambda device: seen.append(seen[0]()))
+    monkeypatch.setattr(oom_recovery, "halve_micro_batch", lambda run: "")
     try:
         step()
     except torch.OutOfMemoryError as error:
-        batch_size_finder.recover_from_out_of_memory(Mock(world=Mock(size=1)), error)
+        oom_recovery.recover_from_out_of_memory(Mock(world=Mock(size=1)), error)
     assert seen[1:] == [None]
 
 
@@ -266,7 +266,7 @@ def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypat
 
 def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--batch-size auto fills the GPU to find out what fits. The world is told that it has one."""
-    made = components(tmp_path, "tests.run.test_micro_batch_cost:plain")
+    made = components(tmp_path, "tests.run.test_micro_batch_profile:plain")
     made.world = replace(made.world, device=torch.device("cuda"))
     done: list[str] = []
     monkeypatch.setattr(batch_size_finder, "_run_micro_batch", lambda *_: done.append("tried"))

@@ -11,8 +11,10 @@ from torch.utils.data import Dataset
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import OutOfMemory, RequestError
-from multigpu_cli.run.build import TrainComponents, _compile_model, build_components
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.runtime.compile import compile_model
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 
@@ -106,5 +108,5 @@ def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, k
     """Triton, on a GPU, would say so only in the first pass, and a container's runtime image has none."""
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RequestError) as raised:
-        _compile_model(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
+        compile_model(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
     assert f"--compile default on {kind.upper()} needs a {language} compiler" in raised.value.problem

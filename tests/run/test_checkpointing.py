@@ -39,13 +39,13 @@ def test_minutes_count_from_the_last_checkpoint(clock: list[float]) -> None:
     assert not every.overdue()
     clock[0] = 1200
     assert every.overdue()
-    assert not every.due(6, 7, epoch_ended=True), "minutes take the place of the epochs"
+    assert not every.update_due(6, 7, epoch_ended=True), "minutes take the place of the epochs"
 
 
 def test_what_is_due_stays_due_until_it_is_saved() -> None:
     """A rollout is not cut in its middle: what falls due there is saved at its end."""
     every = CheckpointSchedule(CheckpointConfig(every="3"))
-    assert [every.due(step - 1, step, epoch_ended=False) for step in (1, 2, 3, 4, 5)] == [
+    assert [every.update_due(step - 1, step, epoch_ended=False) for step in (1, 2, 3, 4, 5)] == [
         False,
         False,
         True,
@@ -53,7 +53,7 @@ def test_what_is_due_stays_due_until_it_is_saved() -> None:
         True,
     ]
     every.mark_saved()
-    assert [every.due(step - 1, step, epoch_ended=True) for step in (5, 6)] == [False, True]
+    assert [every.update_due(step - 1, step, epoch_ended=True) for step in (5, 6)] == [False, True]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

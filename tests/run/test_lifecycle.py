@@ -15,10 +15,10 @@ from multigpu_cli.checkpoint.lock import is_locked
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.batch_size_finder import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.lifecycle import record_failure
-from multigpu_cli.run.run_state import Run
+from multigpu_cli.run.oom_recovery import halve_micro_batch
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 

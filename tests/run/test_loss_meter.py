@@ -46,35 +46,35 @@ def weighted(losses: dict[int, float], weights: dict[int, int], steps: range) ->
 
 
 def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", 2)
+    monkeypatch.setattr(loss_meter, "_MAX_UNPACKED", 2)
     losses, values = LossMeter(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
     first = weakref.ref(values[0])
     losses.add(0, 3, dict(enumerate(values)), 3)
     values.clear()
     assert first() is None, "small tensors hold whole blocks of a GPU's memory"
-    losses.read()
+    losses.all_reduce_pending()
     assert losses.last == 1
 
 
 @pytest.mark.parametrize("loose", [1000, 2])
 def test_each_step_counts_by_its_units_and_each_epoch_for_itself(loose: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_meter, "_MOST_LOOSE", loose)
+    monkeypatch.setattr(loss_meter, "_MAX_UNPACKED", loose)
     progress = Progress()
     losses = LossMeter(ALONE, progress, 3)
-    losses.read()
-    assert math.isnan(losses.mean_since_line())
+    losses.all_reduce_pending()
+    assert math.isnan(losses.pop_mean_since_log())
     losses.add(0, 2, {0: torch.tensor(1.0), 1: torch.tensor([2.0])}, 4)
     losses.add(1, 2, {0: torch.tensor(math.inf), 1: torch.tensor(-math.inf)}, 4)
-    losses.read()
+    losses.all_reduce_pending()
     assert math.isnan(losses.last)
     losses.add(2, 1, {0: torch.tensor(1.5, dtype=torch.float64)}, 1)
-    losses.read()
+    losses.all_reduce_pending()
     assert (losses.last, progress.last["train_loss"]) == (1.5, 4.5 / 5)
     losses.add(3, 1, {0: torch.tensor(8.0)}, 4)
-    losses.read()
+    losses.all_reduce_pending()
     assert (losses.last, progress.last["train_loss"]) == (2.0, 2.0), "another epoch"
-    assert losses.mean_since_line() == 12.5 / 9
-    assert math.isnan(losses.mean_since_line())
+    assert losses.pop_mean_since_log() == 12.5 / 9
+    assert math.isnan(losses.pop_mean_since_log())
 
 
 def test_workers_with_some_of_a_step_or_none_of_it_agree() -> None:
@@ -88,9 +88,9 @@ def test_workers_with_some_of_a_step_or_none_of_it_agree() -> None:
             share = range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
             losses.add(step, count, {number: row[number] for number in share}, count)
             if step % 7 == world.size:
-                losses.read()
-        losses.read()
-        return losses.last, losses.mean_since_line(), progress.last["train_loss"]
+                losses.all_reduce_pending()
+        losses.all_reduce_pending()
+        return losses.last, losses.pop_mean_since_log(), progress.last["train_loss"]
 
     alone = work(ALONE)
     assert run_on_each_rank(3, work) == [alone] * 3

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run import spec
+from multigpu_cli.run import make_plan
 from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
@@ -72,13 +72,13 @@ def test_exact_needs_gpus_of_one_kind() -> None:
     assert told[0] == told[1] == told[2], "the same error on every rank"
     assert told[0] == [
         "",
-        "--exact: rank 1 would train with device T4, rank 0 with A100: other bits",
-        "--exact: ranks 1, 2 would train with device A100, rank 0 with T4: other bits",
+        "--exact: rank 1 would train with device T4, rank 0 with A100: bits would differ",
+        "--exact: ranks 1, 2 would train with device A100, rank 0 with T4: bits would differ",
     ]
 
 
 def test_a_run_with_exact_is_not_begun_on_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "_device_name", lambda world: ("A100", "T4")[world.rank])
+    monkeypatch.setattr(make_plan, "_device_name", lambda world: ("A100", "T4")[world.rank])
     ended = run_training(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
     assert (ended.kind, (tmp_path / "run").exists()) == ("RequestError", False)
     assert "rank 1 would train with device T4" in ended.error

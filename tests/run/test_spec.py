@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.spec import RunSpec, resolve_spec
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.validate_request import check_data
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
@@ -126,12 +128,12 @@ def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
 
 def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
     saved(spec(epochs=4), step=8)
-    assert not spec(epochs=4).nothing_to_do, "without a summary it did not end"
+    assert not spec(epochs=4).is_complete, "without a summary it did not end"
     Path("run/summary.json").write_text('{"status": "stopped"}')
-    assert not spec(epochs=4).nothing_to_do
+    assert not spec(epochs=4).is_complete
     Path("run/summary.json").write_text('{"status": "completed"}')
-    assert spec(epochs=4).nothing_to_do
-    assert not spec(epochs=5).nothing_to_do
+    assert spec(epochs=4).is_complete
+    assert not spec(epochs=5).is_complete
 
 
 def test_other_data_is_refused() -> None:
@@ -157,15 +159,15 @@ def arrays(folder: str, **changed: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"X_train": 0.1}, "other training samples in --data-dir here than"),
-        ({"y_train": 1}, "other training samples in"),
-        ({"X_val": 0.1, "X_test": 0.1}, "other validation samples, other test samples in"),
-        ({"y_test": 2}, "other classes, tokens or scales, other test samples in"),
+        ({"X_train": 0.1}, "training samples in --data-dir here differ from"),
+        ({"y_train": 1}, ": training samples in"),
+        ({"X_val": 0.1, "X_test": 0.1}, ": validation samples, test samples in"),
+        ({"y_test": 2}, ": classes, tokens or scales, test samples in"),
     ],
 )
 def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, float], named: str) -> None:
     saved(spec(**arrays("here")))
-    assert spec(**arrays("here")).start.checkpoint, "written again, but the same"
+    assert spec(**arrays("here")).resume_point.checkpoint, "written again, but the same"
     with pytest.raises(RequestError) as refused:
         spec(**arrays("here", **changed))
     assert named in refused.value.problem
@@ -175,7 +177,7 @@ def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, 
 
 def test_data_may_move_to_another_folder() -> None:
     saved(spec(**arrays("here")))
-    assert spec(**arrays("there")).start.checkpoint
+    assert spec(**arrays("there")).resume_point.checkpoint
 
 
 def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
@@ -184,7 +186,7 @@ def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
     del facts["data"]
     Path("run").mkdir()
     Store(Path("run/checkpoints"), 3).save(10, {}, facts)
-    assert spec(**arrays("here", X_train=0.1)).start.checkpoint
+    assert spec(**arrays("here", X_train=0.1)).resume_point.checkpoint
 
 
 def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
@@ -227,8 +229,8 @@ def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: i
 
 
 def test_sync_bn_needs_as_many_micro_batches_on_every_worker() -> None:
-    uneven, wish = spec(3, global_batch_size=64), resolve({"sync_bn": True}, [], None)
-    (told,) = check_data(wish, uneven.plan, uneven.source, uneven.start, uneven.data_fingerprint)
+    uneven = spec(3, global_batch_size=64)
+    (told,) = check_data(replace(uneven, config=resolve({"sync_bn": True}, [], None)))
     assert "--sync-bn needs the same number of micro-batches" in told.problem
 
 

@@ -19,7 +19,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.run import spec
+from multigpu_cli.run import make_plan
 from train_multi_gpu import train
 
 OWN = {
@@ -170,7 +170,7 @@ def _rank(
     if apart:
         os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
         os.chdir(f"node{rank}")
-    spec.count_cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
+    make_plan.count_cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
         prepare()

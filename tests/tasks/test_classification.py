@@ -110,8 +110,8 @@ def test_higher_accuracy_is_better_and_then_lower_loss() -> None:
 @pytest.mark.parametrize(
     ("labels", "named"),
     [
-        (torch.tensor([0, 1, 5]), r"train labels reach from 0 to 5 with 5 classes"),
-        (torch.tensor([-1, 1, 4]), r"train labels reach from -1 to 4"),
+        (torch.tensor([0, 1, 5]), r"train labels range from 0 to 5 with 5 classes"),
+        (torch.tensor([-1, 1, 4]), r"train labels range from -1 to 4"),
         (torch.tensor([0.0, 1.0]), r"train targets must be \(n,\) int64 class numbers, not \(2,\) torch.float32"),
         (torch.tensor([[0, 1], [1, 0]]), r"not \(2, 2\) torch.int64"),
         (torch.tensor([0, 1], dtype=torch.int32), r"torch.int32"),
@@ -125,7 +125,7 @@ def test_labels_that_are_no_classes_are_refused_before_training(labels: Tensor, 
 def test_other_splits_are_checked_too() -> None:
     good, bad = split([0, 1]), split([0, 9])
     wrong = DataSource(train=good, val=None, test=bad, input_shape=(2,), num_classes=CLASSES)
-    with pytest.raises(RequestError, match="test labels reach from 0 to 9"):
+    with pytest.raises(RequestError, match="test labels range from 0 to 9"):
         Classification(wrong, TaskConfig())
 
 

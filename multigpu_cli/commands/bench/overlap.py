@@ -21,7 +21,7 @@ from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.launch import run_in_workers
-from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.runtime.device_placement import (

@@ -11,9 +11,10 @@ from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.batch_size_finder import measure_peak_memory, probe_memory
-from multigpu_cli.run.build import TrainComponents, build_components
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, measure_peak_memory
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments
@@ -42,7 +43,7 @@ def check_model(config: Config) -> Iterator[Finding]:
             each = replace_settings(config, {"batch_size": size, "grad_accum_steps": None})
             components = build_components(resolve_spec(each, placement, world), world)
             with closing(components.loaders.train):
-                probe_memory(components)
+                fit_batch_sizes_to_memory(components)
                 return components
 
         try:

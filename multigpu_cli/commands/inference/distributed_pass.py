@@ -15,7 +15,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
-from multigpu_cli.run.build import build_task
+from multigpu_cli.run.build_task import build_task
 from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision

@@ -87,6 +87,6 @@ def _load_samples(config: Config, source: DataSource) -> object:
     seed = config.reproducibility.seed
     loader = Loader(source.train, source, config.data, device=torch.device("cpu"), seed=seed, workers_here=1)
     try:
-        return first_batch(loader, min(_SAMPLES, loader.size)).inputs
+        return first_batch(loader, _SAMPLES).inputs
     finally:
         loader.close()

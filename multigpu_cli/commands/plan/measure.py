@@ -20,11 +20,12 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.planning.speedup import Link, StepTimes, buckets
-from multigpu_cli.run.batch_size_finder import probe_memory
-from multigpu_cli.run.build import TrainComponents, build_components
+from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.micro_batch_cost import MicroBatchCost, profile_micro_batch
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.micro_batch_profile import MicroBatchProfile, profile_micro_batch
+from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_max
 from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
@@ -170,7 +171,7 @@ def build_rehearsed(config: Config, placement: Placement, world: World, folder: 
     """What learns, rehearsed, and what the rehearsal changed; nothing is written into the folder."""
     spec = resolve_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), placement, world)
     components = build_components(spec, world)
-    return components, "; ".join(probe_memory(components))
+    return components, "; ".join(fit_batch_sizes_to_memory(components))
 
 
 @contextmanager
@@ -282,7 +283,7 @@ def iterate_micro_batches(components: TrainComponents) -> Iterator[Batch]:
         epoch += 1
 
 
-def _measure_memory(components: TrainComponents, whole: MicroBatchCost, half: MicroBatchCost) -> Memory:
+def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half: MicroBatchProfile) -> Memory:
     """Weights and buffers, gradients, the optimizer's state as it is after some steps, and what forward keeps."""
     model = components.state.model
     states = [value for state in components.state.optimizer.state.values() for value in state.values()]

@@ -97,8 +97,8 @@ def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
         seed=seed,
         workers_here=here,
     )
-    model = components.state.eval_model()
-    result = components.task.evaluate(model, counted, process.world, components.state.precision, components.eval_batch)
+    model, precision = components.state.eval_model(), components.state.precision
+    result = components.task.evaluate(model, counted, process.world, precision, components.eval_batch_size)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 
 

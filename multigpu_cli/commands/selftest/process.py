@@ -12,10 +12,11 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.batch_size_finder import warm_up
-from multigpu_cli.run.build import TrainComponents, build_components
-from multigpu_cli.run.lifecycle import assemble_run
-from multigpu_cli.run.run_state import Run
-from multigpu_cli.run.spec import resolve_spec
+from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.startup import assemble_run
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.device_placement import Placement, count_cores
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World

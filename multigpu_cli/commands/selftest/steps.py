@@ -14,9 +14,9 @@ from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.build import TrainComponents
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.run_state import Run
+from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.torch_settings import enable_determinism
@@ -146,7 +146,7 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
         return {"refused": str(error).splitlines()[0]}
     assert run.loaders.val is not None
     result = run.task.evaluate(
-        run.state.eval_model(), run.loaders.val, process.world, run.state.precision, run.eval_batch
+        run.state.eval_model(), run.loaders.val, process.world, run.state.precision, run.eval_batch_size
     )
     return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
 

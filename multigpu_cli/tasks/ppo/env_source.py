@@ -1,4 +1,4 @@
-"""Environments in the place of a dataset: what --data names, and the arithmetic of rollouts."""
+"""Environments as a data source: what --data names, and the arithmetic of rollouts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ _ENVIRONMENTS = 16  # in total, where --num-envs does not say
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSource(DataSource):
-    """A source whose samples are yet to be made: decisions in environments.
+    """A source whose samples are decisions in environments.
 
-    An epoch is one update: every environment takes `settings.rollout` steps, and what was decided in them is gone
-    through `settings.passes` times. A micro-batch is made of the decisions of one group of environments.
+    An epoch is one update: every environment takes `settings.rollout` steps, and the optimizer passes over their
+    decisions `settings.passes` times. A micro-batch holds decisions of one group of environments.
 
     Attributes:
         make: split, numbers of the environments, device → a group.
-        action: what a policy may choose.
+        action: the space of actions.
         settings: of PPO.
-        environments, group: how many there are, over all workers, and how many of them step together.
+        environments, group: their number over all workers, and the number that step together.
     """
 
     make: Callable[[str, range, torch.device], EnvironmentGroup]
@@ -50,12 +50,22 @@ class EnvSource(DataSource):
         """Environment steps in one update, over all workers."""
         return self.environments * self.settings.rollout
 
+    @property
+    def decisions_per_step(self) -> int:
+        """Decisions that one optimizer step learns from: the global batch."""
+        return self.fixed_batch_sizes[1]  # type: ignore[index]
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps of one pass over a rollout."""
+        return self.group * self.settings.rollout // self.fixed_batch_sizes[0]  # type: ignore[index]
+
 
 def open_environments(config: Config) -> EnvSource:
-    """Look at the environments that --data names, and do the sums of what they give.
+    """Probe the environments that --data names, and compute the sizes of rollouts and batches.
 
     Raises:
-        RequestError: there are no such ones, or numbers that don't go together.
+        RequestError: the environments do not exist, or the sizes do not divide each other.
     """
     settings: PPOSettings = factories.call_factory(PPOSettings, {}, config.task.args, where="task")
     make = partial(_group, config, *find_group_factory(config))
@@ -89,7 +99,7 @@ def open_environments(config: Config) -> EnvSource:
 
 
 def find_group_factory(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What makes a group, and what its name says beside the arguments (gym:ID)."""
+    """The factory of a group, and the arguments in its name (gym:ID)."""
     name, _, rest = config.data.name.partition(":")
     if name in ENVIRONMENTS:
         return factories.find_factory(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
@@ -106,13 +116,13 @@ def _group(
 ) -> EnvironmentGroup:
     seed = make_key(config.reproducibility.seed, _SPLITS[split])
     offered = {"split": split, "data_dir": config.data.dir, "numbers": tuple(numbers), "seed": seed, "device": device}
-    found = factories.call_factory(factory, offered, {**named_args, **config.data.args}, where="data")
-    if not isinstance(found, EnvironmentGroup):
+    group = factories.call_factory(factory, offered, {**named_args, **config.data.args}, where="data")
+    if not isinstance(group, EnvironmentGroup):
         raise RequestError(
-            f"--data {config.data.name}: the factory returned a {type(found).__name__}, not an EnvironmentGroup",
+            f"--data {config.data.name}: the factory returned a {type(group).__name__}, not an EnvironmentGroup",
             remedy="--task ppo needs environments (multigpu_cli.environments.base), a dataset another --task",
         )
-    return found
+    return group
 
 
 def _sizes(config: Config, settings: PPOSettings) -> tuple[int, int, int]:
@@ -125,11 +135,11 @@ def _sizes(config: Config, settings: PPOSettings) -> tuple[int, int, int]:
     group = config.task.env_group or next(size for size in (8, 4, 2, 1) if environments % size == 0)
     if environments % group:
         raise RequestError(
-            f"--num-envs {environments} is no multiple of --env-group {group}",
+            f"--num-envs {environments} is not a multiple of --env-group {group}",
             remedy=f"--num-envs {-(-environments // group) * group}, or another --env-group",
         )
     if config.batch.size == "auto":
-        raise RequestError("--batch-size auto measures samples of a dataset", remedy="a number, with --task ppo")
+        raise RequestError("--batch-size auto does not work with --task ppo", remedy="a number")
     for name in ("global_batch_size", "grad_accum_steps", "drop_last"):
         if name in config.explicit and config.get(name):
             raise RequestError(
@@ -137,18 +147,18 @@ def _sizes(config: Config, settings: PPOSettings) -> tuple[int, int, int]:
                 remedy="--num-envs, --env-group and --batch-size",
             )
     rollout = group * settings.rollout
-    asked = "batch_size" in config.explicit
-    size = int(config.batch.size) if asked else rollout // settings.minibatches
-    said = f"--batch-size {size}" if asked else f"task.args.minibatches {settings.minibatches}"
+    explicit = "batch_size" in config.explicit
+    size = int(config.batch.size) if explicit else rollout // settings.minibatches
+    setting = f"--batch-size {size}" if explicit else f"task.args.minibatches {settings.minibatches}"
     if not size or rollout % size:
         raise RequestError(
-            f"{said} does not divide the {rollout} decisions of a group "
+            f"{setting} does not divide the {rollout} decisions of a group "
             f"(--env-group {group} × task.args.rollout {settings.rollout})",
-            remedy="numbers that divide each other, powers of two say",
+            remedy="numbers that divide each other, such as powers of two",
         )
-    if asked and "minibatches" in config.task.args and rollout // size != settings.minibatches:
+    if explicit and "minibatches" in config.task.args and rollout // size != settings.minibatches:
         raise RequestError(
-            f"{said} disagrees with task.args.minibatches {settings.minibatches}: a group makes {rollout} decisions",
+            f"{setting} disagrees with task.args.minibatches {settings.minibatches}: a group makes {rollout} decisions",
             remedy="leave one of them out",
         )
     return environments, group, size

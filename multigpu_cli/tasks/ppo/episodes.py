@@ -1,4 +1,4 @@
-"""Evaluation: whole episodes in environments of their own, the same ones every time."""
+"""Evaluation: whole episodes in separate environments, the same ones every time."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from multigpu_cli.tasks.ppo.policy import Policy
 from multigpu_cli.tasks.ppo.rollout import Network
 
 _LONGEST = 1_000_000  # steps
-_TOGETHER = 32  # episodes that are played as one batch, on any number of workers
+_GROUP = 32  # episodes that are played as one batch, on any number of workers
 
 
 class Episodes:
@@ -30,10 +30,10 @@ class Episodes:
         self._groups: dict[int, EnvironmentGroup] = {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> NoReturn:
-        """There are no samples to have in batches.
+        """Not available: episodes have no samples.
 
         Raises:
             RequestError: always.
@@ -41,20 +41,20 @@ class Episodes:
         raise RequestError("--task ppo has episodes, not samples with predictions", remedy="multigpu evaluate")
 
     def play(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
-        """Numbers of the episodes of each group of this worker, and their figures, (E,) each: reward, length, …
+        """Yield the numbers of the episodes of each group of this worker, and their metrics, (E,) each.
 
-        The likeliest action is taken everywhere.
+        The most likely action is always taken.
         """
-        count = -(-self.size // _TOGETHER)
+        count = -(-self.size // _GROUP)
         rank, workers = self.world.rank, self.world.size
         for number in range(count * rank // workers, count * (rank + 1) // workers):
-            numbers = range(number * _TOGETHER, min((number + 1) * _TOGETHER, self.size))
+            numbers = range(number * _GROUP, min((number + 1) * _GROUP, self.size))
             if number not in self._groups:
                 self._groups[number] = self.source.make(self.split, numbers, self.world.device)
             yield numbers, _first_episodes(self._groups[number], network, policy, len(numbers), memory)
 
     def details(self) -> dict[str, Any]:
-        """What else there is to tell of the first episode, on the worker that played it."""
+        """Details of the first episode, on the worker that played it."""
         return self._groups[0].details() if 0 in self._groups else {}
 
 
@@ -65,19 +65,19 @@ def _first_episodes(
     device = observation.device
     state, begun = torch.zeros(size, memory, device=device), torch.ones(size, device=device)
     running = torch.ones(size, dtype=torch.bool, device=device)
-    found = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in ("reward", "length")}
+    metrics = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in ("reward", "length")}
     for _ in range(_LONGEST):
         outputs, _, state = network(observation[None], begun[None], state)
         stepped = environments.step(policy.to_env_actions(policy.choose_actions(outputs[0].float(), None)))
-        found["reward"] += torch.where(running, stepped.reward, 0.0)
-        found["length"] += running
+        metrics["reward"] += torch.where(running, stepped.reward, 0.0)
+        metrics["length"] += running
         over = stepped.terminated | stepped.truncated
         if bool((over & running).any()):
             for name, values in environments.figures().items():
-                before = found.setdefault(name, torch.zeros_like(found["reward"]))
-                found[name] = torch.where(over & running, values.double(), before)
+                before = metrics.setdefault(name, torch.zeros_like(metrics["reward"]))
+                metrics[name] = torch.where(over & running, values.double(), before)
             running &= ~over
             if not bool(running.any()):
-                return found
+                return metrics
         observation, begun = stepped.observation, over.to(torch.float32)
     raise TrainingError(f"an episode of an evaluation did not end in {_LONGEST:,} steps", remedy="a time limit")

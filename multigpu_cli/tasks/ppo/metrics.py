@@ -1,4 +1,4 @@
-"""What PPO tells of itself: sums that stay on the device until a journal line asks for them."""
+"""PPO's metrics: sums that stay on the device until they are logged."""
 
 from typing import Any
 
@@ -7,17 +7,18 @@ from torch import Tensor
 
 from multigpu_cli.runtime.collectives import all_gather, all_reduce_sum
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import divide
 from multigpu_cli.tasks.ppo.env_source import EnvSource
-from multigpu_cli.tasks.ppo.objective import FIGURES
+from multigpu_cli.tasks.ppo.objective import METRICS
 
 
 class PPOMetrics:
-    """Counts over all workers, and the figures of the epoch's optimizer steps so far.
+    """Counts over all workers, and the metrics of the epoch's optimizer steps so far.
 
     Attributes:
-        decisions: learned from, each as often as it was.
-        steps: of environments.
-        episodes: that have ended.
+        decisions: decisions in all optimizer steps; one counts in every pass.
+        steps: environment steps.
+        episodes: finished episodes.
     """
 
     def __init__(self, source: EnvSource, world: World) -> None:
@@ -30,8 +31,8 @@ class PPOMetrics:
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps: all of them learn from equally many decisions."""
-        return self.decisions // self._source.fixed_batch_sizes[1]  # type: ignore[index]
+        """Optimizer steps: all of them have equally many decisions."""
+        return self.decisions // self._source.decisions_per_step
 
     def state(self) -> dict[str, Any]:
         """The counts."""
@@ -42,13 +43,13 @@ class PPOMetrics:
         self._steps_before = self.steps
 
     def record_rollout(self, groups: int, seconds: float) -> None:
-        """This worker has acted in so many groups."""
+        """This worker has collected rollouts of `groups` groups."""
         self._own_steps += groups * self._source.group * self._source.settings.rollout
         self._own_seconds += seconds
         self.steps += self._source.steps
 
     def record_returns(self, ended: Tensor, returns: Tensor, values: Tensor) -> None:
-        """What all workers' rollouts have come to.
+        """Record the returns of all workers' rollouts.
 
         Args:
             ended: (3,) number of episodes, and sums of their rewards and lengths.
@@ -58,26 +59,26 @@ class PPOMetrics:
         self.episodes += int(ended[0])
         spread = returns.double().var()
         self._explained = 1 - (returns - values).double().var() / spread
-        steps = self._source.num_train_samples // self._source.fixed_batch_sizes[1]  # type: ignore[index]
-        size = (steps, self._source.groups, 1 + len(FIGURES))
+        steps = self._source.num_train_samples // self._source.decisions_per_step
+        size = (steps, self._source.groups, 1 + len(METRICS))
         self._slots = torch.zeros(size, dtype=torch.float64, device=self._world.device)
 
     def record_step(self, slot: int, micro_batch: int, figures: Tensor) -> None:
-        """FIGURES of a micro-batch's decisions, (5, …)."""
-        if self._slots.numel():  # before the first rollout the network is only tried out
+        """Record the METRICS of a micro-batch's decisions, (5, …)."""
+        if self._slots.numel():  # empty before the first rollout, when the model is only tested
             self._slots[slot, micro_batch, 0] = figures[0].numel()
             self._slots[slot, micro_batch, 1:] = figures.flatten(1).sum(1)
 
     def divergence(self, slots: range) -> float:
-        """Mean of those steps, over all workers."""
+        """The mean KL divergence of these steps, over all workers."""
         sums = all_reduce_sum(self._world, self._slots[slots.start : slots.stop].clone()).sum((0, 1))
         return float(sums[1] / sums[0])
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Fields of a `train` line; all ranks ask together.
+        """Fields of a `train` line; all ranks call it together.
 
         Args:
-            seconds: of training since the last time.
+            seconds: of training since the last call.
         """
         fields: dict[str, Any] = {"env_steps": self.steps, "episodes": self.episodes}
         if self._source.settings.target_kl:
@@ -87,12 +88,11 @@ class PPOMetrics:
             fields |= {"episode_reward": rewards / count, "episode_length": lengths / count}
         if self._slots.numel():
             sums = all_reduce_sum(self._world, self._slots.clone()).sum((0, 1)).tolist()
-            fields |= {name: value / max(1.0, sums[0]) for name, value in zip(FIGURES, sums[1:], strict=True)}
+            fields |= {name: value / max(1.0, sums[0]) for name, value in zip(METRICS, sums[1:], strict=True)}
             fields["explained_variance"] = float(self._explained)  # type: ignore[arg-type]
         own = torch.tensor([self._own_steps, self._own_seconds], dtype=torch.float64, device=self._world.device)
-        everyone = torch.stack(all_gather(self._world, own)).tolist()
-        rates = [steps / seconds if seconds else 0.0 for steps, seconds in everyone]
-        fields["env_steps_per_second"] = (self.steps - self._steps_before) / seconds if seconds else 0.0
-        fields["rollout_steps_per_second"] = rates
+        rollouts = torch.stack(all_gather(self._world, own)).tolist()
+        fields["env_steps_per_second"] = divide(self.steps - self._steps_before, seconds)
+        fields["rollout_steps_per_second"] = [divide(*steps_and_seconds) for steps_and_seconds in rollouts]
         self._ended, self._own_steps, self._own_seconds, self._steps_before = [0.0, 0.0, 0.0], 0, 0.0, self.steps
         return fields

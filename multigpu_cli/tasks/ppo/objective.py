@@ -1,4 +1,4 @@
-"""What PPO minimises, for each decision."""
+"""The loss of PPO, for each decision."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from multigpu_cli.tasks.ppo.settings import PPOSettings
 
-FIGURES = ("kl", "clip_fraction", "entropy", "policy_loss", "value_loss")
+METRICS = ("kl", "clip_fraction", "entropy", "policy_loss", "value_loss")
 
 
 class RolloutBatch(NamedTuple):
-    """What was decided during a rollout, and what came of it: all (…,), actions (…, *shape)."""
+    """Decisions of a rollout and their outcomes: all (…,), actions (…, *shape)."""
 
     actions: Tensor
     log_probabilities: Tensor
@@ -23,11 +23,11 @@ class RolloutBatch(NamedTuple):
 def losses(
     log_probabilities: Tensor, entropies: Tensor, values: Tensor, then: RolloutBatch, settings: PPOSettings
 ) -> tuple[Tensor, Tensor]:
-    """(…,) losses, and (5, …) FIGURES of each decision, detached (Schulman et al. 2017, equations 7 and 9).
+    """(…,) losses, and (5, …) METRICS of each decision, detached (Schulman et al. 2017, equations 7 and 9).
 
     Args:
-        log_probabilities, entropies, values: (…,) of the policy as it is now.
-        then: as it was during the rollout.
+        log_probabilities, entropies, values: (…,) of the current policy.
+        then: of the policy during the rollout.
     """
     moved = log_probabilities - then.log_probabilities
     ratio = moved.exp()

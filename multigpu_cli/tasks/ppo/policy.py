@@ -1,4 +1,4 @@
-"""What a network's outputs mean as a policy: choices, their probabilities, and how undecided it is."""
+"""A model's outputs as a policy: actions, their probabilities, and the entropy."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,11 +25,11 @@ class Policy(ABC):
 
     @abstractmethod
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """(*shape, *noise) random numbers on the CPU, for so many choices."""
+        """(*shape, *noise) random numbers on the CPU."""
 
     @abstractmethod
     def choose_actions(self, outputs: Tensor, noise: Tensor | None) -> Tensor:
-        """An action for each output, the likeliest where there is no noise; not clipped to any bounds."""
+        """An action for each output, the most likely one without noise; not clipped to bounds."""
 
     @abstractmethod
     def evaluate_actions(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""One group of environments and what a policy does in it: a rollout, and where the next one goes on."""
+"""Collects rollouts: a policy acts in one group of environments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from multigpu_cli.tasks.ppo.policy import Policy
 Network = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """observations (T, n, *shape), begun (T, n), memory (n, S) → outputs (T, n, k), values (T, n), memory (n, S)."""
 
-_KEPT = ("begun", "memory", "tally", "promised")
+_STATE = ("begun", "memory", "tally", "promised")
 
 
 @dataclass
 class Rollout:
-    """What E environments saw in T steps: all (T, E, …), but `memory` (E, S) of the policy before the first of them.
+    """T steps of E environments: all (T, E, …), but `memory` (E, S) of the policy before the first step.
 
     Attributes:
         begun: 1.0 where the observation is the first of an episode.
@@ -40,12 +40,12 @@ class Rollout:
 
 
 class Collector:
-    """A group of environments, and the policy's memory of what happened in them.
+    """A group of environments, and the policy's memory in them.
 
     Args:
-        environments: are begun here.
+        environments: are reset here.
         number: of the group, over all workers.
-        memory: numbers that the policy remembers of each environment.
+        memory: size of the policy's memory of each environment.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Collector:
         self._promised = torch.zeros(size, device=device)  # discounted sum of the rewards so far
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` needs: tensors of their own."""
-        mine = {name: getattr(self, f"_{name}").clone() for name in _KEPT}
-        return mine | {"environments": self.environments.state()}
+        """Copies of what `load_state` needs."""
+        state = {name: getattr(self, f"_{name}").clone() for name in _STATE}
+        return state | {"environments": self.environments.state()}
 
     def load_state(self, state: dict[str, Any]) -> int:
-        """Go on where `state` was taken; how many environments had to begin their episode anew."""
-        self._observation, anew = self.environments.load_state(state["environments"])
-        for name in _KEPT:
+        """Restore a state; returns how many environments had to restart their episode."""
+        self._observation, restarted = self.environments.load_state(state["environments"])
+        for name in _STATE:
             setattr(self, f"_{name}", state[name].to(self._device))
-        return anew
+        return restarted
 
     def discount_returns(self, rollout: Rollout, gamma: float) -> Tensor:
         """(T, E): at each step of its last rollout, the discounted sum of the episode's rewards so far."""
@@ -80,21 +80,21 @@ class Collector:
         return sums
 
     def collect(self, network: Network, policy: Policy, noise: Tensor) -> tuple[Rollout, Tensor]:
-        """Take as many steps as there is noise for, (T, E, *policy.noise), choosing actions by it.
+        """Take T steps, choosing actions with the noise, (T, E, *policy.noise).
 
         Returns:
             The rollout, and (3,) of the episodes that ended in it: their number, and sums of rewards and lengths.
         """
         steps, size = len(noise), self._size
         rollout = self._allocate(steps, policy)
-        said = torch.zeros(steps, size, policy.outputs, device=self._device)
+        all_outputs = torch.zeros(steps, size, policy.outputs, device=self._device)
         ended = torch.zeros(3, dtype=torch.float64, device=self._device)
         with torch.no_grad():
             for step in range(steps):
                 outputs, values, memory = self._forward(network, self._observation, self._begun)
                 actions = policy.choose_actions(outputs, noise[step])
                 rollout.observations[step], rollout.begun[step] = self._observation, self._begun
-                said[step], rollout.actions[step], rollout.values[step] = outputs, actions, values
+                all_outputs[step], rollout.actions[step], rollout.values[step] = outputs, actions, values
                 stepped = self.environments.step(policy.to_env_actions(actions))
                 self._memory = memory
                 over = stepped.terminated | stepped.truncated
@@ -110,7 +110,7 @@ class Collector:
                     ended[1:] += self._tally[:, over].sum(1)
                     self._tally[:, over] = 0
                 self._observation, self._begun = stepped.observation, over.to(torch.float32)
-            rollout.log_probabilities.copy_(policy.evaluate_actions(said, rollout.actions)[0])
+            rollout.log_probabilities.copy_(policy.evaluate_actions(all_outputs, rollout.actions)[0])
             rollout.after.copy_(self._forward(network, self._observation, self._begun)[1])
         return rollout, ended
 

@@ -1,4 +1,4 @@
-"""What task.args of PPO may say, checked."""
+"""The settings of PPO in task.args, validated."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ class PPOSettings:
 
     Attributes:
         rollout: steps that each environment takes between two updates.
-        passes: how often an update goes through what was seen.
-        minibatches: optimizer steps in one such pass; --batch-size says the same in samples.
+        passes: of the optimizer over each rollout.
+        minibatches: optimizer steps in one pass; --batch-size gives the same in samples.
         gamma, gae_lambda: discount, and the trade of bias for variance in advantages (Schulman et al. 2015).
-        clip: how far a ratio of probabilities may move.
-        value_clip: how far a value may move in one update; 0 is as far as it likes.
+        clip: limit of the change of a probability ratio.
+        value_clip: limit of the change of a value in one update; 0: no limit.
         value_weight, entropy_weight: of those terms in the loss.
-        target_kl: an update ends where a pass has moved the policy further than this; 0 never.
+        target_kl: an update ends after a pass that moved the policy further than this; 0: never.
         normalize_advantages: over the global batch.
         normalize_observations, normalize_rewards: by running statistics over all environments of all workers.
         evaluate_every: updates between two evaluations; there is one at the end.

@@ -1,11 +1,11 @@
-"""Running means and deviations over all environments of all workers, added up in one order."""
+"""Running means and deviations over all environments of all workers, added in a fixed order."""
 
 import torch
 from torch import Tensor
 
 
 class RunningMoments:
-    """Count, mean and squared deviations of k quantities, kept up by Chan's parallel update (Chan et al. 1979).
+    """Count, mean and squared deviations of k quantities, by Chan's parallel update (Chan et al. 1979).
 
     Attributes:
         state: (1 + 2k,) float64 on the CPU: count, means, sums of squared deviations.
@@ -16,7 +16,7 @@ class RunningMoments:
         self.state = torch.zeros(1 + 2 * size, dtype=torch.float64)
 
     def add(self, parts: Tensor) -> None:
-        """Take over what `sum_moments` found, (parts, 1 + 2k): one row after the other, whoever found it."""
+        """Add results of `sum_moments`, (parts, 1 + 2k), row by row."""
         for count, mean, squares in (row.split([1, self.size, self.size]) for row in parts.cpu()):
             before, old_mean, old_squares = self.state.split([1, self.size, self.size])
             if not count:
@@ -37,7 +37,7 @@ class RunningMoments:
 
     @property
     def deviation(self) -> Tensor:
-        """(k,): 1 where nothing has been seen, or nothing has moved."""
+        """(k,): 1 without data, or where all values are equal."""
         variance = self.state[1 + self.size :] / self.state[0].clamp(min=1)
         return torch.where(variance > 1e-12, variance, 1.0).sqrt()
 

@@ -1,4 +1,4 @@
-"""The stream of micro-batches: a rollout at the start of each epoch, and then the optimizer steps that it gives."""
+"""PPO's stream of micro-batches: a rollout at the start of each epoch, then its optimizer steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ _CHOICES, _ORDER = 0xAC7, 0x08D  # keep these random streams apart
 
 
 class PolicyInput(NamedTuple):
-    """What the network is asked about, and when.
+    """Inputs of the model.
 
     Attributes:
-        observations, begun: (T, n, …), whole sequences, or (1, n, …) decisions from anywhere where it has no memory.
+        observations, begun: (T, n, …), whole sequences, or (1, n, …) decisions in any order without memory.
         memory: (n, S) before the first of the T steps.
         slot: the optimizer step within its epoch.
     """
@@ -42,10 +42,10 @@ class PolicyInput(NamedTuple):
 
 
 class RolloutStream:
-    """Serves one worker: acts in its groups of environments, and shares out what was decided in them.
+    """One worker's stream: acts in its groups of environments, and divides their decisions into micro-batches.
 
-    A worker's groups are a contiguous block, and micro-batch g of every step is made of decisions in group g, so no
-    observation travels: only rewards and values do, from which every rank works out the same statistics.
+    A worker's groups are a contiguous block, and micro-batch g of every step holds decisions of group g, so no
+    observation is communicated: only rewards and values, from which every rank computes the same statistics.
 
     Args:
         source: the environments.
@@ -77,7 +77,7 @@ class RolloutStream:
         self._far = False  # the epoch has moved the policy too far and is over
 
     def start(self, model: nn.Module, precision: Precision) -> None:
-        """Take the network that acts and learns, and begin the environments of this worker."""
+        """Take the model, and create the environments of this worker."""
         self._model, self._precision = model, precision
         self._memory = int(model.memory_size)  # type: ignore[arg-type]
         size, device = self.source.group, self.world.device
@@ -86,14 +86,14 @@ class RolloutStream:
             self._collectors.append(Collector(environments, number, size, self._memory, device))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
     def sample_order(self, epoch: int) -> Tensor:
-        """(samples,) int64: decisions are numbered in the order in which they are learned from."""
+        """(samples,) int64: decisions are numbered in the order of training."""
         return torch.arange(self.size)
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
-        """One batch of that size with nothing in it, to try a network out before there is anything to learn from."""
+        """One batch of zeros, to test the model before the first rollout."""
         steps = self.source.settings.rollout if batch_size % self.source.settings.rollout == 0 else 1
         shape, device = (steps, batch_size // steps) if self._memory else (1, batch_size), self.world.device
         nothing = torch.zeros(shape, device=device)
@@ -109,38 +109,41 @@ class RolloutStream:
 
         Args:
             epoch: the update.
-            start: the step to begin with; what was decided then is forgotten, and there is another rollout.
+            start: the first step; the epoch begins with a new rollout.
         """
         self._collect(epoch)
         self._far = False
         for step in range(start, plan.steps_per_epoch):
             if self._far:
                 return
-            if step == start or step % self._parts == 0:
-                self._deal(epoch, step // self._parts)
+            if step == start or step % self.source.minibatches == 0:
+                self._deal(epoch, step // self.source.minibatches)
             layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
             yield layout, (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in layout.passes)
 
     def next_step(self, step: int, plan: BatchPlan) -> int:
-        """The step after this one: the next epoch's first where a pass has moved the policy too far; the same on all
-        ranks, which ask together."""
+        """The step after this one, or the next epoch's first if a pass has moved the policy too far.
+
+        All ranks call it together."""
         within, settings = step % plan.steps_per_epoch, self.source.settings
         self.metrics.decisions += plan.num_samples(within)
-        if not settings.target_kl or (within + 1) % self._parts:
+        if not settings.target_kl or (within + 1) % self.source.minibatches:
             return step + 1
-        self._far = self.metrics.divergence(range(within + 1 - self._parts, within + 1)) > settings.target_kl
+        self._far = (
+            self.metrics.divergence(range(within + 1 - self.source.minibatches, within + 1)) > settings.target_kl
+        )
         return step - within + plan.steps_per_epoch if self._far else step + 1
 
     def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
-        """Optimizer steps taken up to this place in the schedule, without those that a moved policy left out."""
+        """Optimizer steps up to this place in the schedule, without those that target_kl skipped."""
         return self.metrics.steps_taken
 
     def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
-        """Decisions that the optimizer has learned from, each as often as it did."""
+        """Decisions in all optimizer steps; one counts in every pass."""
         return self.metrics.decisions
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` needs of this worker."""
+        """This worker's state, for `load_state`."""
         return {
             "groups": [collector.state() for collector in self._collectors],
             "seen": self._seen.state,
@@ -149,36 +152,32 @@ class RolloutStream:
         }
 
     def load_state(self, groups: list[dict[str, Any]], shared: dict[str, Any]) -> int:
-        """Go on there; how many environments of this worker had to begin their episode anew.
+        """Restore a state; returns how many environments of this worker had to restart their episode.
 
         Args:
             groups: the states of all groups, in order.
-            shared: what `state` says on any rank.
+            shared: the rest of `state` of any rank.
         """
         self._seen.state, self._paid.state = shared["seen"], shared["paid"]
         self.metrics.load_state(shared["told"])
         return sum(collector.load_state(groups[collector.number]) for collector in self._collectors)
 
-    @property
-    def _parts(self) -> int:
-        return self.source.group * self.source.settings.rollout // self.source.fixed_batch_sizes[0]  # type: ignore[index]
-
     def _collect(self, epoch: int) -> None:
-        """Act for one rollout everywhere, and agree on what it was worth."""
+        """Collect one rollout in every group, and compute advantages and returns on all ranks."""
         settings, shape = self.source.settings, (self.source.settings.rollout, self.source.group)
         if settings.normalize_observations:
             self._model.normalizer.adopt(self._seen.mean, self._seen.deviation)  # type: ignore[union-attr, operator]
-        began, self._rollouts, found = time.perf_counter(), [], []
+        began, self._rollouts, sums = time.perf_counter(), [], []
         with eval_mode(self._model):
             for collector in self._collectors:
                 generator = torch.Generator().manual_seed(make_key(self.seed, _CHOICES, epoch, collector.number))
                 noise = self.policy.sample_noise(shape, generator).to(self.world.device)
                 rollout, ended = collector.collect(self._network, self.policy, noise)
-                found.append(torch.cat([ended, self._moments(collector, rollout)]))
+                sums.append(torch.cat([ended, self._moments(collector, rollout)]))
                 self._rollouts.append(rollout)
         self.metrics.record_rollout(len(self.mine), time.perf_counter() - began)
         sizes = [3, self._seen.state.numel(), self._paid.state.numel()]
-        ended, seen, paid = self._all_reduce_groups(found, (sum(sizes),)).split(sizes, 1)
+        ended, seen, paid = self._all_reduce_groups(sums, (sum(sizes),)).split(sizes, 1)
         self._seen.add(seen)
         self._paid.add(paid)
         self._compute_advantages()
@@ -190,7 +189,7 @@ class RolloutStream:
             return self._model(observations, begun, memory)  # type: ignore[no-any-return]
 
     def _moments(self, collector: Collector, rollout: Rollout) -> Tensor:
-        """What this rollout adds to the running statistics, as far as somebody wants them; else nothing, as zeros."""
+        """This rollout's contribution to the running statistics; zeros for those that are not used."""
         settings, device = self.source.settings, self.world.device
         seen, paid = (torch.zeros_like(moments.state) for moments in (self._seen, self._paid))
         if settings.normalize_observations:
@@ -201,7 +200,7 @@ class RolloutStream:
 
     def _compute_advantages(self) -> None:
         """Advantages and returns of all workers' decisions: (groups, T, E) each, on every rank."""
-        settings, found = self.source.settings, []
+        settings, results = self.source.settings, []
         for rollout in self._rollouts:
             scale = float(self._paid.deviation) if settings.normalize_rewards else 1.0
             better = advantages(
@@ -214,25 +213,25 @@ class RolloutStream:
                 gamma=settings.gamma,
                 gae_lambda=settings.gae_lambda,
             )
-            found.append(torch.stack([better, better + rollout.values]))
+            results.append(torch.stack([better, better + rollout.values]))
         shape = (2, settings.rollout, self.source.group)
-        self._advantages, self._returns = self._all_reduce_groups(found, shape, torch.float32).unbind(1)
+        self._advantages, self._returns = self._all_reduce_groups(results, shape, torch.float32).unbind(1)
 
     def _all_reduce_groups(
-        self, found: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+        self, values: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        """(groups, *shape): what each worker found of its groups, on every rank; nothing is added but zeros."""
+        """(groups, *shape): the values of all workers' groups on every rank; only zeros are added to each."""
         slots = torch.zeros(self.source.groups, *shape, dtype=dtype, device=self.world.device)
-        for number, value in zip(self.mine, found, strict=True):
+        for number, value in zip(self.mine, values, strict=True):
             slots[number] = value
         return all_reduce_sum(self.world, slots)
 
     def _deal(self, epoch: int, pass_: int) -> None:
-        """Which decisions of each group make the minibatches of a pass, and how advantages are normalised in each.
+        """Shuffle the decisions of each group into the minibatches of a pass, and normalize advantages in each.
 
-        Without a memory any decisions may stand together, with one only whole sequences of some environments.
+        Without memory a minibatch holds any decisions, with memory whole sequences of some environments.
         """
-        group, steps, parts = self.source.group, self.source.settings.rollout, self._parts
+        group, steps, parts = self.source.group, self.source.settings.rollout, self.source.minibatches
         dealt = []
         for number in range(self.source.groups):
             generator = torch.Generator().manual_seed(make_key(self.seed, _ORDER, epoch, pass_, number))
@@ -249,7 +248,7 @@ class RolloutStream:
             self._shift, self._scale = mean.float(), (deviation + 1e-8).float()
 
     def _batch(self, number: int, slot: int, indices: Tensor) -> Batch:
-        rollout, part = self._rollouts[number - self.mine.start], slot % self._parts
+        rollout, part = self._rollouts[number - self.mine.start], slot % self.source.minibatches
         order = self._orders[number, part]
         at = order.flatten()
 

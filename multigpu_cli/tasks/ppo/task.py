@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: acting in environments, and learning from what came of it."""
+"""Proximal policy optimization: rollouts in environments, and updates from them."""
 
 from collections.abc import Callable
 from math import fsum
@@ -44,7 +44,7 @@ class PPO(Task):
     def __init__(self, source: DataSource, config: TaskConfig, **args: Any) -> None:
         super().__init__(source, config)
         if not isinstance(source, EnvSource):
-            raise RequestError("--task ppo acts in environments, and there is only a dataset", remedy="another --task")
+            raise RequestError("--task ppo needs environments, and --data names a dataset", remedy="another --task")
         self.acting, self.settings, self.policy = source, PPOSettings(**args), build_policy(source.action)
 
     def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
@@ -55,10 +55,10 @@ class PPO(Task):
         return Episodes(self.acting, split, world, self.settings.evaluate_episodes)
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
-        """Raises RequestError where the network is no actor-critic, or its sequences can't be dealt out."""
+        """Raise RequestError if the model is not an actor-critic, or can't learn from whole sequences."""
         if not isinstance(memory := getattr(model, "memory_size", None), int):
             raise RequestError(
-                f"--model: a {type(model).__name__} is no actor-critic: it has no memory_size",
+                f"--model: a {type(model).__name__} is not an actor-critic: it has no memory_size",
                 remedy="--model actor-critic, lstm-actor-critic or clstm-actor-critic",
             )
         if self.settings.normalize_observations and not hasattr(model, "normalizer"):
@@ -66,11 +66,10 @@ class PPO(Task):
                 f"task.args.normalize_observations: a {type(model).__name__} has no normalizer to keep the statistics",
                 remedy="leave it out, or self.normalizer = multigpu_cli.models.normalizer.Normalizer(input_shape)",
             )
-        parts = self.acting.group * self.settings.rollout // self.acting.fixed_batch_sizes[0]  # type: ignore[index]
-        if memory and self.acting.group % parts:
+        if memory and self.acting.group % self.acting.minibatches:
             raise RequestError(
-                f"--env-group {self.acting.group}: a network with a memory learns from whole sequences, and {parts} "
-                "minibatches do not divide the environments of a group",
+                f"--env-group {self.acting.group}: a network with a memory learns from whole sequences, and "
+                f"{self.acting.minibatches} minibatches do not divide the environments of a group",
                 remedy="fewer task.args.minibatches (a larger --batch-size), or a larger --env-group",
             )
         self.rollouts.start(model, precision)
@@ -86,10 +85,10 @@ class PPO(Task):
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         seen = batch.inputs
         outputs, values, memory = model(seen.observations, seen.begun, seen.memory)
-        found = [tuple(value.shape) for value in (outputs, values, memory)]
+        shapes = [tuple(value.shape) for value in (outputs, values, memory)]
         wanted = [(*seen.begun.shape, self.policy.outputs), tuple(seen.begun.shape), tuple(seen.memory.shape)]
-        if found != wanted:
-            raise ValueError(f"outputs, values and memory of shapes {found}, not {wanted}")
+        if shapes != wanted:
+            raise ValueError(f"outputs, values and memory of shapes {shapes}, not {wanted}")
         return BatchMetrics(values.double().sum(), torch.zeros(1, dtype=torch.int64))
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
@@ -99,12 +98,8 @@ class PPO(Task):
         return epoch % self.settings.evaluate_every == 0
 
     def stop_reason(self) -> str:
-        wanted = self.config.episodes
-        return (
-            f"{self.rollouts.metrics.episodes:,} episodes"
-            if wanted and self.rollouts.metrics.episodes >= wanted
-            else ""
-        )
+        wanted, played = self.config.episodes, self.rollouts.metrics.episodes
+        return f"{played:,} episodes" if wanted and played >= wanted else ""
 
     def log_fields(self, seconds: float) -> dict[str, Any]:
         return self.rollouts.metrics.read(seconds)
@@ -117,12 +112,12 @@ class PPO(Task):
     def load_state(self, state: dict[str, Any], world: World) -> str:
         anew = torch.tensor(float(self.rollouts.load_state(state["groups"], state)), device=world.device)
         count = int(all_reduce_sum(world, anew))
-        return f"{count} environments could not be brought back and began their episode anew" if count else ""
+        return f"{count} environments could not be restored and restarted their episode" if count else ""
 
     def evaluate(
         self, model: nn.Module, loader: Any, world: World, precision: Precision, batch_size: int
     ) -> Evaluation:
-        """Every episode played once, by one worker, the likeliest action taken everywhere."""
+        """Play every episode once, on one worker, always with the most likely action."""
 
         def network(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with precision.autocast():
@@ -143,11 +138,11 @@ class PPO(Task):
         details: dict[str, Any] = next(filter(None, all_gather_object(world, loader.details())), {})
         return Evaluation(means, loader.size, details)
 
-    def plots(self, found: dict[str, Any]) -> dict[str, bytes]:
-        if "equity_curve" not in found:
+    def plots(self, summary: dict[str, Any]) -> dict[str, bytes]:
+        if "equity_curve" not in summary:
             return {}
         from multigpu_cli.monitor.equity_plot import (
             draw_equity,  # matplotlib, and only where there is something to draw
         )
 
-        return {"equity_curve.png": draw_equity(**found["equity_curve"])}
+        return {"equity_curve.png": draw_equity(**summary["equity_curve"])}

@@ -23,7 +23,7 @@ from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
-OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_micro_batch_cost:plain"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_micro_batch_profile:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:

@@ -14,7 +14,7 @@ from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
-from multigpu_cli.optimizers import build_ema, build_optimizer, set_rate
+from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, trained
 from tests.gpu.simulated.install import Simulated
@@ -23,7 +23,7 @@ from tests.gpu.simulated.install import Simulated
 def kept(device: torch.device, optimizer: str, precision: str) -> TrainState:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
     built = build_optimizer(model, OptimizerConfig(name=optimizer))
-    return TrainState(model, built, Precision(precision, device), build_ema(model, 0.9), Progress())
+    return TrainState(model, built, Precision(precision, device), EMAModel(model, 0.9), Progress())
 
 
 def train(live: TrainState) -> None:

@@ -60,7 +60,7 @@ def test_splits_have_other_randomness() -> None:
 @pytest.mark.parametrize(
     ("sets", "flags", "words"),
     [
-        ([], {"num_envs": 10, "env_group": 4}, r"--num-envs 10 is no multiple of --env-group 4\n.*--num-envs 12"),
+        ([], {"num_envs": 10, "env_group": 4}, r"--num-envs 10 is not a multiple of --env-group 4\n.*--num-envs 12"),
         ([], {"batch_size": "auto"}, "--batch-size auto"),
         ([], {"global_batch_size": 64}, "--global-batch-size: with --task ppo"),
         ([], {"grad_accum_steps": 2}, "--grad-accum-steps: with --task ppo"),

@@ -5,7 +5,7 @@ from math import exp
 import pytest
 import torch
 
-from multigpu_cli.tasks.ppo.objective import FIGURES, RolloutBatch, losses
+from multigpu_cli.tasks.ppo.objective import METRICS, RolloutBatch, losses
 from multigpu_cli.tasks.ppo.settings import PPOSettings
 
 
@@ -41,7 +41,7 @@ def test_losses_are_those_of_the_definition(value_clip: float, dtype: torch.dtyp
     rows = zip(now.T.tolist(), torch.stack(then[1:]).T.tolist(), strict=True)
     truth = torch.tensor([by_definition(new, old, settings) for new, old in rows], dtype=torch.float64).T
     both = torch.cat([found[None], figures]).double()
-    assert len(both) == 1 + len(FIGURES)
+    assert len(both) == 1 + len(METRICS)
     assert 0 < float(truth[2].mean()) < 1, "some ratios are clipped, others not"
     assert float((both - truth).abs().max() / truth.abs().max()) < within
 

@@ -16,7 +16,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.resume_point import agree_on_start
+from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
@@ -46,7 +46,7 @@ def on_disks_of_their_own(tmp_path: Path, work: Callable[[World], Any]) -> list[
 
 
 def begun(world: World, config: Config) -> list[Any]:
-    start = agree_on_start(config, world)
+    start = agree_on_resume_point(config, world)
     return [
         start.checkpoint,
         start.checkpoint_rank,
@@ -79,7 +79,9 @@ def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
 def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "node1" / "run").mkdir(parents=True)
     write_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
-    found = on_disks_of_their_own(tmp_path, lambda world: [*begun(world, RUN), agree_on_start(RUN, world).global_batch])
+    found = on_disks_of_their_own(
+        tmp_path, lambda world: [*begun(world, RUN), agree_on_resume_point(RUN, world).global_batch]
+    )
     assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
     named = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({}, [], None))[4])
     assert named[0] == named[1]
@@ -94,7 +96,7 @@ def test_word_of_small_memory_is_heard_whichever_way_a_run_goes_on(
     holding(Path("run"), 5)
     Path("new").mkdir()
     write_note(Path(save_dir or "run"), {"batch_size": 4, "global_batch_size": 8})
-    start = agree_on_start(resolve({"resume": path, "save_dir": save_dir}, [], None), World(torch.device("cpu")))
+    start = agree_on_resume_point(resolve({"resume": path, "save_dir": save_dir}, [], None), World(torch.device("cpu")))
     assert (start.manifest or {})["pins"] == {"batch_size": 4}
     assert start.warnings == ["out of memory in an earlier attempt: micro-batches of 4"]
 
@@ -167,7 +169,7 @@ def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request
     def work(world: World) -> list[Any]:
         world = replace(world, local_rank=0, local_size=1, attempt=int(again))
         with pytest.raises(TrainingError) as raised:
-            agree_on_start(resolve({"save_dir": str(tmp_path)}, [], None), world)
+            agree_on_resume_point(resolve({"save_dir": str(tmp_path)}, [], None), world)
         return [raised.value.exit_code, raised.value.caused_by_peer]
 
     with lock_folder(tmp_path):

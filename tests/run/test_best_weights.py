@@ -17,7 +17,8 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, sign_manif
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.resume_point import log_recovery, restore_best_weights
+from multigpu_cli.run.best_weights import restore_best_file
+from multigpu_cli.run.train_log import log_recovery
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
@@ -123,12 +124,12 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
         folder.mkdir()
         run: Any = SimpleNamespace(
             world=world,
-            spec=SimpleNamespace(start=start),
+            spec=SimpleNamespace(resume_point=start),
             progress=SimpleNamespace(best={"step": 12}, step=24),
             folder=folder,
             checkpointer=SimpleNamespace(best_sha256=""),
         )
-        return restore_best_weights(run)
+        return restore_best_file(run)
 
     assert run_on_each_rank(2, work) == ["", ""]
     assert (best_step("node_0"), best_step("node_1")) == (12, None), "the first one writes it"
@@ -238,7 +239,7 @@ def old_checkpoints() -> None:
     [
         ([0.4, 0.1, 0.1, 0.1], 6, ""),
         ([0.1, 0.4, 0.1, 0.5], 12, ""),
-        ([0.4, 0.1, 0.1, 0.5], 18, "the best weights so far, of step 6, have gone"),
+        ([0.4, 0.1, 0.1, 0.5], 18, "the best weights so far, of step 6, are lost"),
     ],
     ids=["best.pt is it", "its own state is it", "gone"],
 )

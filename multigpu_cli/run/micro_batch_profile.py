@@ -1,4 +1,4 @@
-"""One micro-batch, measured: the arithmetic of forward and backward, and what forward keeps in memory for backward."""
+"""Profiles one micro-batch: FLOPs of forward and backward, and the activation bytes that forward saves for backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +11,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.build import TrainComponents, first_batch
+from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 
 @dataclass(frozen=True)
-class MicroBatchCost:
-    """What one micro-batch takes.
+class MicroBatchProfile:
+    """FLOPs and memory of one micro-batch.
 
     Attributes:
         samples: in the micro-batch.
-        flops: forward and backward, of matrix products, convolutions and attention; a multiplication with its addition
-            counts two. What checkpointed blocks compute a second time is not in it.
-        activations: bytes that forward keeps for backward, beside parameters, buffers and inputs.
+        flops: of forward and backward, in matrix products, convolutions and attention; a multiply-add counts as two.
+            The second forward pass of checkpointed blocks is not counted.
+        activations: bytes that forward saves for backward, beside parameters, buffers and inputs.
     """
 
     samples: int
@@ -36,12 +37,10 @@ class MicroBatchCost:
         return self.flops / self.samples
 
 
-def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCost:
-    """Run the first micro-batch of so many samples; weights, buffers and gradients are left as they were."""
+def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchProfile:
+    """Run a micro-batch of `size` samples; weights and buffers stay as they were, gradients are cleared."""
     model = components.state.model
-    batch = first_batch(
-        components.loaders.train, min(size * components.strategy.replicas_per_process, components.loaders.train.size)
-    )
+    batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     known |= {_storage(tensor) for tensor in (batch.inputs, batch.targets) if isinstance(tensor, Tensor)}
     activations: dict[int, int] = {}
@@ -54,14 +53,14 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchCos
     with preserve_buffers(model), _FlopCounter() as counter, saved_tensors_hooks(pack, _unchanged):
         forward_backward(components, batch, 1.0, last=False, observer=counter)
     model.zero_grad(set_to_none=True)
-    return MicroBatchCost(len(batch.sample_indices), counter.get_total_flops(), sum(activations.values()))
+    return MicroBatchProfile(len(batch.sample_indices), counter.get_total_flops(), sum(activations.values()))
 
 
 class _FlopCounter(FlopCounterMode):
-    """Counts what a model computes, without what checkpointed blocks compute again.
+    """Counts FLOPs, without those that checkpointed blocks repeat.
 
-    From the moment that backward begins, autograd's own work runs with gradients disabled, and only a forward that is
-    repeated (torch.utils.checkpoint, or a user's autograd function) has them enabled.
+    Once backward has begun, autograd runs with gradients disabled; only a repeated forward pass
+    (torch.utils.checkpoint, or a user's autograd function) has them enabled.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,7 @@ class _FlopCounter(FlopCounterMode):
         self._in_backward = name != "forward"
 
     def backward_done(self, parameters: list[Tensor]) -> None:
-        """Everything is counted."""
+        """Nothing to do."""
 
     def _counted(self, flops_of: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         return 0 if self._in_backward and torch.is_grad_enabled() else flops_of(*args, **kwargs)

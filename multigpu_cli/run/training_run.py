@@ -8,8 +8,8 @@ from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.progress import ProgressDisplay
-from multigpu_cli.run.build import TrainComponents
 from multigpu_cli.run.checkpointing import Checkpointer
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunLog:
-    """Where a run says what it does, and what only its log lines need.
+    """The outputs of a run: journal, TensorBoard, console, and what only its log lines need.
 
     Attributes:
         gpu_monitor: watches this rank's GPU.
         flops_per_sample: where the device's peak rate is known.
-        unknown_gpu_fields: what NVML does not say of which rank's GPU, as far as the user knows.
+        unknown_gpu_fields: GPU metrics, by rank, that the user knows to be missing.
     """
 
     journal: Journal
@@ -39,13 +39,12 @@ class RunLog:
 
 @dataclass
 class RunControl:
-    """What ends a run, and how it began.
+    """What ends a run early, and how the attempt before it ended.
 
     Attributes:
         stop: a signal to this rank.
         consensus: of all ranks, on a stop and on overdue checkpoints.
-        previous_attempt: how the attempt before this one ended, until a step of this one is done.
-        summary_written: the summary is written.
+        previous_attempt: how it ended; None after the first step.
     """
 
     stop: StopRequest
@@ -58,10 +57,10 @@ class StepEnd(NamedTuple):
     """What ends with a step.
 
     Attributes:
-        previous_step, step: where the run stood in its schedule before the step, and where it stands now.
+        previous_step, step: the position in the schedule before and after the step.
         at_log_interval: a log interval.
         at_epoch_end: an epoch, or the run.
-        savable: the run could go on from here.
+        savable: the run can be resumed from here.
     """
 
     previous_step: int
@@ -82,7 +81,7 @@ class Run(TrainComponents):
 
     @property
     def folder(self) -> Path:
-        return Path(self.spec.start.folder)
+        return Path(self.spec.resume_point.folder)
 
     @property
     def finished(self) -> bool:
@@ -95,14 +94,14 @@ class Run(TrainComponents):
         return -(-self.progress.step // self.plan.batches.steps_per_epoch)
 
     def log_fault(self, kind: str, action: str, **more: Any) -> None:
-        """Journal something that went wrong, and tell the user."""
+        """Journal a fault, and warn the user."""
         fault = {"kind": kind, "action": action, "step": self.progress.step}
         self.log.journal.write("fault", **fault, **more)
         self.progress.faults.append(fault)
         self.log.console.warn(f"step {self.progress.step}: {action}")
 
-    def advance(self) -> StepEnd:
-        """Count the step that was just made, and say what ends with it; all ranks ask together."""
+    def complete_step(self) -> StepEnd:
+        """Count a step, and return what ends with it; all ranks call it together."""
         progress, batches, total = self.progress, self.plan.batches, self.plan.schedule.total_steps
         before = progress.step
         progress.step = step = min(total, self.loaders.train.next_step(before, batches))
@@ -113,8 +112,8 @@ class Run(TrainComponents):
         log = step // interval > before // interval or step == total
         return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
 
-    def agree(self, end: StepEnd) -> tuple[bool, bool]:
-        """Whether some rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
+    def agree_on_stop_and_save(self, end: StepEnd) -> tuple[bool, bool]:
+        """Whether a rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
         self.observer.watchdog.set_position(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
         stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)

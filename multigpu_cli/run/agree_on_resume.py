@@ -1,0 +1,93 @@
+"""Agrees over all nodes where a run resumes: each looks at its own disk, and the newest checkpoint of all counts."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from multigpu_cli.checkpoint.run_folder import (
+    CheckpointNotFound,
+    NoIntactCheckpoint,
+    ResumePoint,
+    choose_resume_point,
+    read_note,
+    resume_exists,
+)
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
+from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
+from multigpu_cli.runtime.world import World
+
+
+def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
+    """Run folder and checkpoint, the same on every rank.
+
+    On a shared file system rank 0 decides for all. With local disks another node may have the newest checkpoint, after
+    rank 0 has moved: that node sends it.
+
+    Raises:
+        RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged.
+        TrainingError: an earlier attempt is still active in the folder.
+    """
+    begun = _find_earlier_folders(world)
+    start = _apply_notes(_agree(config, world, begun), world)
+    if start.folder in begun and world.local_rank == 0:
+        record_run(world.agent_dir, world.attempt, start.folder)
+    return start
+
+
+def _find_earlier_folders(world: World) -> list[str]:
+    """Run folders of this launch's earlier attempts that this attempt has not reached, as some node recorded them."""
+    if not world.attempt:
+        return []
+    now = list_recorded_runs(world.agent_dir, [world.attempt])
+    earlier = [run for run in list_recorded_runs(world.agent_dir, range(world.attempt)) if run not in now]
+    return next(filter(None, all_gather_object(world, earlier)), [])
+
+
+def _agree(config: Config, world: World, begun: list[str]) -> ResumePoint:
+    choose = partial(choose_resume_point, config, attempt=world.attempt, begun=begun)
+    if world.size == world.local_size:
+        return ResumePoint(**run_on_main_rank(world, lambda: choose().as_dict()))
+    first_on_node = world.local_rank == 0
+    elsewhere = any(all_gather_object(world, first_on_node and resume_exists(config.checkpoint.resume)))
+    point, error = None, None
+    if first_on_node:
+        try:
+            point = choose(elsewhere=elsewhere)
+        except TrainingError as caught:
+            error = caught
+    steps = all_gather_object(world, int(point.manifest["step"]) + 1 if point and point.manifest else 0)
+    newest = steps.index(max(steps))
+    run_on_all_ranks(world, lambda: _raise_start_error(error, world, somewhere=max(steps) > 0))
+    values = broadcast_object(world, point.as_dict() if point and world.rank == newest else None, source=newest)
+    return ResumePoint(**values | {"checkpoint_rank": newest})
+
+
+def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: bool) -> None:
+    """Raise rank 0's error, because rank 0 writes the folder; on other ranks only that of damaged checkpoints.
+
+    Args:
+        somewhere: some node has an intact checkpoint, which the others may lack.
+    """
+    if error is None or (somewhere and isinstance(error, CheckpointNotFound)):
+        return
+    if world.is_main or isinstance(error, NoIntactCheckpoint):
+        raise error
+
+
+def _apply_notes(start: ResumePoint, world: World) -> ResumePoint:
+    """Apply the smallest micro-batch of the notes that ranks left on their nodes after out of memory."""
+    note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
+    notes = all_gather_object(world, [note.get(name) or 0 for name in ("batch_size", "global_batch_size")])
+    sizes = [sizes for sizes in notes if sizes[0]]
+    if not sizes:
+        return start
+    smaller, global_batch = min(sizes)
+    note_text = f"out of memory in an earlier attempt: micro-batches of {smaller}"
+    start = replace(start, warnings=[*start.warnings, note_text])
+    if not start.manifest:
+        return replace(start, micro_batch_after_oom=smaller, global_batch=global_batch or None)
+    pinned = start.manifest["pins"] | {"batch_size": smaller}
+    return replace(start, manifest=start.manifest | {"pins": pinned})

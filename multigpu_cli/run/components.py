@@ -1,0 +1,95 @@
+"""The parts of a training that a step and an evaluation need."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.batch_stream_protocol import BatchStream
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.optimizers import set_rate
+from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.loss_units import LossNormalizer
+
+
+@dataclass
+class Loaders:
+    """The data of each split.
+
+    Attributes:
+        max_eval_batch_size: the most samples of an evaluation's batch, if memory limits it.
+    """
+
+    train: BatchStream
+    val: Loader | None
+    test: Loader | None
+    max_eval_batch_size: int | None = None
+
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        for loader in (self.train, self.val, self.test):
+            if loader is not None:
+                loader.close()
+
+
+@dataclass
+class TrainComponents:
+    """The parts that a step and an evaluation need."""
+
+    spec: RunSpec
+    world: World
+    task: Task
+    state: TrainState
+    strategy: Strategy
+    loaders: Loaders
+    loss_normalizer: LossNormalizer
+    compiled: CompiledModel | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.compiled:
+            self.compiled.full_batch_size = lambda: (
+                self.plan.batches.micro_batch
+            )  # out of memory may halve it during the run
+
+    @cached_property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The parameters that the optimizer moves."""
+        return [p for p in self.state.model.parameters() if p.requires_grad]
+
+    @property
+    def config(self) -> Config:
+        return self.spec.config
+
+    @property
+    def plan(self) -> Plan:
+        return self.spec.plan
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    def set_learning_rates(self, step: int) -> None:
+        """Set the rate of optimizer step `step`: the schedule's, or that of the user's own optimizer and scheduler."""
+        live = self.spec.user_objects
+        if live and live.optimizer:
+            live.step_scheduler(self.state, step, self.plan.batches.steps_per_epoch)
+        else:
+            set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in one batch of an evaluation: twice a micro-batch, because no activations are kept."""
+        usual = 2 * self.plan.batches.micro_batch
+        return min(usual, self.loaders.max_eval_batch_size or usual)
+
+    @property
+    def evaluates_in_batches(self) -> bool:
+        """Whether the task evaluates batches of samples, rather than in its own way (PPO's episodes)."""
+        return type(self.task).evaluate is Task.evaluate

@@ -1,0 +1,116 @@
+"""Plans a run: batches, learning rate, schedule and precision, each with the reason for its choice."""
+
+import inspect
+
+import torch
+
+from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.planning.batch import BatchPlan, plan_batches
+from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
+from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.spec import RunRequest
+from multigpu_cli.runtime.device_placement import count_cores
+from multigpu_cli.runtime.precision import agree_on_precision
+from multigpu_cli.runtime.torch_settings import set_threads_per_rank
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.open_data import find_data_factory
+
+_PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
+
+
+def make_plan(request: RunRequest, world: World) -> Plan:
+    """The plan of a run, the same on every rank.
+
+    Raises:
+        RequestError: numbers that do not go together.
+    """
+    config, placement, source, start = request.config, request.placement, request.source, request.resume_point
+    workers = {"single": 1, "dp": len(placement.devices), "ddp": max(world.size, placement.num_processes_to_launch)}[
+        placement.strategy
+    ]
+    micro_batch, global_batch = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
+    epochs = source.epochs or config.length.epochs
+    batches = plan_batches(
+        samples=source.num_train_samples,
+        micro_batch=_PROVISIONAL if micro_batch == "auto" else int(micro_batch),
+        workers=workers,
+        accumulation=config.batch.grad_accum_steps,
+        global_batch=global_batch,
+        drop_last=config.batch.drop_last,
+    )
+    rate = _resolve_rate(request, batches)
+    precision = agree_on_precision(config.precision.amp, world, placement.devices)
+    workers_here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
+    rate_settings, exact = request.user_config.rate, config.reproducibility.exact
+    return Plan(
+        placement_reason=f"{placement.strategy}{' with --exact' if exact else ''}: {placement.reason}",
+        strategy=placement.strategy,
+        device=_device_name(world),
+        batches=batches,
+        rate=rate,
+        schedule=plan_schedule(
+            peak=rate.value,
+            shape=config.rate.schedule,
+            steps_per_epoch=batches.steps_per_epoch,
+            epochs=epochs,
+            max_steps=config.length.max_steps,
+            warmup_epochs=config.rate.warmup_epochs,
+            args=config.rate.args,
+        ),
+        base_lr=rate_settings.base_lr or BASE_LR[config.optimizer.name] if rate_settings.lr is None else None,
+        base_batch_size=config.rate.base_batch_size,
+        precision=precision.name,
+        precision_reason="as the run was started with" if start.manifest else precision.reason,
+        description=f"{request.model} on {config.data.name} "
+        f"({source.note}{source.num_train_samples:,} training samples), {request.task}",
+        resume_reason=start.reason,
+        unused_flags=_list_unused_flags(request),
+        save_dir=start.folder,
+        epochs=epochs,
+        batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
+        threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
+        compiled=_describe_compile(request),
+    )
+
+
+def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
+    settings, live = request.config.rate, request.user_objects
+    rate = resolve_learning_rate(
+        given=settings.lr,
+        base=settings.base_lr,
+        base_batch=settings.base_batch_size,
+        global_batch=batches.global_batch,
+        rule=settings.lr_scaling,
+        optimizer=request.config.optimizer.name,
+    )
+    if live and live.optimizer:
+        return rate._replace(reason=f"{rate.value:.4g}, {live.explain_rate()}")
+    if request.resume_point.manifest:
+        return rate._replace(reason=f"{rate.value:.4g}, as the run was started with")
+    return rate
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+
+
+def _describe_compile(request: RunRequest) -> str:
+    mode = request.config.model.compile
+    if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
+        return "" if mode == "off" else mode
+    return f"{mode}, inside DDP: in pieces that end with its buckets, so that these travel during backward"
+
+
+def _list_unused_flags(request: RunRequest) -> list[str]:
+    """Flags that were given and have no effect here: the plan names them."""
+    config, live = request.config, request.user_objects
+    unused = {"mode", "data_dir"}
+    if not live:
+        unused -= inspect.signature(find_data_factory(config)).parameters.keys()
+    if request.placement.devices[0].type == "cpu":
+        unused |= {"data_on_device"}
+    ddp_arguments: list[str] = []
+    if request.placement.strategy != "ddp":
+        unused |= {"grad_compression", "bucket_cap_mb", "find_unused_parameters"}
+        ddp_arguments = sorted(live.ddp) if live else []
+    return [SETTINGS[key].flag or key for key in sorted(unused & config.explicit)] + ddp_arguments
