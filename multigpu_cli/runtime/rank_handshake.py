@@ -60,7 +60,7 @@ class RankInfo:
     def from_text(cls, text: bytes) -> "RankInfo":
         found: dict[str, Any] = json.loads(text)
         found["verdict"] = FinalVerdict.of(*found["verdict"]) if found["verdict"] else None
-        found["last"] = PreviousAttempt(*found["last"]) if found["last"] else None
+        found["previous_attempt"] = PreviousAttempt(*found["previous_attempt"]) if found["previous_attempt"] else None
         found["gpu"] = RankGpu(*found["gpu"]) if found["gpu"] else None
         return cls(**found)
 

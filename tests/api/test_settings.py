@@ -68,7 +68,7 @@ def test_it_may_be_changed_until_it_is_frozen() -> None:
     [
         ({"broadcast_buffers": False}, "broadcast_buffers=False"),
         ({"persistent_workers": False, "num_workers": 2}, "persistent_workers=False"),
-        ({"bucket_cap_mb": 25, "reduce_bucket_size": 26}, "one size"),
+        ({"bucket_cap_mb": 25, "reduce_bucket_size": 26}, "both are the bucket size"),
         ({"backend": "mpi"}, "backend 'mpi'"),
         ({"batch_size": 0}, "batch_size must be a whole number"),
         ({"gradient_accumulation_steps": "x"}, "gradient_accumulation_steps must be"),

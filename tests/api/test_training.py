@@ -170,7 +170,7 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
         (wrong(optimizer=torch.optim.SGD(network().parameters(), lr=1)), "optimizer: it does not move 0.weight"),
         (wrong(learning_rate=1.0), "learning_rate together with an optimizer"),
         (wrong(settings={"schedule": "cosine"}), "schedule together with an optimizer"),
-        (wrong(scheduler=StepLR(torch.optim.SGD(network().parameters(), lr=1), 1)), "scheduler: it is not that of"),
+        (wrong(scheduler=StepLR(torch.optim.SGD(network().parameters(), lr=1), 1)), "scheduler: it belongs to another"),
         (
             wrong(train_loader=DataLoader(Points(), batch_sampler=BatchSampler(SequentialSampler(Points()), 8, False))),
             "batch_sampler",

@@ -51,7 +51,7 @@ def test_the_class_of_a_sequence_is_not_moved() -> None:
 
 def test_images_become_bytes_channels_first() -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
-    colour, grey = image.predict("RGB", (5, 4), (1, 2, 3)), image.predict("L", (5, 4), 9)
+    colour, grey = image.new("RGB", (5, 4), (1, 2, 3)), image.new("L", (5, 4), 9)
     inputs, _ = to_pair((colour, 0), "sample 0")
     assert (inputs.dtype, inputs.shape, inputs[:, 0, 0].tolist()) == (torch.uint8, (3, 4, 5), [1, 2, 3])
     assert to_pair((grey, 0), "sample 0")[0].shape == (1, 4, 5)

@@ -21,7 +21,7 @@ def filled(folder: Path, count: int = 10) -> Path:
         (folder / name / "deeper").mkdir(parents=True)
         for at in range(count):
             place = folder / name / ("deeper" if at % 3 == 0 else "")
-            image = Image.predict("RGB", (20 + 3 * at, 40 - 2 * at), colour)
+            image = Image.new("RGB", (20 + 3 * at, 40 - 2 * at), colour)
             image.putpixel((0, 0), (at, at, at))
             image.save(place / (f"{at}.JPG" if at % 2 else f"{at}.png"), quality=95)
     (folder / "notes.txt").write_text("no image")
