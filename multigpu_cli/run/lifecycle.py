@@ -45,7 +45,7 @@ from multigpu_cli.runtime.restart_records import record_run
 from multigpu_cli.runtime.world import LaunchEnv, World, process_group
 
 if TYPE_CHECKING:
-    from multigpu_cli.monitor.gpu import Sampler
+    from multigpu_cli.monitor.gpu_sampler import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
     from multigpu_cli.run.user_objects import UserObjects
 
@@ -195,7 +195,7 @@ def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
     """Somebody who watches this rank's GPU."""
     if device.type != "cuda":
         return None
-    from multigpu_cli.monitor.gpu import Sampler  # late: there is a GPU to watch
+    from multigpu_cli.monitor.gpu_sampler import Sampler  # late: there is a GPU to watch
 
     sampler = Sampler(str(torch.cuda.get_device_properties(device).uuid))
     stack.callback(sampler.close)
