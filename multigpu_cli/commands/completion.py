@@ -16,7 +16,7 @@ from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
 
 Offer = Callable[[str], list[str]]
-"""From incomplete (Typer knows the parameter by this name) to what could stand there."""
+"""From an incomplete word (Typer calls the parameter by this name) to the words that complete it."""
 
 
 def offer_for(key: str, metavar: str) -> Offer | None:
@@ -47,7 +47,7 @@ def run_argument(metavar: str, help: str) -> Any:
 
 
 def complete_run_folders(incomplete: str) -> list[str]:
-    """The folders of runs beside what stands there, a floor below, or where runs go by default."""
+    """Run folders that continue the typed path, one level below it, or in checkpoints/ where runs go by default."""
     head, slash, name = incomplete.rpartition("/")
     place, begun = Path(head + slash or "."), glob.escape(name)
     patterns = [f"{begun}*/journal.jsonl", f"{begun}*/*/journal.jsonl"]
@@ -59,8 +59,4 @@ def complete_run_folders(incomplete: str) -> list[str]:
 
 def _complete_from(words: Iterable[str]) -> Offer:
     known = sorted(words)
-
-    def offered(incomplete: str) -> list[str]:
-        return [word for word in known if word.startswith(incomplete)]
-
-    return offered
+    return lambda incomplete: [word for word in known if word.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""Errors in words: what a user reads on stderr."""
+"""The texts of errors on stderr."""
 
 from textwrap import wrap
 from typing import Any
@@ -22,11 +22,11 @@ _ELSEWHERE = {
     "--bf16": "--amp bf16",
     "--local-rank": "--nproc-per-node N, or torchrun in the place of torch.distributed.launch",
 }
-"""What flags of other programs are called here, where no likeness of letters tells."""
+"""Our names for flags of other programs, where the spelling is too different to guess."""
 
 
 def describe_usage_error(error: Any) -> str:
-    """Typer's own complaint in our words."""
+    """A usage error of Typer as problem and remedy."""
     message = (error.message or error.format_message()).rstrip(".")  # a missing argument has only the second
     return f"error: {message[:1].lower()}{message[1:]}\n  try: {_find_remedy(error)}"
 
@@ -46,16 +46,16 @@ def _find_remedy(error: Any) -> str:
 
 
 def describe_known_error(error: TrainingError) -> str:
-    """An error that has a name: problem and remedy; several broken rules stand one after the other."""
+    """A TrainingError as problem and remedy; several broken rules follow each other."""
     message = str(error)
     return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in message.splitlines())
 
 
 def shorten_message(message: str, columns: int | None = None) -> str:
-    """What fits on a screen.
+    """The message in at most 15 lines.
 
     Args:
-        columns: of the terminal, between words of which lines are folded; None where there is none.
+        columns: width of the terminal, at which lines are folded between words; None without a terminal.
     """
     lines = message.splitlines()
     if len(lines) >= _LONGEST:
@@ -64,6 +64,6 @@ def shorten_message(message: str, columns: int | None = None) -> str:
 
 
 def _fold_line(line: str, columns: int) -> list[str]:
-    """A word that is longer, a path say, stays whole, so that it can be copied."""
+    """A longer word, such as a path, stays whole, so that it can be copied."""
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

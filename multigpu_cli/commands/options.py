@@ -1,4 +1,4 @@
-"""The settings as command-line options: one table for training and for every command that needs a configuration."""
+"""The settings as command-line options, the same for training and for every command that needs a configuration."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -37,46 +37,46 @@ _INFERENCE: dict[str, Any] = {
 
 
 class _RawText:
-    """Stands in for Typer's own reading of values: ours are text, and kinds.py reads them for every source alike."""
+    """Replaces Typer's parsing of values: options stay text, which config/types.py parses for all sources."""
 
     def coerce(self, value: Any, **_: Any) -> Any:
         return value
 
 
 class Command(TyperCommand):
-    """A command whose help lists its options in their panels, as plain text: whole names, quick to draw, to grep."""
+    """A command whose help lists its options by panel, as plain text: names are whole, and it is fast."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse without Typer's reading of values."""
-        return super().parse_args(_skip_typer_reading(self, ctx), args)
+        """Parse without Typer's own parsing of values."""
+        return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Hand the call back, for the front door to make: inside click, Ctrl-C and a broken pipe end in click's way."""
+        """Return the call for main_multi_gpu.py to make: click would handle Ctrl-C and a broken pipe itself."""
         return partial(super().invoke, ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section a panel, in the order of the table."""
+        """Write one section for each panel, in the order of the options."""
         _write_panels(self, ctx, formatter)
 
 
 class Group(TyperGroup):
-    """The front door's command: its options in panels, its sub-commands, and a word about unknown ones."""
+    """The main command: its options by panel, its sub-commands, and an error for unknown ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse without Typer's reading of values.
+        """Parse without Typer's own parsing of values.
 
         Raises:
-            RequestError: shell completion for `python FILE`, of which no shell knows.
+            RequestError: shell completion was asked for `python FILE`, which no shell can complete.
         """
         if " " in (ctx.info_name or "") and (wish := {"--install-completion", "--show-completion"} & set(args)):
             raise RequestError(
                 f"{wish.pop()}: shells complete the installed program only",
                 remedy="pip install . and then multigpu --install-completion",
             )
-        return super().parse_args(_skip_typer_reading(self, ctx), args)
+        return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section a panel, then the sub-commands."""
+        """Write one section for each panel, then the sub-commands."""
         _write_panels(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
@@ -89,39 +89,37 @@ class Group(TyperGroup):
         if args[0] not in self.commands:
             near = did_you_mean(args[0], [*self.commands, "train"])
             remedy = "no command at all: without one it trains" if "train'" in near else near.replace(", train", "")
-            raise RequestError(
-                f"{args[0]!r} is no command", remedy=f"{remedy} (a flag's value stands right after its flag)"
-            )
+            raise RequestError(f"{args[0]!r} is no command", remedy=f"{remedy} (a value directly follows its flag)")
         return super().resolve_command(ctx, args)
 
 
 def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a Typer command all train options; it receives them as keywords, absent ones as None, False or empty."""
+    """Give a Typer command all train options; it gets them as keywords, those not given as None, False or empty."""
     extra = [_build_option(name, kind, metavar, help, _CALL) for name, kind, metavar, help in _EXTRA]
     return _with_options(command, [*extra, *(_build_setting_option(each) for each in SETTINGS.values() if each.flag)])
 
 
 def with_inference_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a Typer command the options of a pass over a dataset; it receives them as keywords, absent ones as None."""
+    """Give a Typer command the options of a pass over a dataset; it gets them as keywords, those not given as None."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     more = [inspect.Parameter(name, keyword, default=None, annotation=each) for name, each in _INFERENCE.items()]
     return _with_options(command, more)
 
 
 def _with_options(command: Callable[..., Any], more: Sequence[inspect.Parameter]) -> Callable[..., Any]:
-    """In the place of **values; the command's own parameters stay, and are listed first."""
+    """Replace the command's **values by these options, after its own parameters."""
     own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
     command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
     return command
 
 
 def list_given_flags(values: Mapping[str, Any]) -> list[str]:
-    """The flags that stand on the command line."""
+    """The flags that were given on the command line."""
     return ["--" + key.replace("_", "-") for key, value in values.items() if value not in (None, False, [])]
 
 
 def reject_idle_flags(command: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a command that takes those of a training, but can do nothing with some of them."""
+    """Refuse the options of a training that have no effect in this command; returns the values."""
     idle = {name: values[name] for name in ("dry_run", "print_config", "quiet", "verbose", "version")}
     if flags := list_given_flags(idle):
         raise RequestError(f"{command} does not accept {flags[0]}", remedy=f"{command} without {flags[0]}")
@@ -134,8 +132,8 @@ def _build_setting_option(setting: Setting) -> inspect.Parameter:
     return _build_option(setting.key, kind, setting.kind.metavar, setting.help + default, setting.panel)
 
 
-def _skip_typer_reading(command: Any, ctx: Any) -> Any:
-    """Typer 0.29 would load pydantic to read values: 0.1 s of CPU a call. (Other versions know no such name.)"""
+def _skip_value_parsing(command: Any, ctx: Any) -> Any:
+    """Typer 0.29 would load pydantic to parse values: 0.1 s of CPU per call. (Other versions ignore this.)"""
     for option in command.get_params(ctx):
         option._runtime_param = _RawText()
     return ctx

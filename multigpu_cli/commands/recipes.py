@@ -1,12 +1,13 @@
 """The recipes that --config takes by name."""
 
-import json
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from multigpu_cli.config.recipes import find_recipes, read_description
 
 
-class Recipe(NamedTuple):
+@dataclass(frozen=True)
+class Recipe:
     """A recipe as the list shows it."""
 
     name: str
@@ -19,13 +20,9 @@ def list_recipes() -> list[Recipe]:
     return [Recipe(name, read_description(path), str(path)) for name, path in sorted(find_recipes().items())]
 
 
-def print_recipes(recipes: list[Recipe], *, as_json: bool) -> None:
-    """Print them as JSON or one a line."""
-    if as_json:
-        print(json.dumps([recipe._asdict() for recipe in recipes], indent=2))
-        return
+def format_recipes(recipes: list[Recipe]) -> Iterator[str]:
+    """One line each."""
     width = max((len(recipe.name) for recipe in recipes), default=0)
-    for recipe in recipes:
-        print(f"{recipe.name:<{width}}  {recipe.description}")
+    yield from (f"{recipe.name:<{width}}  {recipe.description}" for recipe in recipes)
     if not recipes:
-        print("no recipes here: they are looked up in ./configs")
+        yield "no recipes found: they are looked up in ./configs"

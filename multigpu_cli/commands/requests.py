@@ -1,4 +1,4 @@
-"""What the options of a command ask for, checked before torch is loaded: a Config, a run's weights, a file to write."""
+"""Requests made from the options of a command, checked before torch is loaded: a Config, a run's weights, a file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
-    """What evaluate, predict and sample ask of a run.
+    """The options of evaluate, predict and sample.
 
     Attributes:
         run: folder, best.pt, last.pt or checkpoint.
         changes: settings of the data that differ from the run's, by key.
-        split: train, val or test; None takes the last of them that there is.
-        batch_size: samples at once; None as the run evaluated.
-        workers: processes to start; None one for each GPU.
-        own_code: code that the run names may be imported.
+        split: train, val or test; None takes new samples, or else the last split that exists.
+        batch_size: samples at once; None takes twice the run's.
+        workers: processes to start; None starts one for each GPU.
+        own_code: the code that the run names may be imported.
     """
 
     run: Path
@@ -61,7 +61,7 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     wrong = []
     if values.get("no_amp"):
         if flags.get("amp", "off") != "off":
-            wrong.append(RequestError(f"--no-amp together with --amp {flags['amp']}", remedy="one of them"))
+            wrong.append(RequestError(f"--no-amp together with --amp {flags['amp']}", remedy="only one of them"))
         flags["amp"] = "off"
     config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
     if readable:
@@ -77,13 +77,12 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
     """Read the options of evaluate, predict and sample.
 
     Args:
-        given: data, data_dir, set, split, batch_size, nproc_per_node; None where it was not given.
+        given: data, data_dir, set, split, batch_size, nproc_per_node; None where an option was not given.
 
     Raises:
-        RequestError: there is no such run, or a value is unfit.
+        RequestError: there is no such run, or a value is not valid.
     """
-    if not Path(run).exists():
-        raise RequestError(f"{run}: there is no such file or folder", remedy="the --save-dir of a run")
+    _check_run_exists(run)
     sets = list(given.get("set") or ())
     config = resolve({name: given.get(name) for name in ("data", "data_dir")}, sets, None)
     if others := sorted(config.explicit - _DATA):
@@ -99,10 +98,10 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
 
 
 def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) -> dict[str, Any]:
-    """How sample draws: count, temperature, top_k and seed.
+    """Read the options of sample: count, temperature, top_k and seed.
 
     Raises:
-        RequestError: a value is unfit.
+        RequestError: a value is not valid.
     """
     return {
         "count": parse_option(integer(1, 10**6), "--length", length),
@@ -113,7 +112,11 @@ def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) 
 
 
 def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
-    """The value of an option, None where it was not given."""
+    """The value of an option, None where it was not given.
+
+    Raises:
+        RequestError: the value is not valid.
+    """
     if value is None:
         return None
     try:
@@ -123,25 +126,25 @@ def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
 
 
 def parse_positive(flag: str, word: str, *, whole: bool = False) -> float:
-    """A number of the command line.
+    """Read a number above zero.
 
     Raises:
-        RequestError: it is none, or not above zero.
+        RequestError: the word is no such number.
     """
     try:
         value = int(word) if whole else float(word)
     except ValueError:
         value = 0
     if not 0 < value < inf:
-        raise RequestError(f"{flag} {word}: not a {'whole ' if whole else ''}number above zero")
+        raise RequestError(f"{flag} {word}: must be a {'whole ' if whole else ''}number above zero")
     return value
 
 
 def parse_csv_target(out: str) -> Path:
-    """The table that predict shall write.
+    """The table that predict writes.
 
     Raises:
-        RequestError: it is no .csv, or is there already, or its folder is not.
+        RequestError: it does not end in .csv, exists already, or its folder does not exist.
     """
     target = Path(out)
     if target.suffix != ".csv":
@@ -151,10 +154,10 @@ def parse_csv_target(out: str) -> Path:
 
 
 def parse_export_target(to: str, checkpoint: str) -> Path:
-    """The file that an export shall write.
+    """The file that export writes.
 
     Raises:
-        RequestError: its kind is unknown, or something that it needs is missing, or it is there already.
+        RequestError: its format is unknown or lacks a package, it exists already, or the checkpoint does not.
     """
     target = Path(to)
     if target.suffix not in _EXPORT_PACKAGES:
@@ -163,13 +166,17 @@ def parse_export_target(to: str, checkpoint: str) -> Path:
     if missing := [package for package in packages if find_spec(package) is None]:
         raise RequestError(f"--to {to} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
     _check_new_file("--to", target)
-    if not Path(checkpoint).exists():
-        raise RequestError(f"{checkpoint}: there is no such file or folder", remedy="the --save-dir of a run")
+    _check_run_exists(checkpoint)
     return target
+
+
+def _check_run_exists(run: str) -> None:
+    if not Path(run).exists():
+        raise RequestError(f"{run}: there is no such file or folder", remedy="the --save-dir of a run")
 
 
 def _check_new_file(flag: str, target: Path) -> None:
     if target.exists():
-        raise RequestError(f"{flag} {target}: there is such a file already", remedy="another name, or remove it")
+        raise RequestError(f"{flag} {target}: the file exists already", remedy="another name, or remove it")
     if not target.parent.is_dir():
-        raise RequestError(f"{flag} {target}: there is no folder {target.parent}", remedy="make it, or another place")
+        raise RequestError(f"{flag} {target}: there is no folder {target.parent}", remedy="create it first")

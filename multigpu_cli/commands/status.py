@@ -1,9 +1,9 @@
-"""What runs where, how far it is and what is wrong with it, from the journals alone: while runs live, and after."""
+"""The state of runs, their progress and their problems, from the journals alone; during a run and after it."""
 
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_fol
 from multigpu_cli.monitor.journal import dump_json
 
 HOME = "checkpoints"
-_PATIENCE = 60.0  # seconds of silence that are nothing unusual
+_PATIENCE = 60.0  # seconds without a line that are normal
 _FIRST_PATIENCE = 600.0  # before the first line: loading, compiling
 _REFRESH = 2.0  # seconds
 _REPAINT = "\x1b[H\x1b[2J"
@@ -26,15 +26,15 @@ class Status:
     """One run, now.
 
     Attributes:
-        state: starting, running, completed, stopped, failed, or died (gone without a word).
-        step, total_steps: optimizer steps planned, and how far in them it is.
+        state: starting, running, completed, stopped, failed, or died (ended without writing so).
+        step, total_steps: the position in the planned optimizer steps, and their number.
         samples_per_second: of the last window of the journal.
         eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
         checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
         silent_seconds: since the last line.
-        recovery_seconds, lost_steps: from the end of an attempt to the first step of the next one, and the steps that
-            were done again; of the last restart within a launch.
-        alarms: what somebody should look at.
+        recovery_seconds, lost_steps: of the last restart within a launch: the time from the end of an attempt to the
+            first step of the next one, and the steps that were repeated.
+        alarms: problems that need attention.
     """
 
     run: str
@@ -60,17 +60,17 @@ class Status:
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """The run folders that these names stand for; without names, those under checkpoints/.
+    """The run folders at or below these paths; without names, those under checkpoints/.
 
     Raises:
-        RequestError: no run there.
+        RequestError: a path has no run.
     """
     runs: list[Path] = []
     for name in names or [HOME]:
         here = find_run_folders(Path(name))
         if not here:
             raise RequestError(
-                f"{name}: no run there, that is no journal.jsonl in it or up to two levels below",
+                f"{name} has no run: there is no journal.jsonl in it or up to two levels below",
                 remedy="the --save-dir of a run, or a folder of runs",
             )
         runs += [run for run in here if run not in runs]
@@ -78,7 +78,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 
 def read_status(run: Path, now: float) -> Status:
-    """What the journal of a run says at time `now` (Unix seconds)."""
+    """The state of a run at time `now` (Unix seconds), from its journal."""
     history = load_history(run)
     begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
     attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
@@ -117,7 +117,7 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
     while True:
         statuses = [read_status(run, time.time()) for run in find_runs(names)]
         if as_json:
-            print(dump_json([asdict(status) for status in statuses], indent=None if repeat else 2), flush=True)
+            print(dump_json(statuses, indent=None if repeat else 2), flush=True)
         else:
             text = make_printable("\n".join(format_statuses(statuses)))
             print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
@@ -127,23 +127,23 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
 
 
 def make_printable(text: str) -> str:
-    """Text without control characters: a journal may come from somebody else, and a terminal would obey them."""
+    """Text without control characters, which a terminal would obey: a journal may be somebody else's."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
-    """Two lines a run, and one more for each alarm."""
-    wide = max(len(status.run) for status in statuses)
+    """Two lines for each run, and one more for each alarm."""
+    width = max(len(status.run) for status in statuses)
     for status in statuses:
         total = f"/{status.total_steps:,}" if status.total_steps else ""
-        parts = [f"{status.run:<{wide}}  {status.state:<9}  step {status.step:,}{total}"]
+        parts = [f"{status.run:<{width}}  {status.state:<9}  step {status.step:,}{total}"]
         parts += [f"epoch {status.epoch}"] if status.epoch is not None else []
         parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
         parts += [f"val {name} {value:.4g}" for name, value in status.val.items()]
         parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
         parts += [f"{format_duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
         yield "  ".join(parts)
-        where = "nothing known yet"
+        where = "no start recorded yet"
         if status.strategy:
             where = f"{status.strategy}, {pluralize(status.workers or 0, 'worker')}, {status.device}"
         where += f" on {status.host}" if status.host else ""
@@ -153,7 +153,7 @@ def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
         tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
         if status.recovery_seconds is not None:
             again = pluralize(status.lost_steps or 0, "step")
-            tries += f", at work again after {format_duration(status.recovery_seconds)} and {again} done twice"
+            tries += f", training again after {format_duration(status.recovery_seconds)}, {again} done twice"
         yield f"  {where}; {saved}; last line {format_duration(status.silent_seconds)} ago{tries}"
         yield from (f"  ! {alarm}" for alarm in status.alarms)
 
@@ -185,12 +185,12 @@ def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) 
     if state in _RUNNING:
         patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
         if silent > patience:
-            usual = f"until now the longest silence was {format_duration(attempt.longest_silence)}"
-            yield f"stalled: nothing written for {format_duration(silent)}; {usual}"
+            usual = f"the longest pause before was {format_duration(attempt.longest_silence)}"
+            yield f"stalled: no line written for {format_duration(silent)}; {usual}"
     if state == "died":
         at = history.checkpoints[-1]["step"] if history.checkpoints else None
-        again = f"goes on from step {at}" if at is not None else "starts anew, since there is no checkpoint"
-        yield f"died: no process holds the folder and the journal has no end; the same command again {again}"
+        again = f"goes on from step {at}" if at is not None else "starts from the beginning: there is no checkpoint"
+        yield f"died: no process owns the folder and the journal has no end; the same command {again}"
     if state == "failed":
         yield "failed: summary.json says why"
     kinds: dict[str, list[dict[str, Any]]] = {}
@@ -205,5 +205,5 @@ def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) 
 
 
 def _parse_float(value: Any) -> float | None:
-    """A number of the journal; non-finite ones stand there as words."""
+    """A number of the journal, where non-finite numbers are strings."""
     return None if value is None else float(value)

@@ -1,4 +1,4 @@
-"""Whether two runs are the same, and where they part if they are not; read from their folders alone, without torch."""
+"""Whether two runs are the same, and where they first differ; read from their folders alone, without torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,9 +11,8 @@ from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.history import load_history
-from multigpu_cli.monitor.journal import dump_json
 
-_RESOLVED = (  # of the plan in the `start` event: what _SETTINGS_OF_THE_PLAN stand for
+_RESOLVED = (  # in the plan of the `start` event: the values that _SETTINGS_OF_THE_PLAN lead to
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
 )
 _SETTINGS_OF_THE_PLAN = (
@@ -26,13 +25,13 @@ _POSITION = {"event", "time", "epoch", "step", "split"}
 
 
 class Divergence(NamedTuple):
-    """Where two journals differ first.
+    """The first difference between two journals.
 
     Attributes:
         step: optimizer steps done.
         what: "train", or the split of an evaluation.
         name: the field.
-        values: what either run wrote there.
+        values: of the two runs.
     """
 
     step: int
@@ -42,7 +41,7 @@ class Divergence(NamedTuple):
 
     @property
     def relative(self) -> float | None:
-        """The difference relative to the greater value; None where they are not both finite numbers."""
+        """The difference relative to the greater value; None where one of them is no finite number."""
         one, other = self.values
         if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
             return None
@@ -51,15 +50,15 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found out about two runs.
+    """The result of comparing two runs.
 
     Attributes:
         same: the fingerprints of the final weights and buffers are equal.
         fingerprints: None for a run that was not completed.
-        parting: the first line in which the journals differ, None where they agree.
-        agreed_until: last step before it at which both wrote a line, and the same one; 0 where there is none.
-        lines: journal lines that both runs have.
-        notes: what else is different about the runs.
+        parting: the first difference between the journals, None where they agree.
+        agreed_until: the last step before it at which both wrote a line; 0 without one.
+        lines: number of journal lines that both runs have.
+        notes: other differences between the runs.
     """
 
     runs: tuple[str, str]
@@ -79,12 +78,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """What a run folder says.
+    """The records of one run folder.
 
     Attributes:
         settings: by key.
         start: the last `start` event.
-        lines: (step, order, what) → fields; after a resume, those of the steps that count.
+        lines: (step, order, what) → fields; without the steps that a resume replaced.
         summary: summary.json, or empty.
     """
 
@@ -103,15 +102,15 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     """Compare two run folders.
 
     Raises:
-        RequestError: no run there, two runs that were never meant to be the same, or one that is not over and shows no
-            difference so far.
+        RequestError: a folder has no run, the runs have different settings, or one is not over and shows no difference
+            so far.
     """
     a, b = _open_run(run_a), _open_run(run_b)
     if differing := list(_list_setting_differences(a, b)):
         listed = "\n".join(f"    {line}" for line in differing)
         raise RequestError(
-            f"{run_a} and {run_b} are runs of different settings, so nothing can be said about them:\n{listed}",
-            remedy="two runs that differ in the number of workers only, or in where and how they ran",
+            f"{run_a} and {run_b} can't be compared: they are runs with different settings:\n{listed}",
+            remedy="two runs that differ only in the number of workers, or in where and how they ran",
         )
     both = [place for place in sorted(a.lines) if place in b.lines]
     parting = next(_find_divergences(a, b, both), None)
@@ -124,46 +123,31 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     return Comparison((run_a, run_b), same, prints, parting, max(before, default=0), len(both), notes)
 
 
-def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
-    """Print the verdict, and where the runs part."""
-    if as_json:
-        print(dump_json(comparison.as_dict(), indent=2))
-        return
-    print("\n".join(_format_comparison(comparison)))
-
-
-def _format_comparison(comparison: Comparison) -> Iterator[str]:
-    parting, (a, b) = comparison.parting, comparison.runs
+def format_comparison(comparison: Comparison) -> Iterator[str]:
+    """The verdict, and where the runs first differ."""
+    parting, runs, lines = comparison.parting, comparison.runs, comparison.lines
+    agreement = f"all {lines} journal lines that both have agree" if lines else "they have no journal line in common"
     if comparison.same:
         yield f"same: {comparison.fingerprints[0]}"
-        yield (
-            f"  {_describe_agreement(comparison)}"
-            if not parting
-            else "  the final weights are equal, but the journals are not"
-        )
+        yield "  the final weights are equal, but the journals are not" if parting else f"  {agreement}"
     else:
-        yield "different: " + " and ".join(print or "not completed" for print in comparison.fingerprints)
+        yield "different: " + " and ".join(digest or "not completed" for digest in comparison.fingerprints)
     if parting:
         upto = f", equal up to step {comparison.agreed_until}" if comparison.agreed_until else ""
-        yield f"  they part at step {parting.step}{upto}: {parting.what} {parting.name}"
-        wide = max(len(a), len(b))
-        yield from (f"    {run:<{wide}}  {value!r}" for run, value in zip(comparison.runs, parting.values, strict=True))
+        yield f"  they first differ at step {parting.step}{upto}: {parting.what} {parting.name}"
+        width = max(map(len, runs))
+        yield from (f"    {run:<{width}}  {value!r}" for run, value in zip(runs, parting.values, strict=True))
         if parting.relative is not None:
             yield f"    relative difference {parting.relative:.2g}"
     elif not comparison.same:
-        yield f"  {_describe_agreement(comparison)}: --log-interval 1 shows where"
+        yield f"  {agreement}: --log-interval 1 shows where they differ"
     yield from (f"  note: {note}" for note in comparison.notes)
-
-
-def _describe_agreement(comparison: Comparison) -> str:
-    lines = comparison.lines
-    return f"all {lines} journal lines that both have agree" if lines else "no journal line of both to compare"
 
 
 def _open_run(folder: str) -> RunTrace:
     path = Path(folder)
     if not (path / "journal.jsonl").is_file():
-        raise RequestError(f"{folder} holds no run: there is no journal.jsonl", remedy="the --save-dir of a run")
+        raise RequestError(f"{folder} has no run: there is no journal.jsonl", remedy="the --save-dir of a run")
     history = load_history(path)
     start = history.attempts[-1].start if history.attempts else {}
     lines = {(step, 0, "train"): {name: event.get(name) for name in _TRAIN} for step, event in history.train.items()}
@@ -185,24 +169,22 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _list_setting_differences(a: RunTrace, b: RunTrace) -> Iterator[str]:
-    """The settings that make two runs different ones, with both values."""
+    """The settings whose difference makes two runs incomparable, with both values."""
     plans = (a.start.get("plan", {}), b.start.get("plan", {}))
     yield from _list_unequal(_RESOLVED.split(), *plans)
-    passed_over = {*_SETTINGS_OF_THE_PLAN.split(), *_SHOULD_NOT_MATTER.split()}
-    keys = [
-        key for key, setting in SETTINGS.items() if not setting.free and key in a.settings and key not in passed_over
-    ]
-    yield from _list_unequal(keys, a.settings, b.settings)
+    compared = {key for key, setting in SETTINGS.items() if not setting.free and key in a.settings}
+    compared -= {*_SETTINGS_OF_THE_PLAN.split(), *_SHOULD_NOT_MATTER.split()}
+    yield from _list_unequal([key for key in SETTINGS if key in compared], a.settings, b.settings)
 
 
 def _list_notes(a: RunTrace, b: RunTrace) -> Iterator[str]:
-    """What should not change the numbers, or only their rounding."""
+    """Differences that should not change the numbers, or only their rounding."""
     yield from _list_unequal(_SHOULD_NOT_MATTER.split(), a.settings, b.settings)
     yield from _list_unequal(["world_size", "versions", "devices"], a.start, b.start)
     yield from _list_unequal(["device", "threads"], a.start.get("plan", {}), b.start.get("plan", {}))
     sizes = {a.start.get("world_size"), b.start.get("world_size")}
     if len(sizes) > 1 and not (a.settings["exact"] and b.settings["exact"]):
-        yield "without --exact, another number of workers adds up in another order: equal to rounding only"
+        yield "without --exact, another number of workers sums in another order: results are equal only to rounding"
 
 
 def _list_unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -222,6 +204,5 @@ def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str
 def _unfinished_error(run: RunTrace, lines: int) -> RequestError:
     status = run.summary.get("status", "not over")
     agree = f"its {lines} journal lines agree with the other's" if lines else "it has no journal line to compare"
-    return RequestError(
-        f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
-    )
+    problem = f"{run.folder} has no fingerprint, because it is {status}; so far {agree}"
+    return RequestError(problem, remedy="let it run to its end")

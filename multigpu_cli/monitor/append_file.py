@@ -1,4 +1,4 @@
-"""A file of lines that is only ever appended to, and outlives a full disk."""
+"""An append-only file of lines that survives a full disk."""
 
 import os
 import threading
@@ -13,14 +13,14 @@ Warn = Callable[[str], None]
 
 
 class AppendFile:
-    """Appends lines; while the disk takes none they wait in memory, and follow as soon as it does.
+    """Appends lines; while the disk is full they wait in memory, and are written as soon as there is space.
 
-    A line is a single `write` at the end of the file, so a killed process tears at most the last line. A torn line is
-    cut off: at once where the disk was full, and by the next attempt after a kill. A file that somebody removes is made
-    again, with all that was in it, if its folder is there.
+    A line is a single `write` at the end of the file, so a killed process leaves at most the last line incomplete. An
+    incomplete line is cut off: at once on a full disk, and by the next attempt after a kill. A file that was removed is
+    written again with its old content, if its folder still exists.
 
     Args:
-        warn: called when lines begin to wait, and in the end if some are lost.
+        warn: called when lines begin to wait, and at the end if some are lost.
     """
 
     def __init__(self, path: Path | str, warn: Warn = warnings.warn) -> None:
@@ -66,7 +66,7 @@ class AppendFile:
         return None
 
     def _write_waiting(self) -> None:
-        """Write all that waits; where the disk takes only a part, whole lines of it stay in the file."""
+        """Write the waiting lines; if the disk takes only a part of them, its whole lines stay in the file."""
         taken = 0
         try:
             while taken < len(self._waiting):
@@ -78,7 +78,7 @@ class AppendFile:
             del self._waiting[:whole]
 
     def _begin_again(self) -> None:
-        """Not into a file of that name that is another's by now."""
+        """Write the removed file's content to a new one; fails if another program has made a file of that name."""
         anew, old = self._open(os.O_EXCL), self._file
         self._waiting[:0] = os.pread(old, os.fstat(old).st_size, 0)
         self._file = anew

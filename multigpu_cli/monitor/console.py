@@ -1,4 +1,4 @@
-"""What people see while a run goes on: a table and a bar on a terminal, plain lines anywhere else."""
+"""The output of a run: tables and a progress bar on a terminal, plain lines elsewhere."""
 
 import os
 import re
@@ -17,13 +17,13 @@ _LEVELS: tuple[Level, ...] = ("silent", "quiet", "normal", "verbose")
 
 
 class Console:
-    """The only place that writes to people. Ranks other than 0 get a 'silent' one.
+    """Writes all output of a run for people. Ranks other than 0 get a 'silent' one.
 
     Args:
         level: 'silent' nothing at all; 'quiet' warnings and one line of result; 'normal'; 'verbose' every number.
         stream: where to write; stdout where None.
         json: the summary, as one JSON object, is the only thing on `stream`; all else goes to stderr.
-        rank_output: where whatever else this process prints goes while a run is on; None: nowhere else.
+        rank_output: the file for other output of this process during a run; None leaves it on the screen.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Console:
             self._table(rows, title)
 
     def progress(self, total_steps: int, initial: int = 0) -> ProgressDisplay:
-        """Follow the steps of a run: a bar on a terminal, else nothing but the total that `train` lines name."""
+        """Show the steps of a run: a bar on a terminal, elsewhere only the total in `train` lines."""
         wanted = self._shows("normal") and self._is_terminal()
         self._progress = TqdmDisplay(total_steps, initial, self._stream) if wanted else ProgressDisplay(total_steps)
         return self._progress
@@ -67,16 +67,16 @@ class Console:
             self._line(format.format_eval_line(fields))
 
     def note(self, text: str) -> None:
-        """Something that happened and is worth a line: a checkpoint found, a step skipped."""
+        """A line about an event, such as a checkpoint found or a step skipped."""
         if self._shows("normal"):
             self._line(text)
 
     def detail(self, text: str) -> None:
-        """Like `note`, for --verbose only; on a terminal folded where two spaces stand."""
+        """Like `note`, for --verbose only; on a terminal folded at double spaces."""
         if self._shows("verbose"):
-            together = re.sub(r"(?<! ) (?! )", "\xa0", text)
+            unbroken = re.sub(r"(?<! ) (?! )", "\xa0", text)
             indent = " " * (len(text) - len(text.lstrip()))
-            folded = wrap(together, self._width() or sys.maxsize, subsequent_indent=indent, break_on_hyphens=False)
+            folded = wrap(unbroken, self._width() or sys.maxsize, subsequent_indent=indent, break_on_hyphens=False)
             self._lines(line.replace("\xa0", " ") for line in folded)
 
     def details(self, rows: Callable[[], Sequence[tuple[str, str]]]) -> None:
@@ -85,18 +85,18 @@ class Console:
             self._table(rows(), "Details")
 
     def warn(self, text: str) -> None:
-        """Something that the user should act on: shown with --quiet too."""
+        """A problem that the user should act on; shown with --quiet too."""
         if self._shows("quiet"):
             self._line(f"warning: {text}")
 
     def error(self, text: str) -> None:
-        """Why the process ends: shown at every level."""
+        """Why the process ends; shown at every level."""
         self._line(text)
 
-    def print_json(self, found: Mapping[str, Any]) -> None:
-        """One JSON object, where that is what was asked for."""
+    def print_json(self, content: Mapping[str, Any]) -> None:
+        """One JSON object, with --json only."""
         if self._json and self._level:
-            self._write(self._results, dump_json(found) + "\n")
+            self._write(self._results, dump_json(content) + "\n")
 
     def report(
         self,
@@ -153,19 +153,19 @@ class Console:
         self._write(self._stream, "".join(line + "\n" for line in lines))
 
     def _write(self, stream: TextIO, text: str) -> None:
-        """The only write. A reader that has left (`| head`, a closed window) must not end the training."""
+        """The only write. A closed reader (`| head`, a closed window) must not end the training."""
         encoding = stream.encoding or "utf-8"
         try:
             with self._progress.hidden():
                 stream.write(text.encode(encoding, "replace").decode(encoding))
                 stream.flush()
-        except OSError:  # the journal has everything
+        except OSError:  # the journal has all the same numbers
             self._level = 0
             _silence(stream)
 
 
 def reserve_stdout() -> TextIO:
-    """Standard output for the summary alone: what anybody else prints there goes to standard error from now on."""
+    """A stream to standard output for the summary alone: other output to it goes to standard error from now on."""
     sys.stdout.flush()
     own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -173,13 +173,13 @@ def reserve_stdout() -> TextIO:
 
 
 def _render_table(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -> str:
-    """The table as rich draws it: labels fainter than the values, which are wrapped beside them."""
+    """The table as rich draws it: faint labels, and values wrapped beside them."""
     from rich.console import Console as Terminal
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2), pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)  # no colour: each is hard to read on a dark or on a light ground
+    table.add_column(style="dim", no_wrap=True)  # no colour: each is hard to read on some background
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(Text(f" {label}"), Text(value))
@@ -192,7 +192,7 @@ def _render_table(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -
 
 
 def _silence(stream: TextIO) -> None:
-    """Point a file at nothing, so that whoever else prints, a plug-in say, does not fail either."""
+    """Redirect a stream to /dev/null, so that other writers, such as plug-ins, do not fail either."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, stream.fileno())

@@ -1,6 +1,5 @@
-"""The picture of an equity curve: what portfolios were worth day by day, and how far below their heights."""
+"""The plot of an equity curve: the value of portfolios day by day, and how far it is below its maximum."""
 
-import io
 from collections.abc import Mapping, Sequence
 from datetime import date
 from itertools import accumulate
@@ -10,7 +9,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run
+from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run, save_png
 
 _DASHES = ("-", "--", "-.")
 
@@ -21,7 +20,7 @@ def draw_equity(dates: Sequence[str], values: Mapping[str, Sequence[float]], pri
     Args:
         dates: T of them, as 2017-09-01.
         values: T values of each portfolio by its name, the policy's first.
-        prices: what they are, for the line below.
+        prices: where they come from, for the line below.
     """
     days = [date.fromisoformat(day).toordinal() - date(1970, 1, 1).toordinal() for day in dates]
     with rc_context(STYLE):
@@ -46,8 +45,6 @@ def draw_equity(dates: Sequence[str], values: Mapping[str, Sequence[float]], pri
         locator = AutoDateLocator(minticks=4, maxticks=9)
         falls.xaxis.set_major_locator(locator)
         falls.xaxis.set_major_formatter(ConciseDateFormatter(locator))
-        told = f"{prices}. One stretch of dates, with costs, without slippage or market impact."
-        figure.supxlabel(told, fontsize=8, color=INK, wrap=True)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=160)
-    return picture.getvalue()
+        caption = f"{prices}. One stretch of dates, with costs, without slippage or market impact."
+        figure.supxlabel(caption, fontsize=8, color=INK, wrap=True)
+        return save_png(figure)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: one line of training, the result of a run, its tables. Data in, text out."""
+"""Numbers as text: one line of training, the result of a run, its tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,22 +22,22 @@ def format_train_line(fields: Mapping[str, Any], total_steps: int) -> str:
 
 
 def format_other_numbers(fields: Mapping[str, Any]) -> str:
-    """The numbers of a `train` event that its line leaves out."""
+    """The numbers of a `train` event that its line does not show."""
     rest = {name: value for name, value in fields.items() if name not in _SHORT and value is not None}
     return "  ".join(f"{format_label(name)} {_readable(name, value)}" for name, value in rest.items())
 
 
 def format_bar_facts(fields: Mapping[str, Any]) -> list[str]:
-    """What stands beside the bar, the most important first; the memory of the fullest GPU where there is one."""
-    found = [f"mean loss {format_number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
-    found += _rate(fields)
+    """The facts beside the progress bar, the most important first; with the memory of the fullest GPU."""
+    facts = [f"mean loss {format_number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
+    facts += _rate(fields)
     if fields.get("memory_reserved"):
-        found.append(f"GPU {_readable('memory', max(fields['memory']))}")
-    return found
+        facts.append(f"GPU {_readable('memory', max(fields['memory']))}")
+    return facts
 
 
 def format_eval_line(fields: Mapping[str, Any]) -> str:
-    """An `eval` event as a line; measures beside loss and accuracy are named too."""
+    """An `eval` event as a line, with all its metrics."""
     measures = {
         name: value for name, value in fields.items() if name not in {"event", "time", "step", "split", "epoch"}
     }
@@ -51,17 +51,17 @@ def format_eval_line(fields: Mapping[str, Any]) -> str:
 
 
 def format_result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The result of a run as label → value, leaving out what the run does not have."""
-    found = [("status", _status(summary))]
+    """The result of a run as label → value, without what the run does not have."""
+    rows = [("status", _status(summary))]
     final = summary.get("final") or {}
     wanted = sorted(final, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
-    found += [(format_label(name), format_metric(name, final[name])) for name in wanted if final[name] is not None]
+    rows += [(format_label(name), format_metric(name, final[name])) for name in wanted if final[name] is not None]
     best = summary.get("best") or {}
     if best.get("epoch") is not None:
-        found.append(("best epoch", str(best["epoch"])))
-    found.append(("speed", _speed(summary)))
-    found += [(format_label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
-    return [(name, text) for name, text in found if text]
+        rows.append(("best epoch", str(best["epoch"])))
+    rows.append(("speed", _speed(summary)))
+    rows += [(format_label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
+    return [(name, text) for name, text in rows if text]
 
 
 def format_result_line(summary: Mapping[str, Any]) -> str:
@@ -76,19 +76,18 @@ def format_class_table(per_class: Sequence[Mapping[str, Any]], class_names: Sequ
         {"class": row.get("class", _name_class(class_names, at))} | {name: row[name] for name in row if name != "class"}
         for at, row in enumerate(per_class)
     ]
-    chosen = named
-    if len(named) > _MANY_CLASSES:
-        chosen = sorted(named, key=lambda row: row.get("f1") or 0.0)[:_MANY_CLASSES]
+    many = len(named) > _MANY_CLASSES
+    chosen = sorted(named, key=lambda row: row.get("f1") or 0.0)[:_MANY_CLASSES] if many else named
     yield ""
     yield from _align([list(named[0]), *([_cell(value) for value in row.values()] for row in chosen)])
-    if len(chosen) < len(named):
+    if many:
         yield f" the {len(chosen)} weakest of {len(named)} classes; all of them are in summary.json"
 
 
 def format_confusion_table(
     confusion: Sequence[Sequence[int]], class_names: Sequence[str], width: int | None = None
 ) -> Iterator[str]:
-    """The counts, true classes down and predicted ones across (by index); where they fit, that is."""
+    """The counts, true classes down and predicted ones across (by index), if the table fits."""
     count = len(confusion)
     head = ["true \\ predicted", *(str(at) for at in range(count))]
     table = _align([head, *([_index_class(class_names, at), *map(str, row)] for at, row in enumerate(confusion))])
@@ -129,7 +128,7 @@ def _rate(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _readable(name: str, value: Any) -> str:
-    """Bytes as MiB or GiB, shares in per cent; one of each rank with strokes between them."""
+    """Bytes as MiB or GiB, shares in per cent; the values of several ranks with slashes between them."""
     if isinstance(value, list):
         return " / ".join("-" if each is None else _readable(name, each) for each in value)
     if "memory" in name:
@@ -166,12 +165,10 @@ def _index_class(class_names: Sequence[str], at: int) -> str:
 
 
 def _align(table: Sequence[Sequence[str]]) -> list[str]:
-    """Cells as lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        " "
-        + "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in table
-    ]
+    """Cells as lines: the first column aligned left, the others right."""
+    first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for label, *cells in table:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append(" " + "  ".join([label.ljust(first), *aligned]))
+    return lines

@@ -1,4 +1,4 @@
-"""What the journal of a run tells afterwards: its attempts, and the lines that count; without torch."""
+"""The history of a run from its journal: its attempts, and the events that count; without torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,20 +8,20 @@ from typing import Any
 from multigpu_cli.monitor.journal import Event, read_events
 
 JOURNAL = "journal.jsonl"
-PLAN = "plan.json"  # what `plan --save-dir` leaves for the report
+PLAN = "plan.json"  # written by `plan --save-dir`, for the report
 
 
 @dataclass
 class Attempt:
-    """From one start of the processes to whatever ended them.
+    """One start of all processes, up to their end.
 
     Attributes:
         start: the `start` event.
         last: time of the last event.
-        resumed_at: the step it went on from, 0 where it began anew.
+        resumed_at: the step of its checkpoint, 0 without one.
         end: the `end` event; None while it runs, or if it was killed.
-        longest_silence: seconds between two of its events.
-        reached: the last step that it wrote of.
+        longest_silence: the most seconds between two of its events.
+        reached: the last step in its events.
     """
 
     start: Event
@@ -34,13 +34,13 @@ class Attempt:
 
 @dataclass
 class History:
-    """One journal, folded.
+    """The events of one journal.
 
     Attributes:
         attempts: in order; the last one may still be running.
-        train, evals: the events that count, by step (and split): after a resume, steps beyond it are written anew.
-        checkpoints, faults: all of them, of every attempt.
-        recoveries: what each restart within a launch has cost.
+        train, evals: the events that count, by step (and split): a resume replaces those of later steps.
+        checkpoints, faults: those of all attempts.
+        recoveries: the cost of each restart within a launch.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -61,7 +61,7 @@ class History:
 
     @property
     def step(self) -> int:
-        """How far in the schedule it is known to be: of its optimizer steps, those that are done or were left out."""
+        """The known position in the schedule: the optimizer steps that are done or were skipped."""
         if not self.attempts:
             return 0
         ended = int((self.attempts[-1].end or {}).get("step", 0))
@@ -69,12 +69,12 @@ class History:
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps up to there, as far as the task tells that it left some out."""
+        """Optimizer steps done up to that position, where the task reports the skipped ones."""
         taken: int = (self.last_train or {}).get("steps_taken", self.step)
         return taken
 
     def add(self, event: Event) -> None:
-        """Take over one event."""
+        """Add the next event."""
         if event["event"] == "start":
             self.attempts.append(Attempt(event, event["time"]))
             if not event.get("resumed_from"):
@@ -109,7 +109,7 @@ class History:
 
 
 def fold_events(events: Iterable[Event]) -> History:
-    """The history that a journal's events make."""
+    """The history of a journal's events."""
     history = History()
     for event in events:
         history.add(event)
@@ -126,6 +126,6 @@ def load_history(folder: Path) -> History:
 
 
 def find_run_folders(folder: Path) -> list[Path]:
-    """Run folders at this place or up to two levels below it, oldest first."""
+    """Run folders at this path or up to two levels below it, oldest first."""
     journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL)]
     return [file.parent for file in sorted(journals, key=lambda file: file.stat().st_mtime)]

@@ -1,10 +1,11 @@
-"""The journal of a run: one JSON object a line, append-only; what status, report and TensorBoard derive from."""
+"""The journal of a run: one JSON object a line, append-only; the source of status, report and TensorBoard."""
 
 import json
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
     Those are strings, because JSON has no such numbers; `float()` turns them back. Finite floats keep full precision.
 
     Raises:
-        TypeError: something that is neither plain data nor a path, such as a tensor.
+        TypeError: something that is neither plain data, a dataclass of it, nor a path; such as a tensor.
     """
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
@@ -28,9 +29,9 @@ class Journal:
     """Appends events to a file and hands each of them to the listeners.
 
     Args:
-        path: the file; None writes nothing (ranks that do not speak) but still hands events on.
+        path: the file; None (ranks above 0) writes nothing but still calls the listeners.
         listeners: called with each event, in order, after its line is written.
-        warn: called when the disk takes no lines.
+        warn: called when no lines can be written.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Journal:
         self._listeners = tuple(listeners)
 
     def write(self, event: str, **fields: Any) -> Event:
-        """Append one event with the time of now, and return it."""
+        """Append one event with the current time, and return it."""
         entry = {"event": event, "time": time.time()} | fields
         line = dump_json(entry)
         if self._lines:
@@ -61,7 +62,7 @@ class Journal:
 
 
 def read_events(path: Path | str) -> Iterator[Event]:
-    """The events of a journal in the order written, passing over torn lines.
+    """The events of a journal in the order written, without incomplete lines.
 
     Raises:
         FileNotFoundError: there is no journal.
@@ -71,7 +72,7 @@ def read_events(path: Path | str) -> Iterator[Event]:
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:
-                continue  # torn by a kill, or still being written
+                continue  # cut off by a kill, or still being written
             match entry:
                 case {"event": str(), "time": int() | float()}:
                     yield entry
@@ -79,6 +80,8 @@ def read_events(path: Path | str) -> Iterator[Event]:
 
 def _finite(value: Any) -> Any:
     match value:
+        case str() | int() | None:
+            return value
         case float():
             return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
         case Mapping():
@@ -87,4 +90,4 @@ def _finite(value: Any) -> Any:
             return [_finite(entry) for entry in value]
         case Path():
             return str(value)
-    return value
+    return _finite(vars(value)) if is_dataclass(value) else value

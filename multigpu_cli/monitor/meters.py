@@ -1,4 +1,4 @@
-"""Counts and clocks of a run: no tensor is touched, so no step waits for them."""
+"""Counters and timers of a run; they use no tensors, so no step waits for them."""
 
 import math
 import time
@@ -60,15 +60,15 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """Training begins now, unless a step is done already: what was before is no part of the first one."""
+        """Start the clock of the first step; without effect after a step."""
         if not self.steps:
             self._last, self.seconds = self._clock(), 0.0
-            self._step_so_far = 0.0  # of a step that a pause or a read cuts in two
+            self._step_so_far = 0.0  # of a step that a pause or a read interrupts
             self._waits: dict[str, Stopwatch] = {}
             self._window = _Window(self._cpu())
 
     def step(self, samples: int) -> None:
-        """One optimizer step is done, by all workers together on so many samples."""
+        """Count one optimizer step of all workers together, on so many samples."""
         elapsed = self._elapsed()
         if not self._runs_ahead:
             self._times.add(elapsed + self._step_so_far)
@@ -79,13 +79,13 @@ class StepTimer:
         self.samples += samples
 
     def measure_wait(self, reason: str) -> Stopwatch:
-        """Time inside counts as training, and by its reason."""
+        """Time inside counts as training, and also as a wait for this reason."""
         if reason not in self._waits:
             self._waits[reason] = Stopwatch(of_gpu=self._runs_ahead, clock=self._clock)
         return self._waits[reason]
 
     def read_wait(self, reason: str) -> float:
-        """Seconds waited for this reason since this was last asked."""
+        """Seconds waited for this reason since the last call."""
         return self.measure_wait(reason).read()[0]
 
     @property
@@ -109,7 +109,7 @@ class StepTimer:
             self._window.cpu += self._cpu() - began
 
     def read(self) -> dict[str, float]:
-        """`samples_per_second` and `step_ms` of the window since the last read, which ends here."""
+        """`samples_per_second` and `step_ms` since the last read; a new window begins."""
         self._step_so_far += self._elapsed()
         window, self._window = self._window, _Window(self._cpu())
         if self._runs_ahead and window.steps:
@@ -137,7 +137,7 @@ class StepTimer:
 
 
 class _Window:
-    """What has gathered since the last read."""
+    """The counts since the last read."""
 
     def __init__(self, cpu: float) -> None:
         self.cpu = cpu

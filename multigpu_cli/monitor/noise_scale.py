@@ -1,8 +1,8 @@
-"""The gradient noise scale: how large a global batch still pays, from the norms of small and large batches' gradients.
+"""The gradient noise scale: up to which size a global batch pays, from gradient norms of small and large batches.
 
 McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1. With G the true
 gradient and Σ the covariance of single samples' gradients, E|G_B|² = |G|² + tr(Σ)/B. Two batch sizes give both
-unknowns, and B_simple = tr(Σ)/|G|² is the batch at which noise and signal are alike.
+unknowns, and B_simple = tr(Σ)/|G|² is the batch size at which noise and signal are equal.
 """
 
 import math
@@ -37,11 +37,11 @@ class Norms(NamedTuple):
 
 
 class NoiseMeter:
-    """Looks at the first micro-batch's gradient of a step that is logged, where more are added to it afterwards.
+    """Measures the first micro-batch's gradient in each logged step of several micro-batches.
 
     Args:
-        interval: steps between log lines; 0 never looks.
-        factor: what the loss of a micro-batch was multiplied by, beside what all losses of a step are divided by.
+        interval: steps between log lines; 0 never measures.
+        factor: by which the loss of a micro-batch was multiplied, apart from the divisor of all losses of a step.
     """
 
     def __init__(self, interval: int, factor: float = 1.0) -> None:
@@ -50,26 +50,26 @@ class NoiseMeter:
         self._estimates: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
 
     def is_due(self, step: int, passes: int, done: int) -> bool:
-        """Whether micro-batch `done` of this worker's `passes` in step `step` (counted from 1) is one to look at."""
+        """Whether micro-batch `done` of this worker's `passes` in step `step` (counted from 1) is to be measured."""
         return bool(self._interval) and done == 1 and passes > 1 and step % self._interval == 0
 
     @torch.no_grad()
     def record_gradient(self, parameters: list[Tensor]) -> None:
-        """Keep the norm of what a first micro-batch left in `.grad`."""
+        """Store the norm of the first micro-batch's gradient in `.grad`."""
         self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def take_small_norm(self) -> float | None:
-        """The norm that was kept since the last call, of losses without the factor."""
+        """The norm stored since the last call, without the factor of the losses."""
         norm, self._norm = self._norm, None
         return None if norm is None else float(norm) / self._factor
 
     def add(self, norms: Norms) -> None:
-        """Take over a step; on all ranks, whoever has looked."""
+        """Add the norms of a step; on all ranks, whichever has measured."""
         if math.isfinite(norms.small) and math.isfinite(norms.large):
             self._estimates.append(norms.signal_and_noise())
 
     def value(self) -> NoiseScale | None:
-        """The ratio of the mean estimates; None while there are few, or where the signal drowns."""
+        """The ratio of the mean estimates; None with too few of them, or where the noise hides the signal."""
         return ratio(list(self._estimates))
 
 

@@ -1,6 +1,9 @@
-"""How every picture looks: colours, type and lines, as matplotlib takes them."""
+"""The style of all plots: colours, type and lines, as matplotlib takes them."""
 
+import io
 from typing import Any
+
+from matplotlib.figure import Figure
 
 _COLOURS = ("#0067a5", "#d1495b", "#2a9d6f", "#b5651d", "#7b4fa3", "#008b9a", "#c2185b", "#5d6d7e")
 INK, _FAINT = "#22303c", "#dfe4e8"
@@ -30,11 +33,18 @@ STYLE: Any = {  # matplotlib's own type lists every name
 
 
 def escape_text(name: str) -> str:
-    """A name for matplotlib to show letter by letter: its $ begin no formula, its leading _ hides it from no legend."""
+    """A name that matplotlib shows as it is: $ would begin a formula, and a leading _ hides a name from the legend."""
     shown = name.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def color_of_run(number: int) -> str:
-    """The colour of a run, the same in all pictures."""
+    """The colour of a run, the same in all plots."""
     return _COLOURS[number % len(_COLOURS)]
+
+
+def save_png(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=160)
+    return file.getvalue()

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal that costs a step next to nothing."""
+"""The progress of a run: a bar on a terminal, at almost no cost for a step."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ _NARROWEST = 3  # columns of the bar itself
 
 
 class ProgressDisplay:
-    """Shows nothing; the base of what does.
+    """Shows nothing; the base of displays that do.
 
     Attributes:
         total: planned optimizer steps.
@@ -20,14 +20,14 @@ class ProgressDisplay:
         self.total = total_steps
 
     def update(self, step: int, facts: Sequence[str] = ()) -> None:
-        """So many steps are done; facts to show beside it, where there are new ones, the most important first."""
+        """Show the number of steps done, and new facts beside it, the most important first."""
 
     def close(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Text may be written inside."""
+        """Hide the bar, so that text can be written inside."""
         yield
 
 
@@ -56,17 +56,17 @@ class TqdmDisplay(ProgressDisplay):
 
     def update(self, step: int, facts: Sequence[str] = ()) -> None:
         if facts:
-            known, room = list(facts), self._columns() - len(f"|{'#' * _NARROWEST}| step , 0:00:00 left")
-            room -= 2 * len(str(self.total))
-            while known and len(", ".join(known)) + 2 > room:
-                known.pop()
-            self._bar.set_postfix_str(", ".join(known), refresh=False)
+            room = self._columns() - len(f"|{'#' * _NARROWEST}| step , 0:00:00 left") - 2 * len(str(self.total))
+            shown = list(facts)
+            while shown and len(", ".join(shown)) + 2 > room:
+                shown.pop()
+            self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update(step - self._bar.n)
 
     def _columns(self) -> int:
         try:
             return os.get_terminal_size(self._bar.fp.fileno()).columns
-        except (OSError, ValueError):  # no terminal of the system's
+        except (OSError, ValueError):  # the stream is no terminal of the operating system
             return sys.maxsize
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""samples.jsonl: which samples each optimizer step really trained on, gathered from the workers that fetched them."""
+"""samples.jsonl: the samples that each optimizer step was trained on, from the workers that fetched them."""
 
 import json
 import warnings
@@ -21,7 +21,7 @@ class SampleTrace:
     Args:
         path: the file; written by rank 0.
         most: the largest number of samples that a worker can have in a step.
-        warn: called when the disk takes no lines.
+        warn: called when no lines can be written.
     """
 
     def __init__(self, path: Path, world: World, most: int, warn: Warn = warnings.warn) -> None:

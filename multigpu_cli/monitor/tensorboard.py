@@ -19,57 +19,50 @@ _SYSTEM = {
         "step_ms",
         "step_p50_ms",
         "step_p95_ms",
-        "own_ms",
-        "mfu",
     ),
-    *("data_wait_share", "comm_share", "straggler_share", "memory", "memory_reserved"),
+    *("own_ms", "mfu", "data_wait_share", "comm_share", "straggler_share", "memory", "memory_reserved"),
     *("cpu_utilisation", "gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used"),
 }
-_LAYOUT = {  # of the page "Custom Scalars": several curves in one chart; names of tags are patterns
+_CHARTS = {  # of the page "Custom Scalars": the tags of the curves of each chart, as patterns
     "Learning": {
-        "loss": ["Multiline", ["train/mean_loss", "val/loss"]],
-        "validation accuracy": ["Multiline", ["val/accuracy"]],
-        "reward of an episode": ["Multiline", ["train/episode_reward", "val/reward"]],
-        "learning rate": ["Multiline", ["train/lr"]],
-        "gradient norm": ["Multiline", ["train/grad_norm"]],
+        "loss": ["train/mean_loss", "val/loss"],
+        "validation accuracy": ["val/accuracy"],
+        "reward of an episode": ["train/episode_reward", "val/reward"],
+        "learning rate": ["train/lr"],
+        "gradient norm": ["train/grad_norm"],
     },
     "Speed": {
-        "samples per second": ["Multiline", ["system/samples_per_second"]],
-        "milliseconds per optimizer step": [
-            "Multiline",
-            ["system/step_ms", "system/step_p50_ms", "system/step_p95_ms"],
-        ],
-        "share of time spent waiting": [
-            "Multiline",
-            ["system/data_wait_share", "system/comm_share", "system/straggler_share"],
-        ],
-        "share of the device's peak FLOP/s": ["Multiline", ["system/mfu"]],
-        "gradient noise scale, samples": ["Multiline", ["train/noise_scale"]],
+        "samples per second": ["system/samples_per_second"],
+        "milliseconds per optimizer step": ["system/step_ms", "system/step_p50_ms", "system/step_p95_ms"],
+        "share of time spent waiting": ["system/data_wait_share", "system/comm_share", "system/straggler_share"],
+        "share of the device's peak FLOP/s": ["system/mfu"],
+        "gradient noise scale, samples": ["train/noise_scale"],
     },
     "Workers": {
-        "peak memory, bytes, one curve a rank": ["Multiline", ["system/memory/.*"]],
-        "own milliseconds per step, one curve a rank": ["Multiline", ["system/own_ms/.*"]],
-        "CPU threads at work, %, one curve a rank": ["Multiline", ["system/cpu_utilisation/.*"]],
-        "GPU utilisation, %, one curve a rank": ["Multiline", ["system/gpu_utilisation/.*"]],
-        "GPU temperature, °C, one curve a rank": ["Multiline", ["system/gpu_temperature/.*"]],
-        "GPU power, watts, one curve a rank": ["Multiline", ["system/gpu_power/.*"]],
+        "peak memory, bytes, one curve a rank": ["system/memory/.*"],
+        "own milliseconds per step, one curve a rank": ["system/own_ms/.*"],
+        "CPU threads at work, %, one curve a rank": ["system/cpu_utilisation/.*"],
+        "GPU utilisation, %, one curve a rank": ["system/gpu_utilisation/.*"],
+        "GPU temperature, °C, one curve a rank": ["system/gpu_temperature/.*"],
+        "GPU power, watts, one curve a rank": ["system/gpu_power/.*"],
     },
 }
+_LAYOUT = {page: {name: ["Multiline", tags] for name, tags in charts.items()} for page, charts in _CHARTS.items()}
 _POSITION = {"event", "time", "step", "samples", "split"}
 
 
 class TensorBoard:
     """A listener of the journal: numbers of `train` go to train/ and system/, those of `eval` to val/ or test/.
 
-    tensorboard itself is imported at the first thing written. After a `resume`, what an earlier attempt had written
-    beyond that step is marked as replaced, so that a curve never runs backwards.
+    tensorboard is imported when the first event is written. After a `resume`, events of an earlier attempt beyond that
+    step are marked as replaced, so that a curve never runs backwards.
 
-    torch's own SummaryWriter writes by a thread, whose complaint about a full disk is a traceback on the screen and an
-    error in the training loop. Here a file that can't be written is given up, and the next event tries another.
+    torch's own SummaryWriter writes in a thread, so that a full disk shows a traceback and raises in the training loop.
+    Here a file that can't be written is closed, and the next event tries another one.
 
     Args:
-        folder: where the event files go; made in a folder that is there.
-        warn: called when the disk takes nothing.
+        folder: where the event files go; its parent must exist.
+        warn: called when nothing can be written.
     """
 
     def __init__(self, folder: Path | str, warn: Warn = warnings.warn) -> None:
@@ -82,7 +75,7 @@ class TensorBoard:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take over one event of the journal."""
-        if event["event"] != "checkpoint":  # its thread may be behind
+        if event["event"] != "checkpoint":  # which a thread writes, perhaps later
             self._step = event.get("step", self._step)
         match event["event"]:
             case "train" | "eval":
@@ -97,11 +90,11 @@ class TensorBoard:
                 self._replaced_from = self._step + 1
 
     def plan(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Keep the plan, label → value, as a table under the Text tab, once something else is written."""
+        """Store the plan, label → value, as a table under the Text tab, together with the next event."""
         self._plan = "\n".join(["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)])
 
     def hyperparameters(self, settings: Mapping[str, Any], final: Mapping[str, float | None]) -> None:
-        """Keep the settings beside the final metrics, under the HParams tab.
+        """Write the settings with the final metrics, under the HParams tab.
 
         Args:
             settings: may be nested; `optimizer: {lr: …}` becomes `optimizer.lr`.
@@ -114,7 +107,7 @@ class TensorBoard:
         self._add([*shown, *(scalar(name, value) for name, value in metrics.items())], time.time())
 
     def close(self) -> None:
-        """End the event file; the next event begins another."""
+        """Close the event file; the next event opens another."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -129,7 +122,7 @@ class TensorBoard:
         self.close()
 
     def _add(self, summaries: Sequence[Any], seconds: float) -> None:
-        """Write summaries at the current step, or say that they are lost."""
+        """Write summaries at the current step, or warn that they are lost."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -146,14 +139,14 @@ class TensorBoard:
                 RecordWriter(self._file).write(event.SerializeToString())
             self._file.flush()
             self._in_trouble = False
-        except FileNotFoundError as error:  # and whatever is in their place by now is not ours
+        except FileNotFoundError as error:  # a new file in its place would be another program's
             self._complain(error)
         except OSError as error:
             self._complain(error)
             self.close()
 
     def _head(self) -> Iterator[Any]:
-        """What each event file begins with."""
+        """The first events of each file."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import custom_scalars
 
@@ -168,7 +161,7 @@ class TensorBoard:
     def _complain(self, error: OSError) -> None:
         if not self._in_trouble:
             self._in_trouble = True
-            self._warn(f"TensorBoard's curves have a gap ({error}); the journal has all numbers")
+            self._warn(f"TensorBoard's curves have a gap ({error}); the journal has all values")
 
 
 def _text(tag: str, content: str) -> Any:

@@ -38,7 +38,7 @@ from multigpu_cli.runtime.rank_output import log_path
 from multigpu_cli.runtime.restart_records import record_run
 
 if TYPE_CHECKING:
-    from multigpu_cli.monitor.gpu import Sampler
+    from multigpu_cli.monitor.gpu_sampler import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
 
 
@@ -96,7 +96,7 @@ def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
     """Start sampling this rank's GPU, if it has one."""
     if device.type != "cuda":
         return None
-    from multigpu_cli.monitor.gpu import Sampler  # late: not for a CPU
+    from multigpu_cli.monitor.gpu_sampler import Sampler
 
     return stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(device).uuid))))
 

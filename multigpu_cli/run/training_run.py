@@ -14,7 +14,7 @@ from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 
 if TYPE_CHECKING:
-    from multigpu_cli.monitor.gpu import Sampler
+    from multigpu_cli.monitor.gpu_sampler import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
 
 

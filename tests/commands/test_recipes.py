@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.commands.recipes import list_recipes, print_recipes
+import main_multi_gpu
+from multigpu_cli.commands.recipes import format_recipes, list_recipes
 
 
 @pytest.fixture(autouse=True)
@@ -21,16 +22,15 @@ def test_recipes_are_listed_with_the_comment_they_begin_with() -> None:
     assert (found["a"], found["long_name"]) == ("Trains a, quickly.", "")
 
 
-def test_they_are_shown_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_recipes([recipe for recipe in list_recipes() if recipe.name in ("a", "long_name")], as_json=False)
-    assert capsys.readouterr().out == "a          Trains a, quickly.\nlong_name  \n"
+def test_they_are_shown_one_a_line() -> None:
+    own = [recipe for recipe in list_recipes() if recipe.name in ("a", "long_name")]
+    assert list(format_recipes(own)) == ["a          Trains a, quickly.", "long_name  "]
 
 
 def test_they_are_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    print_recipes(list_recipes(), as_json=True)
+    assert main_multi_gpu.run(["recipes", "--json"]) == 0
     assert {"a", "long_name"} <= {recipe["name"] for recipe in json.loads(capsys.readouterr().out)}
 
 
-def test_none_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    print_recipes([], as_json=False)
-    assert "./configs" in capsys.readouterr().out
+def test_none_is_said_so() -> None:
+    assert "./configs" in "".join(format_recipes([]))

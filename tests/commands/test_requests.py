@@ -17,7 +17,7 @@ from tests.test_house_rules import ROOT
     [
         ("weights", r"must end in \.safetensors, \.pt, \.pt2, \.onnx\n"),
         ("weights.pth", "must end in"),
-        ("there.pt", "there is such a file already"),
+        ("there.pt", "the file exists already"),
         ("nowhere/weights.pt", "there is no folder nowhere"),
     ],
 )
@@ -53,5 +53,5 @@ def test_a_number_above_zero_is_read() -> None:
     assert parse_positive("--steps", "3", whole=True) == 3
     assert parse_positive("--price-per-gpu-hour", "0.5") == 0.5
     for word, whole in (("0", True), ("1.5", True), ("much", False), ("nan", False)):
-        with pytest.raises(RequestError, match=f"--x {word}: not a"):
+        with pytest.raises(RequestError, match=f"--x {word}: must be a"):
             parse_positive("--x", word, whole=whole)

@@ -58,7 +58,7 @@ def test_silence_is_an_alarm_when_it_is_longer_than_usual(tmp_path: Path) -> Non
     with lock_folder(run(tmp_path / "a", BEGUN)):
         assert read_status(tmp_path / "a", now=1089).alarms == []
         (alarm,) = read_status(tmp_path / "a", now=1091).alarms
-        assert alarm == "stalled: nothing written for 1 min 1 s; until now the longest silence was 20 s"
+        assert alarm == "stalled: no line written for 1 min 1 s; the longest pause before was 20 s"
     with lock_folder(run(tmp_path / "b", [*BEGUN, train(1130, 30)])):
         assert read_status(tmp_path / "b", now=1130 + 299).alarms == [], "it was silent for 100 s before"
         assert len(read_status(tmp_path / "b", now=1130 + 301).alarms) == 1
@@ -72,7 +72,7 @@ def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
     found = read_status(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)]), now=9999)
     assert (found.state, found.eta_seconds, len(found.alarms)) == ("died", None, 1)
     assert "goes on from step 15" in found.alarms[0]
-    assert "starts anew" in read_status(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
+    assert "starts from the beginning" in read_status(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
 
 
 def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
@@ -107,12 +107,12 @@ def test_what_a_restart_has_cost_is_said(tmp_path: Path) -> None:
     cost = line(1105, "recovery", step=16, seconds=75.0, lost_steps=5, cause="rank 1 was killed by SIGKILL")
     found = read_status(run(tmp_path / "a", [*BEGUN, *again, cost]), now=1112)
     assert (found.recovery_seconds, found.lost_steps) == (75, 5)
-    assert "; attempt 2, at work again after 1 min 15 s and 5 steps done twice" in "\n".join(format_statuses([found]))
+    assert "; attempt 2, training again after 1 min 15 s, 5 steps done twice" in "\n".join(format_statuses([found]))
 
 
 def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError, match="checkpoints: no run there"):
+    with pytest.raises(RequestError, match="checkpoints has no run"):
         find_runs([])
     run(tmp_path / "checkpoints/digits/one", BEGUN)
     assert find_runs([]) == find_runs(["checkpoints", "checkpoints/digits/one"]) == [Path("checkpoints/digits/one")]
@@ -138,7 +138,7 @@ def test_watching_ends_with_the_last_run(
 
 def test_a_journal_without_a_line_is_told(tmp_path: Path) -> None:
     said = "\n".join(format_statuses([read_status(run(tmp_path / "a", []), time.time())]))
-    assert "nothing known yet; no checkpoint yet" in said
+    assert "no start recorded yet; no checkpoint yet" in said
     assert "None" not in said
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.verify import compare_runs, print_comparison
+from multigpu_cli.commands.verify import compare_runs, format_comparison
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.journal import dump_json
 
 PLAN = {"global_batch_size": 64, "batch_size": 32, "learning_rate": 0.1, "total_steps": 6, "contents": "mlp on digits"}
 Line = dict[str, Any]
@@ -53,12 +54,11 @@ def run(
     return str(folder)
 
 
-def test_equal_fingerprints_are_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_fingerprints_are_the_same_run(tmp_path: Path) -> None:
     found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, first=start(workers=4), exact=True))
     assert (found.same, found.parting, found.lines) == (True, None, 4)
     assert found.notes[:2] == ["exact: False and True", "world_size: 1 and 4"]
-    print_comparison(found, as_json=False)
-    assert capsys.readouterr().out.startswith(f"same: {'a' * 64}\n  all 4 journal lines that both have agree\n")
+    assert list(format_comparison(found))[:2] == [f"same: {'a' * 64}", "  all 4 journal lines that both have agree"]
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,13 @@ def test_the_first_step_at_which_they_part_is_named(tmp_path: Path, changed: Lin
     assert found.agreed_until == 2
 
 
-def test_both_values_and_their_distance_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_values_and_their_distance_are_shown(tmp_path: Path) -> None:
     found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", [train(2, 2.5)], fingerprint="b" * 64))
-    print_comparison(found, as_json=False)
-    out = capsys.readouterr().out
-    assert "they part at step 2: train loss\n" in out
+    out = "\n".join(format_comparison(found))
+    assert "they first differ at step 2: train loss\n" in out
     assert f"{tmp_path}/a  2.0\n" in out
-    assert f"{tmp_path}/b  2.5\n    relative difference 0.2\n" in out
-    print_comparison(found, as_json=True)
-    parting = json.loads(capsys.readouterr().out)["parting"]
+    assert f"{tmp_path}/b  2.5\n    relative difference 0.2" in out
+    parting = json.loads(dump_json(found.as_dict()))["parting"]
     assert parting == {"step": 2, "what": "train", "name": "loss", "values": [2.0, 2.5], "relative": 0.2}
 
 
@@ -106,14 +104,10 @@ def test_only_steps_that_both_wrote_are_compared(tmp_path: Path) -> None:
     assert (found.parting, found.lines, found.agreed_until) == (None, 1, 6)
 
 
-def test_equal_journals_with_other_weights_ask_for_more_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_comparison(
-        compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, fingerprint="b" * 64)),
-        as_json=False,
-    )
-    assert "all 4 journal lines that both have agree: --log-interval 1 shows where" in capsys.readouterr().out
+def test_equal_journals_with_other_weights_ask_for_more_lines(tmp_path: Path) -> None:
+    found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, fingerprint="b" * 64))
+    shown = "  all 4 journal lines that both have agree: --log-interval 1 shows where they differ"
+    assert shown in format_comparison(found)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +146,7 @@ def test_a_run_that_is_not_over_can_only_be_told_to_be_different(tmp_path: Path)
 
 
 def test_a_folder_without_a_run_is_a_wrong_request(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"holds no run: there is no journal\.jsonl"):
+    with pytest.raises(RequestError, match=r"has no run: there is no journal\.jsonl"):
         compare_runs(str(tmp_path), str(tmp_path))
 
 

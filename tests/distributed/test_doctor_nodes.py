@@ -59,7 +59,7 @@ def test_a_firewall_other_data_and_a_node_out_of_reach(three: list[Host]) -> Non
     assert codes == [1, 1, 1], "fail"
     assert "other data on node3" in lines(said, "data")[0]
     assert "to node2 (10.77.0.2): refused" in "".join(lines(said, "from node1"))
-    assert "to node2 (10.77.0.2): no way there" in "".join(lines(said, "from node3"))
+    assert "to node2 (10.77.0.2): unreachable" in "".join(lines(said, "from node3"))
     assert "to node3 (10.77.0.3): no answer" in "".join(lines(said, "from node2"))
     assert "not checked: first what is above" in said
 

@@ -11,7 +11,7 @@ import main_multi_gpu
 from multigpu_cli.commands.bench import loading
 from multigpu_cli.commands.doctor.allreduce import check_host_to_device
 from multigpu_cli.commands.doctor.model import check_model
-from multigpu_cli.commands.plan import measure
+from multigpu_cli.commands.plan import step_times
 from multigpu_cli.config.sources import resolve
 from tests.gpu.simulated.gpus import alone, front_door
 from tests.gpu.simulated.install import Simulated
@@ -79,7 +79,7 @@ def test_doctor_says_what_a_micro_batch_takes() -> None:
 
 def test_plan_rests_on_the_gpu_and_knows_what_its_memory_takes(capsys: pytest.CaptureFixture[str]) -> None:
     def work(sim: Simulated) -> list[tuple[int, str]]:
-        measure._SECONDS = 0
+        step_times._SECONDS = 0
         words = ["plan", "--workers", "1,2", "--interconnect", "pcie4", "--model", "mlp"]
         return [(main_multi_gpu.run([*words, *more]), capsys.readouterr().out) for more in (["--json"], [])]
 

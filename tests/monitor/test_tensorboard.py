@@ -98,7 +98,7 @@ def test_a_full_disk_makes_a_gap_and_is_said_once(tmp_path: Path) -> None:
                 {3: disk_fault_model.full, 6: disk_fault_model.room}.get(step, lambda: None)()
                 board({"event": "train", "time": 1.0, "step": step, "loss": float(step)})
         assert points(tmp_path / "tb", "train/loss") == [(step, float(step)) for step in (1, 2, 6, 7, 8)]
-        assert said == ["TensorBoard's curves have a gap ([Errno 27] File too large); the journal has all numbers"]
+        assert said == ["TensorBoard's curves have a gap ([Errno 27] File too large); the journal has all values"]
 
     assert exit_code(run) == 0
 

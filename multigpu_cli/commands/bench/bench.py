@@ -1,52 +1,47 @@
-"""bench: the real trainer on 1, 2, … workers, interleaved; where its time goes, and how far the forecast was off."""
+"""bench: runs the real trainer on 1, 2, … workers in turns; where its time goes, and how far the forecast is off."""
 
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import ceil, isnan, nan
+from dataclasses import asdict, dataclass
+from math import ceil, isnan
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from multigpu_cli.commands.bench.overlap import Overlap, measure_overlap, median_overlap
 from multigpu_cli.commands.bench.plot import draw_benchmark
+from multigpu_cli.commands.bench.trainer_run import WINDOWS, run_trainer, window_steps
+from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import measure_worker
 from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, measure_interconnect
-from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.launch import run_cli
-from multigpu_cli.monitor.history import load_history
+from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
 from multigpu_cli.runtime.device_placement import count_cores, usable_gpus
 
-_LINES = 8  # windows of a run, the first of which is warm-up
-_STEPS, _SECONDS = 64, 4.0  # of a run at least, where nobody says how long it should be
-_ENDLESS = 1_000_000  # epochs
+_STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
 _KNOBS = {
     "data": "data: more --num-workers, a TensorDataset, or --data-on-device on",
     "wire": "the wire: a larger --batch-size, --grad-accum-steps, --grad-compression bf16, or faster links",
-    "stragglers": "slow workers: equal GPUs, nobody else on them, and even shares (--batch-size)",
+    "stragglers": "slow workers: equal GPUs, no other users on them, and even shares (--batch-size)",
     "compute": "the device itself: --amp, --compile, a larger --batch-size",
 }
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One number of workers, measured.
+    """The measurements on one number of workers.
 
     Attributes:
         strategy: single, ddp or dp, whose devices are its workers.
-        step_ms: the medians of the repetitions.
+        step_ms: one median for each repetition.
         utilisation: of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown.
         shares: of the time: data, wire (exposed), stragglers, compute.
-        overlap: what the share of the wire rests on; None: on the wait of the last bucket.
-        forecast_ms: what plan says, the median of the repetitions, and error: (forecast - measured) / measured; plan
-            knows nothing of dp.
+        overlap: where the share of the wire comes from; None: from the wait for the last bucket.
+        forecast_ms: plan's forecast, the median of the repetitions; None for dp, which plan does not forecast.
+        error: (forecast - measured) / measured.
     """
 
     strategy: str
@@ -69,19 +64,16 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What was measured."""
+    """All results, and the setting whose change would help most."""
 
     about: dict[str, Any]
     rungs: list[BenchResult]
     knob: str
     notes: list[str]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def parse_worker_counts(text: str | None, config: Config) -> list[int]:
-    """Numbers of workers: those asked for, or powers of two up to the GPUs, or the cores, that may be used here."""
+    """The requested numbers of workers, or powers of two up to the number of GPUs, or cores, that may be used here."""
     gpus = len(usable_gpus(config.device))
     most = gpus or min(count_cores(), 8)
     if text is None:
@@ -89,19 +81,21 @@ def parse_worker_counts(text: str | None, config: Config) -> list[int]:
     try:
         numbers = sorted({int(word) for word in text.split(",")})
     except ValueError as error:
-        raise RequestError(f"--workers {text}", remedy="numbers, as 1,2,4") from error
+        raise RequestError(f"--workers {text} is no list of numbers", remedy="--workers 1,2,4") from error
     if numbers[0] < 1 or (gpus and numbers[-1] > gpus):
-        raise RequestError(f"--workers {text}: only {pluralize(gpus or count_cores(), 'device')} to use")
+        raise RequestError(f"--workers {text}: only {pluralize(gpus or count_cores(), 'device')} can be used")
     return sorted({1, *numbers})
 
 
+@interruptible()
 def run_benchmark(
     config: Config, workers: list[int], steps: int | None, repetitions: int, environ: Mapping[str, str]
 ) -> Benchmark:
-    """Run the trainer, repetition by repetition on each number of workers, forecast the same and compare.
+    """Run the trainer on each number of workers, repetition by repetition, and compare with the forecast.
 
     Args:
-        workers: from one on. steps: of each run; None: some seconds of them.
+        workers: numbers of workers, the first of which is 1.
+        steps: of each run; None: as many as take some seconds.
 
     Raises:
         WorkersFailed: a run failed.
@@ -118,9 +112,9 @@ def run_benchmark(
     with tempfile.TemporaryDirectory(prefix="multigpu-bench-") as name:
         for repetition in range(repetitions):
             for strategy, count in sides:
-                if strategy != "dp":  # beside the run: whatever else is at work here disturbs both alike
+                if strategy != "dp":  # just before the run, so that other load on this machine disturbs both equally
                     alone = measure_worker(config, [count])
-                    if alone.wire or count not in wires:  # one that is idle is measured once
+                    if alone.wire or count not in wires:  # between idle processes it is measured once
                         wires[count] = alone.wire or measure_interconnect(count, config.device)
                     forecasts[count] += forecast_rows(alone, config, [count], Interconnect(wires[count]))
                 length = length or max(_STEPS, ceil(_SECONDS / forecasts[count][0].step))
@@ -137,7 +131,7 @@ def run_benchmark(
         "model": alone.components.spec.model,
         "data": config.data.name,
         "device": alone.components.plan.device,
-        "steps": _window_steps(length) * _LINES,
+        "steps": window_steps(length) * WINDOWS,
         "repetitions": repetitions,
         "wire": wires[max(workers)].rests_on,
     }
@@ -146,7 +140,7 @@ def run_benchmark(
 
 
 def why_no_dp(config: Config) -> str:
-    """Why nn.DataParallel is not measured too; "" where it is."""
+    """Why nn.DataParallel is not measured; "" where it is."""
     if (gpus := len(usable_gpus(config.device))) < 2:
         return f"it needs two GPUs, and there is {gpus or 'none'} to use"
     if config.model.compile != "off":
@@ -164,12 +158,12 @@ def _summarize_runs(
     """The medians over the repetitions.
 
     Args:
-        rows: the forecast for as many workers, of each repetition.
-        first: samples per second of the first rung.
+        rows: the forecast for the same number of workers, of each repetition.
+        first: samples per second of the first result; None for the first result itself.
     """
-    times = [each["step_ms"] for each in runs]
-    median, forecast = statistics.median(times), 1e3 * statistics.median(row.step for row in rows)
-    row = rows[0]
+    times, row = [each["step_ms"] for each in runs], rows[0]
+    median = statistics.median(times)
+    forecast = None if strategy == "dp" else 1e3 * statistics.median(row.step for row in rows)
     rate = 1e3 * row.samples_per_second * row.step / median
     gain = rate / first if first else float(row.workers)
     shares = {name: statistics.median(each[name] for each in runs) for name in ("data", "wire", "stragglers")}
@@ -177,7 +171,6 @@ def _summarize_runs(
         shares["wire"] = max(0.0, hidden.exposed) / median
     shares["compute"] = max(0.0, 1 - sum(shares.values()))
     busy = statistics.median(each["utilisation"] for each in runs)
-    known = strategy != "dp"
     return BenchResult(
         strategy=strategy,
         workers=row.workers,
@@ -189,90 +182,39 @@ def _summarize_runs(
         utilisation=None if isnan(busy) else busy,
         shares=shares,
         overlap=hidden,
-        forecast_ms=forecast if known else None,
-        error=(forecast - median) / median if known else None,
+        forecast_ms=forecast,
+        error=None if forecast is None else (forecast - median) / median,
     )
 
 
-def run_trainer(
-    config: Config, strategy: str, workers: int, steps: int, folder: Path, environ: Mapping[str, str]
-) -> dict[str, float]:
-    """The real trainer for some steps; medians of its journal's windows, the first left out."""
-    config = without_setting(config, "nproc_per_node")
-    device: dict[str, Any] = {"multi_gpu": "none" if strategy == "single" else strategy}
-    if strategy == "ddp":
-        device["nproc_per_node"] = workers
-    if ids := config.device.gpu_ids or (range(workers) if strategy == "dp" else ()):
-        device["gpu_ids"] = list(ids[:workers])
-    interval = _window_steps(steps)
-    length = {"epochs": _ENDLESS, "max_steps": interval * _LINES, "log_interval": interval}
-    quiet = {"save_dir": str(folder), "resume": "never", "checkpoint_every": str(_ENDLESS), "warmup_epochs": 0.0}
-    changed = replace_settings(config, device | length | quiet)
-    changed = replace(changed, explicit=config.explicit | device.keys() | length.keys() | quiet.keys())
-    request = folder.with_suffix(".yaml")
-    request.write_text(yaml.safe_dump(explicit_dump(changed)))
-    run_cli(["--config", str(request), "--quiet"], environ)
-    lines = [line for _, line in sorted(load_history(folder).train.items())][1:]
-    medians = {name: statistics.median(line.get(field) or 0.0 for line in lines) for name, field in _FIELDS.items()}
-    means = [_mean_of_known(line.get("gpu_utilisation") or line["cpu_utilisation"]) for line in lines]
-    busy = [mean for mean in means if not isnan(mean)]
-    return medians | {"utilisation": statistics.median(busy) if busy else nan}
-
-
-def _window_steps(steps: int) -> int:
-    """Steps of one window: so many windows have at least as many steps as were asked for."""
-    return ceil(steps / _LINES)
-
-
-_FIELDS = {"step_ms": "step_ms", "data": "data_wait_share", "wire": "comm_share", "stragglers": "straggler_share"}
-
-
-def _mean_of_known(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else nan
-
-
 def make_output_dir(out: str) -> Path:
-    """The folder for bench.json and bench.png, made before minutes of measuring.
+    """Make the folder for bench.json and bench.png, before minutes of measuring.
 
     Raises:
-        RequestError: it can't be made, or not be written into.
+        RequestError: it can't be made or written into.
     """
     folder = Path(out)
-    try:
+    with writing_to("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise _not_writable(folder, error) from error
+        tempfile.TemporaryFile(dir=folder).close()
+    return folder
 
 
 def write_files(benchmark: Benchmark, folder: Path) -> list[Path]:
-    """bench.json and bench.png in a folder.
+    """Write bench.json and bench.png into a folder.
 
     Raises:
         RequestError: they can't be written.
     """
-    try:
-        (folder / "bench.json").write_text(dump_json(benchmark.as_dict(), indent=1) + "\n")
-        (folder / "bench.png").write_bytes(
-            draw_benchmark([asdict(rung) for rung in benchmark.rungs], str(benchmark.about["model"]))
-        )
-    except OSError as error:
-        raise _not_writable(folder, error) from error
-    return [folder / "bench.json", folder / "bench.png"]
+    data, plot = folder / "bench.json", folder / "bench.png"
+    with writing_to("--out", folder):
+        data.write_text(dump_json(benchmark, indent=1) + "\n")
+        plot.write_bytes(draw_benchmark([asdict(rung) for rung in benchmark.rungs], str(benchmark.about["model"])))
+    return [data, plot]
 
 
-def _not_writable(folder: Path, error: OSError) -> RequestError:
-    return RequestError(f"--out {folder}: {error.strerror or error}", remedy="another --out")
-
-
-def print_benchmark(benchmark: Benchmark, files: Sequence[Path], *, as_json: bool) -> None:
-    """Print the table, the comparison with the forecast, and the knob."""
-    print(dump_json(benchmark.as_dict(), indent=2) if as_json else "\n".join(_format_benchmark(benchmark, files)))
-
-
-def _format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[str]:
+def format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[str]:
+    """The table, the comparison with the forecast, and the advice."""
     about = benchmark.about
     runs = f"{pluralize(about['repetitions'], 'run')} of {pluralize(about['steps'], 'step')}"
     yield f"{about['model']} on {about['data']}, {about['device']}: {runs}"
@@ -296,7 +238,7 @@ def _format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[s
 
 
 def _choose_advice(rung: BenchResult) -> str:
-    waits = {name: share for name, share in rung.shares.items() if name != "compute"}
-    worst = max(waits, key=lambda name: waits[name])
-    name = worst if waits[worst] > 0.1 else "compute"
+    name = max(("data", "wire", "stragglers"), key=lambda wait: rung.shares[wait])
+    if rung.shares[name] <= 0.1:
+        name = "compute"
     return f"{_KNOBS[name]} ({rung.shares[name]:.0%} of the time with {pluralize(rung.workers, 'worker')})"

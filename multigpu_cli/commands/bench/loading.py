@@ -1,12 +1,11 @@
-"""Loading alone: how many samples a second arrive with 0, 1, 2, 4, … loader processes, and which number to take."""
+"""bench --data-only: samples per second with 0, 1, 2, 4, … loader processes, and which number to take."""
 
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -14,7 +13,6 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.device_placement import count_cores, cuda_devices, usable_gpus
 from multigpu_cli.tasks.open_data import check_has_samples
@@ -25,10 +23,10 @@ _ENOUGH = 0.95  # of the best rate
 
 @dataclass(frozen=True)
 class LoadingRates:
-    """What was measured.
+    """The measured rates.
 
     Attributes:
-        where: what the loader says of its data.
+        where: the loader's description of where its data is.
         rates: samples a second by the number of loader processes, one figure a repetition; 0 alone for data in memory.
         advice: the flag to give, with the reason.
     """
@@ -37,55 +35,41 @@ class LoadingRates:
     rates: dict[int, list[float]]
     advice: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_loading(config: Config, repetitions: int) -> LoadingRates:
-    """Fetch, prepare and augment batches as a training would, in turns over the numbers of processes.
+    """Fetch, prepare and augment batches as a training would, in turns with each number of processes.
 
     Raises:
         RequestError: the dataset can't be opened.
     """
     check_has_samples(config, "bench --data-only")
     source = load_data_source(config.data, config.reproducibility.seed)
-    in_memory = isinstance(source.train, TensorDataset)
-    processes = (
-        [0] if in_memory else sorted({0, *(2**power for power in range(4) if 2**power <= count_cores()), count_cores()})
-    )
+    in_memory, cores = isinstance(source.train, TensorDataset), count_cores()
+    processes = [0] if in_memory else sorted({0, cores, *(count for count in (1, 2, 4, 8) if count <= cores)})
     (device,) = cuda_devices(usable_gpus(config.device)[:1]) or (torch.device("cpu"),)
     size = 32 if config.batch.size == "auto" else int(config.batch.size)
     rates: dict[int, list[float]] = {number: [] for number in processes}
-    where = ""
-    for _ in range(repetitions):
-        for number in processes:
-            data = replace(config.data, num_workers=number)
-            loader = Loader(source.train, source, data, device=device, seed=config.reproducibility.seed)
-            with closing(loader):
-                rates[number].append(_measure_rate(loader, size))
-                where = loader.data_location
-    return LoadingRates(where, rates, _choose_advice(rates, in_memory=in_memory))
-
-
-def print_loading(loading: LoadingRates, *, as_json: bool) -> None:
-    """Print the rates and the advice."""
-    print(dump_json(loading.as_dict(), indent=2) if as_json else "\n".join(_format_loading(loading)))
+    for number in processes * repetitions:
+        data = replace(config.data, num_workers=number)
+        with closing(Loader(source.train, source, data, device=device, seed=config.reproducibility.seed)) as loader:
+            rates[number].append(_measure_rate(loader, size))
+    return LoadingRates(loader.data_location, rates, _choose_advice(rates, in_memory=in_memory))
 
 
 def _measure_rate(loader: Loader, size: int) -> float:
-    """Samples a second after the first batch, which starts the processes; where an epoch has but one, of the next."""
+    """Samples per second after the first batch, which starts the processes; of two epochs where one has one batch."""
     plan = plan_batches(samples=loader.size, micro_batch=min(size, loader.size), workers=1)
     samples, began, last = 0, 0.0, 0.0
+    synchronize = torch.get_device_module(loader.device).synchronize
     for epoch in count():
         for _, work in loader.epoch(plan, epoch, 0, 0, 1):
             for batch in work:
-                if loader.device.type == "cuda":
-                    torch.cuda.synchronize()
-                now = time.perf_counter()
-                if not began:
-                    began, last = now, now
+                synchronize()
+                last = time.perf_counter()
+                if began:
+                    samples += len(batch.sample_indices)
                 else:
-                    samples, last = samples + len(batch.sample_indices), now
+                    began = last
             if last - began > _SECONDS:
                 break
         if last > began:
@@ -99,10 +83,11 @@ def _choose_advice(rates: dict[int, list[float]], *, in_memory: bool) -> str:
     typical = {count: statistics.median(each) for count, each in rates.items()}
     best = max(typical.values())
     enough = min(count for count, rate in typical.items() if rate >= _ENOUGH * best)
-    return f"--num-workers {enough}: {typical[enough]:,.0f} samples/s; more of them bring less than a twentieth"
+    return f"--num-workers {enough}: {typical[enough]:,.0f} samples/s; more processes add less than 5 %"
 
 
-def _format_loading(loading: LoadingRates) -> Iterator[str]:
+def format_loading(loading: LoadingRates) -> Iterator[str]:
+    """The rates and the advice."""
     yield f"loading alone: {loading.where}"
     for number, each in loading.rates.items():
         spread = f"({min(each):,.0f} to {max(each):,.0f})"

@@ -1,8 +1,8 @@
-"""How much of the reduction backward hides: DDP's overlapped one against a single explicit one, in turns.
+"""How much of the reduction backward hides: steps with DDP's overlapped reduction and with an explicit one, in turns.
 
-A timer around communication that overlaps with backward measures both at once, and leaving the reduction out would let
-the replicas drift apart. So every other optimizer step reduces all gradients at once after backward, in a time that can
-be measured; what an overlapped step takes beyond an explicit one without that time is what nothing hides.
+A timer around communication that overlaps with backward measures both at once, and without any reduction the replicas
+would diverge. So every other optimizer step reduces all gradients at once after backward, where it can be timed. The
+exposed time is that of an overlapped step less that of an explicit one without its reduction.
 """
 
 import statistics
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from multigpu_cli.commands.plan.measure import build_rehearsed, iterate_micro_batches, limit_threads, threads_per_worker
+from multigpu_cli.commands.plan.measure import build_probed, limit_threads, threads_per_worker
+from multigpu_cli.commands.plan.step_times import iterate_micro_batches
+from multigpu_cli.commands.workers import join_workers
 from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.faults.replica_check import check_replicas
@@ -24,16 +26,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.collectives import all_gather
-from multigpu_cli.runtime.device_placement import (
-    Placement,
-    choose_placement,
-    count_cores,
-    count_visible_gpus,
-    cuda_devices,
-    usable_gpus,
-)
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.runtime.device_placement import Placement, cuda_devices, usable_gpus
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds
@@ -41,11 +34,11 @@ _LONGEST_WAIT = 300.0  # seconds
 
 @dataclass(frozen=True)
 class Overlap:
-    """The reduction of one step, in milliseconds; of the worker that waits least, the others wait for slower ones.
+    """The reduction of one step, in milliseconds, on the worker that waits least: others also wait for slower workers.
 
     Attributes:
         reduction: of one explicit all-reduce of all gradients after backward.
-        exposed: what overlap leaves of it; below zero within the noise.
+        exposed: the part that overlap does not hide; may be negative within the noise.
     """
 
     reduction: float
@@ -53,7 +46,7 @@ class Overlap:
 
 
 def measure_overlap(config: Config, workers: int) -> Overlap | None:
-    """Measure it in so many processes; None where gradients do not travel as DDP's plain all-reduce."""
+    """Measure in so many processes; None where DDP does not reduce gradients by its plain all-reduce."""
     wire = config.communication
     if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
         return None
@@ -61,43 +54,35 @@ def measure_overlap(config: Config, workers: int) -> Overlap | None:
     return Overlap(*run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0])
 
 
-def median_overlap(seen: list[Overlap | None]) -> Overlap | None:
-    """The medians of several measurements of the same."""
-    measured = [each for each in seen if each]
-    if not measured:
-        return None
-    return Overlap(
-        statistics.median(each.reduction for each in measured), statistics.median(each.exposed for each in measured)
-    )
+def median_overlap(repetitions: list[Overlap | None]) -> Overlap | None:
+    """The medians over several measurements; None without any."""
+    pairs = [(each.reduction, each.exposed) for each in repetitions if each]
+    return Overlap(*map(statistics.median, zip(*pairs, strict=True))) if pairs else None
 
 
 def _run_worker(config: Config) -> tuple[float, float]:
-    """Be one of the processes: milliseconds of the reduction, and of what overlap leaves.
+    """The work of one process: milliseconds of the reduction, and of its exposed part.
 
     Raises:
         TrainingError: as a training would, or the replicas have drifted apart.
     """
-    launch_env = LaunchEnv.current()
     own = replace_settings(without_setting(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
-    placement = choose_placement(own.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    device = placement.devices[0]
-    with process_group(launch_env, device, timeout=_LONGEST_WAIT) as world, tempfile.TemporaryDirectory() as folder:
-        components, _ = build_rehearsed(own, placement, world, folder)
+    with join_workers(own.device, _LONGEST_WAIT) as (placement, world), tempfile.TemporaryDirectory() as folder:
+        components, _ = build_probed(own, placement, world, folder)
         with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
             seconds = compare_reductions(components, _STEPS)
         check_replicas(components.state.model, world, _STEPS)
-        all_ranks = torch.stack(all_gather(world, torch.tensor(seconds, dtype=torch.float64, device=device)))
+        all_ranks = torch.stack(all_gather(world, torch.tensor(seconds, dtype=torch.float64, device=world.device)))
         reduction, exposed = (1e3 * each for each in all_ranks.amin(0).tolist())
         return reduction, exposed
 
 
 def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, float]:
-    """Seconds of the explicit reduction, and of what overlap leaves; the odd steps are the explicit ones."""
-    device = components.world.device
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    stream = iterate_micro_batches(components)
+    """Median seconds of the explicit reduction, and of its exposed part; odd steps are explicit ones."""
+    wait = torch.get_device_module(components.world.device).synchronize
+    stream, state = iterate_micro_batches(components), components.state
     overlapped: list[float] = []
-    apart: list[float] = []
+    without_reduction: list[float] = []
     reductions: list[float] = []
     for number in range(steps + _WARM_UP):
         explicit, batch = number % 2 == 1, next(stream)
@@ -112,18 +97,16 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         ended = time.perf_counter()
         components.strategy.after_backward(components.world.rank)
         components.strategy.reduce_gradients(idle=False)
-        _, skipped = components.state.precision.clip_and_step(
-            components.state.optimizer, components.trainable_parameters, 1.0
-        )
+        _, skipped = state.precision.clip_and_step(state.optimizer, components.trainable_parameters, 1.0)
         components.strategy.rollback_buffers(skipped)
         if number >= _WARM_UP:
-            (apart if explicit else overlapped).append(ended - began - reduced[0])
+            (without_reduction if explicit else overlapped).append(ended - began - reduced[0])
             reductions += [reduced[1]] if explicit else []
-    return statistics.median(reductions), statistics.median(overlapped) - statistics.median(apart)
+    return statistics.median(reductions), statistics.median(overlapped) - statistics.median(without_reduction)
 
 
 def _reduce_gradients(components: TrainComponents, wait: Callable[[], None]) -> tuple[float, float]:
-    """Average all gradients over the workers; the seconds of it all, and of the all-reduce alone."""
+    """Average all gradients over the workers; seconds of the whole call, and of the all-reduce alone."""
     began = time.perf_counter()
     gradients = [p.grad for p in components.trainable_parameters if p.grad is not None]
     flat = _flatten_dense_tensors(gradients)

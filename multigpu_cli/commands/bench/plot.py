@@ -1,6 +1,5 @@
-"""The picture of a benchmark over the number of workers: step time, speedup, efficiency, use, where the time goes."""
+"""The plot of a benchmark over the number of workers: step time, speedup, efficiency, utilisation, shares of time."""
 
-import io
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text
+from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text, save_png
 
 _SHADES = {"compute": "#9fc3da", "data": "#e0a458", "wire": "#d1495b", "stragglers": "#7b4fa3"}
 
 
 def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
-    """A PNG file of four charts; nn.DataParallel, where it was measured, as a line of its own in the first two."""
+    """A PNG file of four charts; nn.DataParallel, where it was measured, is a line of its own in the first two."""
     of_dp = [rung for rung in rungs if rung["strategy"] == "dp"]
     rungs = [rung for rung in rungs if rung["strategy"] != "dp"]
     workers = [rung["workers"] for rung in rungs]
@@ -25,9 +24,8 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         for at, rung in enumerate(rungs):
             time.plot([at] * len(rung["step_ms"]), rung["step_ms"], "o", color=color_of_run(0), alpha=0.4, markersize=5)
         time.plot(names, [median(rung["step_ms"]) for rung in rungs], "-", color=color_of_run(0), label="measured")
-        time.plot(
-            names, [rung["forecast_ms"] for rung in rungs], "--s", color=color_of_run(1), label="forecast", markersize=4
-        )
+        forecast = [rung["forecast_ms"] for rung in rungs]
+        time.plot(names, forecast, "--s", color=color_of_run(1), label="forecast", markersize=4)
         time.set_title("Time of an optimizer step")
         time.set_ylabel("milliseconds")
         speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=color_of_run(0), label="measured")
@@ -39,11 +37,9 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
             look: dict[str, Any] = {"color": color_of_run(2), "label": "DataParallel", "markersize": 4}
             time.plot(places, [median(rung["step_ms"]) for rung in of_dp], "-^", **look)
             speed.plot(places, [rung["speedup"] for rung in of_dp], "-^", **look)
-        use.bar(
-            names, [100 * rung["efficiency"] for rung in rungs], color=color_of_run(0), width=0.5, label="efficiency"
-        )
-        busy = [(name, rung["utilisation"]) for name, rung in zip(names, rungs, strict=True)]
-        known = [(name, share) for name, share in busy if share is not None]
+        efficiency = [100 * rung["efficiency"] for rung in rungs]
+        use.bar(names, efficiency, color=color_of_run(0), width=0.5, label="efficiency")
+        known = [(str(rung["workers"]), rung["utilisation"]) for rung in rungs if rung["utilisation"] is not None]
         if known:
             use.plot(*zip(*known, strict=True), "-D", color=color_of_run(1), label="utilisation of the devices")
         use.set_title("Efficiency and utilisation")
@@ -65,6 +61,4 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         use.set_ylim(top=1.25 * use.get_ylim()[1])
         use.legend(loc="upper left", ncols=2)
         figure.suptitle(escape_text(title), fontweight="bold")
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=160)
-    return picture.getvalue()
+        return save_png(figure)

@@ -1,22 +1,21 @@
-"""How fast and how right this machine's processes add up tensors: real all-reduces between real workers."""
+"""Speed and correctness of all-reduces between real workers of this machine."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.commands.doctor.findings import Finding, warn_if
+from multigpu_cli.commands.workers import join_workers
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.runtime.collectives import all_reduce_max
-from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
-from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.world import World
 
 LONGEST_WAIT = 60.0  # seconds in a collective
@@ -28,7 +27,7 @@ _MOST_IN_PAIRS = 8  # workers: 28 pairs
 
 
 def measure_allreduce(world: World) -> dict[str, Any]:
-    """What every worker measures together; the same on all ranks, but for rank 0's clock.
+    """Measure on all workers together; the same result on all ranks, except for times of rank 0's clock.
 
     Returns:
         backend, workers, wrong (ranks whose sums were wrong), latency (seconds), by_size ([bytes, seconds]), and pairs
@@ -59,16 +58,14 @@ def measure_in_workers(placement: Placement) -> dict[str, Any]:
 
 
 def _run_worker() -> dict[str, Any]:
-    launch_env = LaunchEnv.current()
-    placement = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    with process_group(launch_env, placement.devices[0], timeout=LONGEST_WAIT) as world:
+    with join_workers(DeviceConfig(), LONGEST_WAIT) as (_, world):
         return measure_allreduce(world)
 
 
 def judge_allreduce(measured: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the measurements say.
+    """Findings from the measurements.
 
-    The bus bandwidth is what each connection carried: 2 (n-1)/n times the bytes, per second, as nccl-tests have it.
+    The bus bandwidth is the rate of each connection: 2 (n-1)/n times the bytes, per second, as in nccl-tests.
     """
     workers, name = measured["workers"], f"all-reduce ({measured['backend']})"
     size, seconds = measured["by_size"][-1]
@@ -76,31 +73,28 @@ def judge_allreduce(measured: Mapping[str, Any]) -> Iterator[Finding]:
     evidence = f"{workers} workers: {1e6 * measured['latency']:.0f} µs for {_SMALL} bytes, "
     evidence += f"{_format_rate(bus)} over {size / 2**20:.0f} MiB"
     if measured["wrong"]:
-        ranks = ", ".join(map(str, measured["wrong"]))
-        evidence += f"\nthe sum was wrong on ranks {ranks}"
-        yield Finding(
-            name, "fail", evidence, "NCCL_P2P_DISABLE=1 shows whether peer access is to blame", dict(measured)
-        )
+        evidence += f"\nthe sum was wrong on ranks {', '.join(map(str, measured['wrong']))}"
+        fix = "NCCL_P2P_DISABLE=1 shows whether peer access is the cause"
+        yield Finding(name, "fail", evidence, fix, dict(measured))
     else:
         yield Finding(name, "ok", f"{evidence}, sums are right", "", dict(measured))
-    if not measured["pairs"]:
-        return
-    usual = statistics.median(seconds for *_, seconds, _ in measured["pairs"])
-    bad = [pair for pair in measured["pairs"] if pair[3]]
-    slow = [pair for pair in measured["pairs"] if pair[2] > 2 * usual]
-    text = ", ".join(
-        f"{one}-{other} {'wrong' if wrong else _format_rate(_pair_message_bytes(measured) / s)}"
-        for one, other, s, wrong in bad + slow
+    if measured["pairs"]:
+        yield _judge_pairs(measured["pairs"], measured["by_size"][1][0])
+
+
+def _judge_pairs(pairs: list[list[Any]], size: int) -> Finding:
+    """Compare pairs of workers; between two of them the bus carries as many bytes as the message has."""
+    usual = statistics.median(seconds for *_, seconds, _ in pairs)
+    bad = [pair for pair in pairs if pair[3]]
+    slow = [pair for pair in pairs if pair[2] > 2 * usual]
+    if not bad and not slow:
+        return Finding("pairs", "ok", f"{len(pairs)} pairs, each about {_format_rate(size / usual)}")
+    listed = ", ".join(
+        f"{one}-{other} {'wrong' if wrong else _format_rate(size / seconds)}"
+        for one, other, seconds, wrong in bad + slow
     )
-    if bad or slow:
-        more = f"usual {_format_rate(_pair_message_bytes(measured) / usual)}, but {text}"
-        yield Finding("pairs", "fail" if bad else "warn", more, "look at these GPUs: nvidia-smi topo -m; dmesg")
-    else:
-        yield Finding(
-            "pairs",
-            "ok",
-            f"{len(measured['pairs'])} pairs, each about {_format_rate(_pair_message_bytes(measured) / usual)}",
-        )
+    evidence = f"usual {_format_rate(size / usual)}, but {listed}"
+    return Finding("pairs", "fail" if bad else "warn", evidence, "look at these GPUs: nvidia-smi topo -m; dmesg")
 
 
 def check_host_to_device(device: torch.device) -> Finding:
@@ -111,20 +105,19 @@ def check_host_to_device(device: torch.device) -> Finding:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        evidence = f"its memory is full: {_COPIED / 2**20:.0f} MiB of it could not be had"
-        return Finding(name, "warn", evidence, "nvidia-smi shows who has it")
+        evidence = f"its memory is full: {_COPIED / 2**20:.0f} MiB could not be allocated"
+        return Finding(name, "warn", evidence, "nvidia-smi shows which processes use it")
     evidence = ", ".join(f"{_format_rate(rate)} {kind}" for kind, rate in rates.items())
-    slow = rates["pinned"] < 5e9
-    fix = "nvidia-smi -q -d PCIE: lanes or generation may have been lost" if slow else ""
-    return Finding(name, "warn" if slow else "ok", evidence, fix, rates)
+    fix = "nvidia-smi -q -d PCIE shows whether the link has fewer lanes or a lower generation than it should"
+    return warn_if(rates["pinned"] < 5e9, name, evidence, fix, rates)
 
 
 def _measure_copies(device: torch.device) -> dict[str, float]:
     """Bytes a second, pinned and pageable."""
-    size, rates = _COPIED, {}
-    there = torch.empty(size, dtype=torch.uint8, device=device)
+    rates = {}
+    there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     for kind in ("pinned", "pageable"):
-        here = torch.ones(size, dtype=torch.uint8, pin_memory=kind == "pinned")
+        here = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=kind == "pinned")
         seconds = []
         for _ in range(_ROUNDS):
             torch.cuda.synchronize(device)
@@ -132,12 +125,12 @@ def _measure_copies(device: torch.device) -> dict[str, float]:
             there.copy_(here, non_blocking=True)
             torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-        rates[kind] = size / statistics.median(seconds)
+        rates[kind] = _COPIED / statistics.median(seconds)
     return rates
 
 
 def _sums_correctly(world: World) -> bool:
-    """A sum of whole numbers, exact in float32 whatever the order."""
+    """All-reduce whole numbers, whose sum is exact in float32 in any order."""
     place = torch.arange(100_003, dtype=torch.float32, device=world.device) % 997
     value = place * (world.rank + 1)
     dist.all_reduce(value)
@@ -148,9 +141,9 @@ def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = N
     """The median time of one all-reduce of so many bytes."""
     value = torch.zeros(max(1, size // 4), dtype=torch.float32, device=world.device)
     times = max(1, min(20, 2**22 // size))
-    wait: Callable[[], None] = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+    wait = torch.get_device_module(world.device).synchronize
     seconds = []
-    for _ in range(_ROUNDS + 1):
+    for _ in range(_ROUNDS + 1):  # the first one connects
         dist.barrier(group)
         wait()
         began = time.perf_counter()
@@ -158,7 +151,7 @@ def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = N
             dist.all_reduce(value, group=group)
         wait()
         seconds.append((time.perf_counter() - began) / times)
-    return statistics.median(seconds[1:])  # the first one connects
+    return statistics.median(seconds[1:])
 
 
 def _measure_pairs(world: World, size: int) -> Iterator[list[Any]]:
@@ -173,11 +166,6 @@ def _measure_pairs(world: World, size: int) -> Iterator[list[Any]]:
         worst = all_reduce_max(world, [seconds, wrong])
         dist.destroy_process_group(group)
         yield [one, other, worst[0], bool(worst[1])]
-
-
-def _pair_message_bytes(measured: Mapping[str, Any]) -> float:
-    """Of the messages between pairs; between two workers the bus carries as much as the message."""
-    return float(measured["by_size"][1][0])
 
 
 def _format_rate(bytes_per_second: float) -> str:

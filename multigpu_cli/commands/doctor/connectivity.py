@@ -1,8 +1,7 @@
-"""Who reaches whom: interfaces, and real TCP connections between nodes; a firewall is told from a link that is down."""
+"""Which nodes reach each other: interfaces, and real TCP connections; tells a firewall from a link that is down."""
 
 import errno
 import fcntl
-import re
 import socket
 import statistics
 import struct
@@ -10,21 +9,22 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from ipaddress import IPv4Address
 from typing import NamedTuple, Self
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_PATIENCE = 3.0  # seconds for a connection; what takes longer was dropped
+_PATIENCE = 3.0  # seconds for a connection; after that its packets count as dropped
 _PINGS = 20
 _BULK = 8 * 2**20  # bytes
-_CLOSED = 1  # a port on which nobody listens: a machine that is there refuses it
+_CLOSED = 1  # a port on which nobody listens: a machine that is up refuses it
 
 
 class ConnectionResult(NamedTuple):
-    """What became of a connection.
+    """The result of an attempt to connect.
 
     Attributes:
         outcome: ok, refused, dropped, alive (dropped, but another port of the same machine answers) or unreachable.
-        latency: seconds of a round trip, None where there was none.
+        latency: seconds of a round trip, None without a connection.
         rate: bytes a second, None where it was not measured.
     """
 
@@ -45,36 +45,28 @@ def list_interfaces() -> dict[str, str]:
 
 
 def choose_address(
-    variable: str, wanted: str | None, there: Mapping[str, str], resolved: str | None, *, alone: bool = False
+    variable: str, wanted: str | None, addresses: Mapping[str, str], resolved: str | None, *, alone: bool = False
 ) -> tuple[str, str]:
-    """The address that a backend would give to the other nodes, and what is wrong with that.
+    """The address that a backend would give to the other nodes, and what is wrong with it.
 
     Args:
         variable: GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with its prefixes, =exact and ^excluded names.
         wanted: its value.
-        there: addresses by interface.
-        resolved: what this machine's own name stands for; gloo takes that where nothing is wanted.
+        addresses: by interface.
+        resolved: the address of this machine's host name; gloo takes it where the variable is not set.
         alone: there are no other nodes, which could not reach the loopback.
     """
-    known = ", ".join(f"{name} ({address})" for name, address in there.items())
+    known = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     if wanted:
-        names = [name for name in there if _matches_interface(variable, wanted, name)]
-        if not names:
+        matching = [address for name, address in addresses.items() if _matches_interface(variable, wanted, name)]
+        if not matching:
             return "", f"{variable}={wanted} is no interface with an address here; there are {known}"
-        address = there[names[0]]
-        lost = _is_loopback(address) and not alone
-        return address, f"{variable}={wanted} is the loopback, which no other node reaches" if lost else ""
+        loopback = f"{variable}={wanted} is the loopback, which no other node reaches"
+        return matching[0], loopback if _is_loopback(matching[0]) and not alone else ""
     if resolved is None:
-        return (
-            "",
-            f"this machine's own name stands for no address, and {variable} names no interface; there are {known}",
-        )
-    if _is_loopback(resolved) and not alone:
-        return (
-            resolved,
-            f"this machine's own name stands for {resolved}, which no other node reaches; there are {known}",
-        )
-    return resolved, ""
+        return "", f"this machine's host name has no address, and {variable} names no interface; there are {known}"
+    loopback = f"this machine's host name resolves to {resolved}, which no other node reaches; there are {known}"
+    return resolved, loopback if _is_loopback(resolved) and not alone else ""
 
 
 def _matches_interface(variable: str, wanted: str, name: str) -> bool:
@@ -85,11 +77,11 @@ def _matches_interface(variable: str, wanted: str, name: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    return bool(re.match(r"127\.", address))
+    return IPv4Address(address).is_loopback
 
 
 class Listener:
-    """Answers probes on one address, at a port of the system's choice, as a backend's own sockets are."""
+    """Answers probes on one address, at a port that the system chooses, as it does for a backend's sockets."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0))
@@ -108,7 +100,7 @@ class Listener:
                 peer, _ = self._socket.accept()
             except OSError:  # closed
                 return
-            with peer, suppress(OSError):  # whoever probes may lose the connection
+            with peer, suppress(OSError):  # the probing node may lose the connection
                 _answer(peer)
 
 
@@ -121,10 +113,10 @@ def _answer(peer: socket.socket) -> None:
 
 
 def probe_connection(address: str, port: int, *, speed: bool = False) -> ConnectionResult:
-    """Connect to a listener, and see how it goes.
+    """Connect to a listener and measure the connection.
 
     Args:
-        speed: measure also how much goes through.
+        speed: measure the bytes per second too.
     """
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as wire:
@@ -138,7 +130,7 @@ def probe_connection(address: str, port: int, *, speed: bool = False) -> Connect
 
 
 def probe_port(address: str, port: int) -> ConnectionResult:
-    """The same for a port where somebody else listens, who is told nothing."""
+    """Connect to another program's port, without sending anything."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE):
             return ConnectionResult("ok")
@@ -151,9 +143,8 @@ def _classify_failure(error: OSError, address: str, port: int) -> ConnectionResu
         return ConnectionResult("refused")
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
         return ConnectionResult("unreachable")
-    return ConnectionResult(
-        "alive" if port != _CLOSED and probe_port(address, _CLOSED).outcome == "refused" else "dropped"
-    )
+    alive = port != _CLOSED and probe_port(address, _CLOSED).outcome == "refused"
+    return ConnectionResult("alive" if alive else "dropped")
 
 
 def _time_exchange(wire: socket.socket, message: bytes) -> float:

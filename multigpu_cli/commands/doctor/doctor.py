@@ -1,7 +1,7 @@
-"""doctor: whether this machine is fit to train on, by looking, and by measuring what can be measured."""
+"""doctor: checks whether this machine, or all nodes of a torchrun job, can train; measures what can be measured."""
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from multigpu_cli.commands.doctor import allreduce, gpus, nodes, system
-from multigpu_cli.commands.doctor.findings import Finding, format_findings
+from multigpu_cli.commands.doctor.findings import Finding, choose_exit_code
 from multigpu_cli.commands.doctor.gpus import MachineFacts
 from multigpu_cli.commands.doctor.model import check_model
 from multigpu_cli.commands.doctor.processes import find_gpu_processes
+from multigpu_cli.commands.workers import place_on_machine
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import FAILED
+from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
-from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import Placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import init_process_group, rendezvous
 
@@ -26,8 +27,21 @@ _HOME = "checkpoints"
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
 
 
+def run_doctor(config: Config, environ: Mapping[str, str]) -> tuple[list[Finding], int]:
+    """All checks: of this machine, or under torchrun of all its nodes; the findings to show, and the exit code.
+
+    Raises:
+        RequestError: the settings can't be carried out at all.
+    """
+    if launch_env := LaunchEnv.from_environment(environ):
+        return _check_job(config, environ, launch_env)
+    with interruptible():
+        findings = run_checks(config, environ)
+    return findings, choose_exit_code(findings)
+
+
 def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Everything that can be found out here.
+    """All checks of this machine.
 
     Args:
         config: its devices are measured; its model is tried where one of its settings was given.
@@ -35,14 +49,8 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     Raises:
         RequestError: the settings can't be carried out at all.
     """
-    facts = gather_facts(environ)
-    ddp = replace(config.device, multi_gpu="ddp")
-    placement = choose_placement(ddp, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
-    save_dir = Path(config.checkpoint.save_dir or _HOME)
-    findings = [
-        *gpus.check_gpus(facts),
-        *system.check_system(save_dir, count_cores(), max(placement.num_processes_to_launch, facts.visible)),
-    ]
+    placement = place_on_machine(replace(config.device, multi_gpu="ddp"))
+    findings = list(_check_machine(config, environ, max(placement.num_processes_to_launch, count_visible_gpus())))
     findings += _check_devices(placement)
     findings += _check_allreduce(placement)
     if config.explicit - _OF_THE_MACHINE:
@@ -50,29 +58,30 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def run_job_checks(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv) -> tuple[list[Finding], int]:
-    """What can be found out under torchrun, of all its nodes; for rank 0 to show, and everybody's exit code."""
-    placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+def _check_job(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv) -> tuple[list[Finding], int]:
+    """All checks of a job's nodes: the findings, on rank 0 alone, and the exit code of all ranks."""
+    placement = place_on_machine(config.device, launch_env)
     if blocked := nodes.check_store_connection(launch_env):
         return [blocked], FAILED
     world, store = rendezvous(launch_env, placement.devices[0], timeout=allreduce.LONGEST_WAIT)
-    assert world.store is not None
-    here: list[Finding] = []
-    if world.local_rank == 0:
-        seen, save_dir = gather_facts(environ), Path(config.checkpoint.save_dir or _HOME)
-        here = [*gpus.check_gpus(seen), *system.check_system(save_dir, count_cores(), world.local_size)]
-    findings = [*here, *nodes.check_nodes(world, config, environ, here)]
-    if any(finding.verdict == "fail" for finding in findings[len(here) :]):
-        findings.append(Finding("all-reduce", "not checked", "first what is above"))
+    here = list(_check_machine(config, environ, world.local_size)) if world.local_rank == 0 else []
+    between = nodes.check_nodes(world, config, environ, here)
+    if choose_exit_code(between) == FAILED:
+        between.append(Finding("all-reduce", "not checked", "the failures above come first"))
     else:
         with init_process_group(world, store, timeout=allreduce.LONGEST_WAIT):
-            findings += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
-    code = FAILED if any(finding.verdict == "fail" for finding in findings) else 0
-    return findings if world.is_main else [], nodes.agree_on_exit_code(world, code)
+            between += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
+    findings = [*here, *between]
+    return findings if world.is_main else [], nodes.agree_on_exit_code(world, choose_exit_code(findings))
+
+
+def _check_machine(config: Config, environ: Mapping[str, str], workers: int) -> Iterator[Finding]:
+    yield from gpus.check_gpus(gather_facts(environ))
+    yield from system.check_system(Path(config.checkpoint.save_dir or _HOME), count_cores(), workers)
 
 
 def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
-    """Ask torch, NVML and the system."""
+    """The versions and GPUs that torch, NVML and the system report."""
     facts = MachineFacts(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -95,25 +104,16 @@ def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
 def add_nvml_facts(facts: MachineFacts, nvml: Any) -> MachineFacts:
     """The facts, and what NVML adds to them."""
     version, newest = gpu.read_driver(nvml)
-    on_machine = gpu.list_gpus(nvml)
+    on_machine, links = gpu.list_gpus(nvml), gpu.read_links(nvml)
     tenants = find_gpu_processes(tenant.pid for each in on_machine for tenant in each.processes)
-    wires = gpu.read_links(nvml)
-    return replace(facts, driver=version, driver_cuda=newest, gpus=on_machine, links=wires, tenants=tenants)
-
-
-def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
-    """Print them, and how many are bad."""
-    if as_json:
-        print(dump_json({"findings": [finding.as_dict() for finding in findings]}, indent=2))
-        return
-    print("\n".join(format_findings(findings)))
+    return replace(facts, driver=version, driver_cuda=newest, gpus=on_machine, links=links, tenants=tenants)
 
 
 def _list_peer_access(count: int) -> list[list[bool]] | None:
     if count < 2:
         return None
-    every = range(count)
-    return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
+    devices = range(count)
+    return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in devices] for one in devices]
 
 
 def _check_devices(placement: Placement) -> Iterator[Finding]:
@@ -125,15 +125,15 @@ def _check_devices(placement: Placement) -> Iterator[Finding]:
 
 def _check_allreduce(placement: Placement) -> Iterator[Finding]:
     """Real workers: one for each GPU; with fewer than two of them, processes on the CPU."""
-    if placement.devices[0].type == "cuda" and placement.num_processes_to_launch < 2:
-        yield Finding("all-reduce (nccl)", "not checked", "one GPU has nobody to talk to; on the CPU instead:")
-    if placement.devices[0].type != "cuda" or placement.num_processes_to_launch < 2:
-        count = max(2, placement.num_processes_to_launch)
+    on_gpu, count = placement.devices[0].type == "cuda", max(2, placement.num_processes_to_launch)
+    if on_gpu and placement.num_processes_to_launch < 2:
+        yield Finding("all-reduce (nccl)", "not checked", "it takes two GPUs; on the CPU instead:")
+    if not on_gpu or placement.num_processes_to_launch < 2:
         placement = Placement("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
         measured = allreduce.measure_in_workers(placement)
     except WorkersFailed as failed:
-        evidence = f"{placement.num_processes_to_launch} workers could not add up tensors: {failed.problem}"
+        evidence = f"{placement.num_processes_to_launch} workers could not all-reduce: {failed.problem}"
         yield Finding("all-reduce", "fail", evidence, "NCCL_DEBUG=INFO before the same command shows where it ended")
         return
     yield from allreduce.judge_allreduce(measured)

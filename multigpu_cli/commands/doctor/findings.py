@@ -1,10 +1,11 @@
 """What the doctor finds: a verdict, the evidence, and what to do about it."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from multigpu_cli.errors import pluralize
+from multigpu_cli.errors import FAILED, pluralize
 
 Verdict = Literal["ok", "warn", "fail", "not checked"]
 
@@ -15,7 +16,7 @@ class Finding:
 
     Attributes:
         evidence: what was seen or measured.
-        fix: a command, or what else mends it; empty where nothing has to be.
+        fix: a command, or what else mends it; empty where nothing is wrong.
         numbers: the measured figures, for machines.
     """
 
@@ -25,23 +26,28 @@ class Finding:
     fix: str = ""
     numbers: dict[str, Any] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def warn_if(bad: bool, name: str, evidence: str, fix: str, numbers: dict[str, Any] | None = None) -> Finding:
+    """A warning with its fix where something is bad, else a finding that is ok."""
+    return Finding(name, "warn" if bad else "ok", evidence, fix if bad else "", numbers)
 
 
-def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """A line each, its fix below it, and the count of what is wrong."""
-    wide = max(len(finding.name) for finding in findings)
-    shown = []
+def choose_exit_code(findings: Iterable[Finding]) -> int:
+    """1 where a check has failed, else 0."""
+    return FAILED if any(finding.verdict == "fail" for finding in findings) else 0
+
+
+def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line each, its fix below it, and the count of each verdict."""
+    width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        mark = {"not checked": "-"}.get(finding.verdict, finding.verdict)
-        evidence = f"not checked: {finding.evidence}" if finding.verdict == "not checked" else finding.evidence
+        unchecked = finding.verdict == "not checked"
+        mark = "-" if unchecked else finding.verdict
+        evidence = f"not checked: {finding.evidence}" if unchecked else finding.evidence
         first, *more = evidence.splitlines()
-        shown.append(f"{mark:<4}  {finding.name:<{wide}}  {first}")
-        shown += [f"{'':<{wide + 8}}{line}" for line in more]
-        if finding.fix:
-            shown.append(f"{'':<{wide + 8}}fix: {finding.fix}")
-    counts = {kind: sum(finding.verdict == kind for finding in findings) for kind in ("ok", "warn", "fail")}
-    rest = sum(finding.verdict == "not checked" for finding in findings)
+        yield f"{mark:<4}  {finding.name:<{width}}  {first}"
+        for line in [*more, *([f"fix: {finding.fix}"] if finding.fix else [])]:
+            yield f"{'':<{width + 8}}{line}"
+    counts = Counter(finding.verdict for finding in findings)
     wrong = f"{pluralize(counts['warn'], 'warning')}, {pluralize(counts['fail'], 'failure')}"
-    return [*shown, f"{counts['ok']} ok, {wrong}, {rest} not checked"]
+    yield f"{counts['ok']} ok, {wrong}, {counts['not checked']} not checked"

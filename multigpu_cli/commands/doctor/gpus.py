@@ -1,9 +1,10 @@
-"""The doctor's view of versions and GPUs: facts in, findings out, so that it can be tested without a GPU."""
+"""The doctor's checks of versions and GPUs: facts in, findings out, so that they can be tested without a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
-from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.commands.doctor.findings import Finding, warn_if
 from multigpu_cli.monitor.gpu import Gpu
 
 _GIB = 2.0**30
@@ -15,7 +16,7 @@ class GpuProcessInfo:
     """A process on a GPU, as the system knows it.
 
     Attributes:
-        user: its owner. ours: the owner is we. orphan: a worker of torchrun whose agent is gone.
+        user: its owner. ours: it belongs to the current user. orphan: a worker of torchrun whose agent is gone.
     """
 
     pid: int
@@ -27,16 +28,16 @@ class GpuProcessInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What was found out about this machine's GPUs and software.
+    """This machine's GPUs and software.
 
     Attributes:
-        cuda, cudnn, nccl, hip: what torch was built with; None without.
+        cuda, cudnn, nccl, hip: the versions that torch was built with; None without.
         architectures: as torch names them: sm_90, compute_90.
         visible: GPUs that torch can use.
         hidden: CUDA_VISIBLE_DEVICES, None where it is not set.
-        no_nvml: why NVML can't be asked; empty where it can.
+        no_nvml: why NVML can't be queried; empty where it can.
         driver, driver_cuda: the driver's version, and the newest CUDA that it runs.
-        peers: whether GPU i of torch reaches GPU j's memory; None where it was not asked.
+        peers: whether torch's GPU i reaches GPU j's memory; None with fewer than two.
         tenants: the processes on the GPUs by pid.
     """
 
@@ -59,12 +60,12 @@ class MachineFacts:
 
 
 def check_gpus(facts: MachineFacts) -> Iterator[Finding]:
-    """Everything that the facts say."""
+    """All findings about versions and GPUs."""
     yield _check_versions(facts)
     yield from _check_visibility(facts)
     for gpu in facts.gpus:
         yield _check_gpu(gpu, facts)
-    yield from _check_leftovers(facts)
+    yield _check_leftovers(facts)
     if len(reachable := [gpu for gpu in facts.gpus if not gpu.unreachable]) > 1:
         yield _check_equal(reachable)
     yield from _check_connections(facts)
@@ -81,7 +82,7 @@ def _check_versions(facts: MachineFacts) -> Finding:
             remedy = f"a newer NVIDIA driver, or a torch built for CUDA {newest[0]}.{newest[1]} or older"
             return Finding("versions", "fail", evidence, remedy)
         if built > newest:
-            fix = "a newer driver, if a kernel fails to load: minor versions are meant to go together"
+            fix = "a newer driver, if a kernel fails to load: minor versions should match"
             return Finding("versions", "warn", evidence, fix)
     return Finding("versions", "ok", evidence)
 
@@ -93,7 +94,7 @@ def _check_visibility(facts: MachineFacts) -> Iterator[Finding]:
         return
     if facts.no_nvml:
         kind = "ROCm has no NVML" if facts.hip else facts.no_nvml
-        missing = "memory, users, temperature and topology stay unknown"
+        missing = "memory, users, temperature and topology are unknown"
         fix = "" if facts.hip else "pip install nvidia-ml-py"
         yield Finding("GPUs", "warn", f"torch sees {facts.visible}, but {kind}: {missing}", fix)
         return
@@ -103,7 +104,7 @@ def _check_visibility(facts: MachineFacts) -> Iterator[Finding]:
     elif facts.gpus and not facts.visible and facts.hidden == "":
         yield Finding("GPUs", "warn", f"{count}: CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES")
     elif facts.gpus and not facts.visible:
-        yield Finding("GPUs", "fail", f"{count}", "python -c 'import torch; torch.zeros(1).cuda()' says why")
+        yield Finding("GPUs", "fail", count, "python -c 'import torch; torch.zeros(1).cuda()' says why")
     elif facts.visible < len(facts.gpus):
         evidence = f"{count} (CUDA_VISIBLE_DEVICES={facts.hidden})" if facts.hidden else count
         yield Finding("GPUs", "ok", evidence)
@@ -114,8 +115,8 @@ def _check_visibility(facts: MachineFacts) -> Iterator[Finding]:
 def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
     name, evidence = f"GPU {gpu.number}", gpu.name
     if gpu.unreachable:
-        fix = "reboot where it is lost; meanwhile CUDA_VISIBLE_DEVICES without it"
-        return Finding(name, "fail", f"can't be asked: {gpu.unreachable}", fix)
+        fix = "reboot if the GPU is lost; until then, leave it out of CUDA_VISIBLE_DEVICES"
+        return Finding(name, "fail", f"can't be queried: {gpu.unreachable}", fix)
     if gpu.memory_total is not None and gpu.memory_used is not None:
         free = (gpu.memory_total - gpu.memory_used) / _GIB
         evidence += f", {gpu.memory_total / _GIB:.1f} GiB ({free:.1f} free)"
@@ -124,14 +125,11 @@ def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
     extra = ((gpu.utilisation, "{} % busy"), (gpu.temperature, "{} °C"), (gpu.power, "{:.0f} W"))
     evidence += "".join(f", {form.format(value)}" for value, form in extra if value is not None)
     if gpu.capability and facts.architectures and not _has_kernels(gpu.capability, facts.architectures):
-        built = " ".join(facts.architectures)
-        return Finding(
-            name, "fail", f"{evidence}\nthis torch has no kernels for it, only {built}", "another build of torch"
-        )
+        evidence += f"\nthis torch has no kernels for it, only {' '.join(facts.architectures)}"
+        return Finding(name, "fail", evidence, "another build of torch")
     if gpu.mig:
-        return Finding(
-            name, "warn", f"{evidence}\ncut into MIG instances: NCCL can't join those", "one process per instance"
-        )
+        evidence += "\nsplit into MIG instances: NCCL can't connect those"
+        return Finding(name, "warn", evidence, "one process per instance")
     users = [_describe_process(tenant.pid, tenant.memory, facts) for tenant in gpu.processes]
     busy = (gpu.utilisation or 0) > 10 or (gpu.memory_used or 0) > _MUCH * (gpu.memory_total or 0)
     if busy and users:
@@ -139,7 +137,7 @@ def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
         fix = f"wait for them, or use other GPUs: CUDA_VISIBLE_DEVICES={others}" if others else "wait for them"
         return Finding(name, "warn", "\n".join([evidence, *(f"in use by {user}" for user in users)]), fix)
     if busy:
-        return Finding(name, "warn", f"{evidence}\nin use, by a process that can't be seen from here", "nvidia-smi")
+        return Finding(name, "warn", f"{evidence}\nin use by a process that is not visible from here", "nvidia-smi")
     return Finding(name, "ok", evidence)
 
 
@@ -149,15 +147,11 @@ def _describe_process(pid: int, memory: int | None, facts: MachineFacts) -> str:
     return f"process {pid}{held}: {known.command} ({known.user})" if known else f"process {pid}{held}"
 
 
-def _check_leftovers(facts: MachineFacts) -> Iterator[Finding]:
-    left = [known for known in facts.tenants.values() if known.orphan and known.ours]
-    if left:
-        evidence = "\n".join(
-            f"process {known.pid} is a worker whose launcher is gone: {known.command}" for known in left
-        )
-        yield Finding("leftovers", "warn", evidence, f"kill {' '.join(str(known.pid) for known in left)}")
-    else:
-        yield Finding("leftovers", "ok", "no worker of yours has outlived its launcher")
+def _check_leftovers(facts: MachineFacts) -> Finding:
+    left = [process for process in facts.tenants.values() if process.orphan and process.ours]
+    lines = [f"process {process.pid} is a worker whose launcher is gone: {process.command}" for process in left]
+    evidence = "\n".join(lines) or "no worker of yours has outlived its launcher"
+    return warn_if(bool(left), "leftovers", evidence, f"kill {' '.join(str(process.pid) for process in left)}")
 
 
 def _check_equal(gpus: Sequence[Gpu]) -> Finding:
@@ -167,16 +161,12 @@ def _check_equal(gpus: Sequence[Gpu]) -> Finding:
     least = min(gpus, key=_memory)
     evidence = "; ".join(f"GPU {gpu.number} {gpu.name} {_memory(gpu) / _GIB:.0f} GiB" for gpu in gpus)
     evidence += (
-        f"\nshares are equal, so the slowest sets the pace, and GPU {least.number} with the least memory the batch"
+        f"\nall get equal shares: the slowest GPU limits the speed, GPU {least.number} with the least memory the batch"
     )
-    best = [gpu.number for gpu in gpus if (gpu.name, _memory(gpu)) == _most_common(gpus)]
-    listed = ",".join(map(str, best))
+    models = [(gpu.name, _memory(gpu)) for gpu in gpus]
+    usual = max(models, key=lambda model: (models.count(model), model[1]))
+    listed = ",".join(str(gpu.number) for gpu, model in zip(gpus, models, strict=True) if model == usual)
     return Finding("equal GPUs", "warn", evidence, f"only GPUs of one kind: CUDA_VISIBLE_DEVICES={listed}")
-
-
-def _most_common(gpus: Sequence[Gpu]) -> tuple[str, int]:
-    kinds = [(gpu.name, _memory(gpu)) for gpu in gpus]
-    return max(kinds, key=lambda kind: (kinds.count(kind), kind[1]))
 
 
 def _memory(gpu: Gpu) -> int:
@@ -185,26 +175,23 @@ def _memory(gpu: Gpu) -> int:
 
 def _check_connections(facts: MachineFacts) -> Iterator[Finding]:
     if len(facts.gpus) > 1:
-        wires = sorted(set(facts.links.values()))
-        each = "; ".join(
-            f"{wire}: {_format_pairs(pair for pair in facts.links if facts.links[pair] == wire)}" for wire in wires
-        )
-        far = any(wire in ("across CPU sockets", "unknown") for wire in wires)
-        fix = "NCCL goes through host memory there; GPUs that are near each other are faster" if far else ""
-        yield Finding("topology", "warn" if far else "ok", each, fix)
+        pairs_of: dict[str, list[tuple[int, int]]] = {}
+        for pair, link in facts.links.items():
+            pairs_of.setdefault(link, []).append(pair)
+        evidence = "; ".join(f"{link}: {_format_pairs(pairs_of[link])}" for link in sorted(pairs_of))
+        far = not pairs_of.keys().isdisjoint({"across CPU sockets", "unknown"})
+        fix = "NCCL goes through host memory there; GPUs that are near each other are faster"
+        yield warn_if(far, "topology", evidence, fix)
     if facts.peers is not None and len(facts.peers) > 1:
-        count = range(len(facts.peers))
-        apart = [(one, other) for one in count for other in count if one < other and not facts.peers[one][other]]
+        apart = [(i, j) for i, j in combinations(range(len(facts.peers)), 2) if not facts.peers[i][j]]
+        evidence = "every GPU reaches every other's memory"
         if apart:
             evidence = f"no direct access between {_format_pairs(apart)}: their traffic goes through host memory"
-            yield Finding(
-                "peer access", "warn", evidence, "nvidia-smi topo -p2p r; IOMMU or ACS in the BIOS may forbid it"
-            )
-        else:
-            yield Finding("peer access", "ok", "every GPU reaches every other's memory")
+        fix = "nvidia-smi topo -p2p r; IOMMU or ACS in the BIOS may forbid it"
+        yield warn_if(bool(apart), "peer access", evidence, fix)
 
 
-def _format_pairs(pairs: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> str:
+def _format_pairs(pairs: Iterable[tuple[int, int]]) -> str:
     names = [f"{one}-{other}" for one, other in pairs]
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
@@ -213,10 +200,9 @@ def _has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> b
     """Whether torch has kernels: of the same major version and no newer minor, or as PTX of an older one."""
     for name in architectures:
         kind, _, number = name.partition("_")
-        digits = "".join(letter for letter in number if letter.isdigit())
+        digits = "".join(filter(str.isdigit, number))
         built = (int(digits[:-1]), int(digits[-1]))
-        fits = built[0] == capability[0] and built <= capability if kind == "sm" else built <= capability
-        if fits:
+        if built <= capability and (kind != "sm" or built[0] == capability[0]):
             return True
     return False
 

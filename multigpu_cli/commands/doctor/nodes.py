@@ -1,4 +1,4 @@
-"""doctor under torchrun: what the nodes of a job have in common, and what stands between them."""
+"""doctor under torchrun: versions, data and addresses of a job's nodes, and the connections between them."""
 
 import json
 import os
@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import metadata
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from multigpu_cli.commands.doctor import connectivity
 from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
-from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.commands.doctor.findings import Finding, warn_if
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.load_data_source import load_data_source
@@ -28,10 +29,10 @@ from multigpu_cli.runtime.world import World
 
 _START = 60.0  # seconds for rank 0 to load torch
 _MEANING = {
-    "refused": "refused: a firewall that rejects, or another machine's address",
+    "refused": "refused: a firewall rejects it, or the address is another machine's",
     "alive": "no answer, but the machine answers on another port: a firewall drops these ports",
-    "dropped": "no answer at all: a firewall that drops everything, a link that is down, or an address of another net",
-    "unreachable": "no way there: no route, or the link is down",
+    "dropped": "no answer at all: a firewall drops everything, the link is down, or the address is of another network",
+    "unreachable": "unreachable: no route, or the link is down",
 }
 _FIX = {
     "refused": "open all TCP ports between the nodes",
@@ -42,10 +43,10 @@ _FIX = {
 
 
 def check_nodes(world: World, config: Config, environ: Mapping[str, str], here: Sequence[Finding]) -> list[Finding]:
-    """What the nodes have in common and what stands between them; the same on every rank.
+    """Findings about the nodes and the connections between them; the same on every rank.
 
     Args:
-        here: what this node's own check found.
+        here: the findings about this node alone.
     """
     own = gather_node_facts(world, config, environ, here) if world.local_rank == 0 else {}
     with ExitStack() as stack:
@@ -55,57 +56,54 @@ def check_nodes(world: World, config: Config, environ: Mapping[str, str], here: 
 
 
 def check_store_connection(launch_env: LaunchEnv) -> Finding | None:
-    """The agents have met at the rendezvous; the workers' store listens at another port."""
+    """Whether rank 0's store can be reached: torchrun's agents have connected, but the store has another port."""
     until = time.monotonic() + _START
     while (way := connectivity.probe_port(launch_env.address, launch_env.port)).outcome == "refused":
-        if time.monotonic() > until or launch_env.rank == 0:  # rank 0 may be the one who will listen
+        if time.monotonic() > until or launch_env.rank == 0:  # rank 0 itself may be the one that will listen
             break
         time.sleep(0.5)
     if way.outcome in ("ok", "refused"):
         return None
     evidence = f"to rank 0's store ({launch_env.address}:{launch_env.port}): {_MEANING[way.outcome]}"
-    return Finding(
-        f"from {os.uname().nodename}", "fail", evidence, _FIX[way.outcome].replace("ADDRESS", launch_env.address)
-    )
+    fix = _FIX[way.outcome].replace("ADDRESS", launch_env.address)
+    return Finding(f"from {os.uname().nodename}", "fail", evidence, fix)
 
 
 def gather_node_facts(
     world: World, config: Config, environ: Mapping[str, str], here: Sequence[Finding]
 ) -> dict[str, Any]:
-    """What one node says of itself: plain values.
+    """The facts about one node, as plain values.
 
     Args:
-        here: what its own check found; only what is wrong travels.
+        here: the findings about it; warnings and failures are sent to the other nodes.
     """
     variable = "NCCL_SOCKET_IFNAME" if world.device.type == "cuda" else "GLOO_SOCKET_IFNAME"
     resolved = None
     with suppress(OSError):
         resolved = socket.gethostbyname(socket.gethostname())
-    there = connectivity.list_interfaces()
-    address, trouble = connectivity.choose_address(
-        variable, environ.get(variable), there, resolved, alone=len(leader_ranks(world)) == 1
-    )
+    interfaces, alone = connectivity.list_interfaces(), len(leader_ranks(world)) == 1
+    wanted = environ.get(variable)
+    address, trouble = connectivity.choose_address(variable, wanted, interfaces, resolved, alone=alone)
     return {
         "host": os.uname().nodename,
         "rank": world.rank,
         "versions": list_versions(),
         "address": address,
         "trouble": trouble,
-        "interfaces": list(there),
-        "wrong": [finding.as_dict() for finding in here if finding.verdict in ("warn", "fail")],
+        "interfaces": list(interfaces),
+        "wrong": [vars(finding) for finding in here if finding.verdict in ("warn", "fail")],
         "data": _fingerprint_data(config) if any(key.startswith("data") for key in config.explicit) else None,
     }
 
 
 def list_versions() -> dict[str, str]:
-    """Of what must be alike on all nodes."""
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    versions["CUDA"] = torch.version.cuda or "none"
+    """Versions that must be the same on all nodes."""
     try:
-        versions["multigpu"] = metadata.version("multigpu-cli")
+        own = metadata.version("multigpu-cli")
     except metadata.PackageNotFoundError:
-        versions["multigpu"] = f"not installed, {sys.path[0]}"
-    return versions
+        own = f"not installed, {sys.path[0]}"
+    cuda = torch.version.cuda or "none"
+    return {"torch": torch.__version__, "python": platform.python_version(), "CUDA": cuda, "multigpu": own}
 
 
 def _fingerprint_data(config: Config) -> dict[str, Any]:
@@ -118,11 +116,16 @@ def _fingerprint_data(config: Config) -> dict[str, Any]:
 
 
 def exchange_facts(world: World, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """The facts of all nodes, told over the launcher's store, for which no process group is needed."""
-    assert world.store is not None
+    """The facts of all nodes, exchanged over the launcher's store, which needs no process group."""
+    store = _get_store(world)
     if own:
-        world.store.set(f"facts-{world.rank}", json.dumps(own))
-    return [json.loads(world.store.get(f"facts-{rank}")) for rank in leader_ranks(world)]
+        store.set(f"facts-{world.rank}", json.dumps(own))
+    return [json.loads(store.get(f"facts-{rank}")) for rank in leader_ranks(world)]
+
+
+def _get_store(world: World) -> Store:
+    assert world.store is not None, "a launcher has started this process"
+    return world.store
 
 
 def leader_ranks(world: World) -> list[int]:
@@ -133,13 +136,12 @@ def leader_ranks(world: World) -> list[int]:
 def probe_connections(
     world: World, nodes: Sequence[Mapping[str, Any]], listener: Listener | None
 ) -> dict[str, ConnectionResult]:
-    """Each node connects to each other, one pair after the other, so that they do not share the wire.
+    """Each node connects to each other, one pair after the other, so that pairs do not share the network.
 
     Returns:
-        By "RANK-RANK" of the nodes' first ranks; nothing for a node that has no address to offer.
+        By "RANK-RANK" of the nodes' first ranks; nothing for a node without an address.
     """
-    store = world.store
-    assert store is not None
+    store = _get_store(world)
     if listener is not None:
         store.set(f"port-{world.rank}", str(listener.port))
     ways = {}
@@ -154,63 +156,57 @@ def probe_connections(
 
 
 def judge_nodes(nodes: Sequence[Mapping[str, Any]], ways: Mapping[str, ConnectionResult]) -> Iterator[Finding]:
-    """What the facts and the connections of all nodes say."""
-    yield from _compare_nodes(nodes)
-    yield from (
-        Finding(f"interface of {node['host']}", "fail", node["trouble"], _suggest_interface(node))
-        for node in nodes
-        if node["trouble"]
-    )
+    """Findings from the facts and the connections of all nodes."""
+    yield from _compare_versions(nodes)
+    yield from _compare_data(nodes)
+    for node in nodes:
+        if node["trouble"]:
+            fix = f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, on {node['host']}: one of {', '.join(node['interfaces'])}"
+            yield Finding(f"interface of {node['host']}", "fail", node["trouble"], fix)
     yield from _judge_connections(nodes, ways)
     for node in nodes[1:]:
         for wrong in node["wrong"]:
             yield Finding(**wrong | {"name": f"{node['host']}: {wrong['name']}"})
 
 
-def _suggest_interface(node: Mapping[str, Any]) -> str:
-    return f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, on {node['host']}: one of {', '.join(node['interfaces'])}"
+def _compare_versions(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    usual = nodes[0]["versions"]
+    if all(node["versions"] == usual for node in nodes):
+        listed = ", ".join(f"{name} {version}" for name, version in usual.items())
+        yield Finding("versions of all", "ok", f"{pluralize(len(nodes), 'node')}: {listed}")
+    for name in usual:
+        if any(node["versions"][name] != usual[name] for node in nodes):
+            listed = ", ".join(f"{node['host']} {node['versions'][name]}" for node in nodes)
+            yield Finding(f"{name} versions", "fail", listed, f"the same {name} on every node")
 
 
-def _compare_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    for what in nodes[0]["versions"]:
-        by_host = {node["host"]: node["versions"][what] for node in nodes}
-        if len(set(by_host.values())) > 1:
-            text = ", ".join(f"{host} {version}" for host, version in by_host.items())
-            yield Finding(f"{what} versions", "fail", text, f"the same {what} on every node")
-    if all(len({node["versions"][what] for node in nodes}) == 1 for what in nodes[0]["versions"]):
-        same = ", ".join(f"{name} {version}" for name, version in nodes[0]["versions"].items())
-        yield Finding("versions of all", "ok", f"{pluralize(len(nodes), 'node')}: {same}")
+def _compare_data(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if nodes[0]["data"] is None:
         yield Finding("data", "not checked", "--data and --data-dir say which")
         return
-    broken = [node for node in nodes if node["data"]["error"]]
-    for node in broken:
-        yield Finding(f"data of {node['host']}", "fail", node["data"]["error"])
+    for node in nodes:
+        if node["data"]["error"]:
+            yield Finding(f"data of {node['host']}", "fail", node["data"]["error"])
     whole = [node for node in nodes if not node["data"]["error"]]
     groups = group_ranks([node["data"]["exact"] for node in whole], [node["data"]["sums"] for node in whole])
     if len(set(groups)) > 1:
         usual = statistics.mode(groups)
         odd = [node["host"] for node, group in zip(whole, groups, strict=True) if group != usual]
         yield Finding("data", "fail", f"other data on {', '.join(odd)}", "the same files on every node")
-    elif not broken:
+    elif len(whole) == len(nodes):
         yield Finding("data", "ok", f"the same on {pluralize(len(nodes), 'node')}")
 
 
 def _judge_connections(nodes: Sequence[Mapping[str, Any]], ways: Mapping[str, ConnectionResult]) -> Iterator[Finding]:
-    if len(nodes) < 2:
-        return
-    host = {str(node["rank"]): node for node in nodes}
-    for name, way in ways.items():
-        one, other = (host[rank] for rank in name.split("-"))
-        if way.outcome != "ok":
+    pairs = {}
+    for one, other in permutations(nodes, 2):
+        way = ways.get(f"{one['rank']}-{other['rank']}")
+        if way and way.outcome != "ok":
             address = other["address"]
             evidence = f"to {other['host']} ({address}): {_MEANING[way.outcome]}"
             yield Finding(f"from {one['host']}", "fail", evidence, _FIX[way.outcome].replace("ADDRESS", address))
-    pairs = {
-        f"{one['host']}-{other['host']}": (ways[name].latency or 0.0, ways[name].rate or 0.0)
-        for one, other in combinations(nodes, 2)
-        if (name := f"{one['rank']}-{other['rank']}") in ways and ways[name].rate
-    }
+        elif way and way.rate and one["rank"] < other["rank"]:
+            pairs[f"{one['host']}-{other['host']}"] = (way.latency or 0.0, way.rate)
     if not pairs:
         return
     latency, rate = (statistics.median(column) for column in zip(*pairs.values(), strict=True))
@@ -220,14 +216,13 @@ def _judge_connections(nodes: Sequence[Mapping[str, Any]], ways: Mapping[str, Co
         for name, (seconds, speed) in pairs.items()
     ]
     numbers = {name: {"latency": seconds, "bytes_per_second": speed} for name, (seconds, speed) in pairs.items()}
-    fix = "the link of a slow pair: ethtool INTERFACE, another interface" if slow else ""
-    yield Finding("between nodes", "warn" if slow else "ok", "\n".join(lines), fix, numbers)
+    fix = "the link of a slow pair: ethtool INTERFACE, another interface"
+    yield warn_if(bool(slow), "between nodes", "\n".join(lines), fix, numbers)
 
 
 def agree_on_exit_code(world: World, code: int) -> int:
-    """One exit code for all: rank 0's; it may host the store, so it leaves last."""
-    store = world.store
-    assert store is not None
+    """Rank 0's exit code on all ranks; rank 0 may host the store, so it leaves last."""
+    store = _get_store(world)
     if world.is_main:
         store.set("code", str(code))
         for rank in range(1, world.size):

@@ -1,4 +1,4 @@
-"""Processes as the system knows them: what they are, whose, and whether their launcher has gone (Linux, by /proc)."""
+"""Processes of this machine, from /proc (Linux): their command, their user, and whether their launcher is gone."""
 
 import os
 import pwd
@@ -12,28 +12,19 @@ _LONGEST = 100  # letters of a command
 
 
 def find_gpu_processes(on_gpus: Iterable[int], proc: Path = _PROC) -> dict[int, GpuProcessInfo]:
-    """The processes with these numbers, and of all others the orphaned workers of ours."""
+    """The processes with these numbers, and all orphaned workers of this user."""
     wanted = set(on_gpus)
     processes = {}
     for entry in proc.glob("[0-9]*"):
         pid = int(entry.name)
-        if pid == os.getpid() or (pid not in wanted and not _is_ours(entry)):
-            continue
-        tenancy = _read_process(entry)
-        if tenancy and (pid in wanted or tenancy.orphan):
-            processes[pid] = tenancy
+        process = _read_process(entry) if pid != os.getpid() else None
+        if process and (pid in wanted or (process.ours and process.orphan)):
+            processes[pid] = process
     return processes
 
 
-def _is_ours(entry: Path) -> bool:
-    try:
-        return entry.stat().st_uid == os.getuid()
-    except OSError:
-        return False
-
-
 def _read_process(entry: Path) -> GpuProcessInfo | None:
-    """None for a process that has ended meanwhile."""
+    """None for a process that has ended in the meantime."""
     try:
         owner = entry.stat().st_uid
         command = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -45,10 +36,10 @@ def _read_process(entry: Path) -> GpuProcessInfo | None:
 
 
 def _is_worker(entry: Path) -> bool:
-    """Whether torchrun, or whoever speaks like it, gave it a rank."""
+    """Whether torchrun, or a launcher like it, gave the process a rank."""
     try:
         variables = entry.joinpath("environ").read_bytes().split(b"\0")
-    except OSError:  # not ours to read
+    except OSError:  # another user's
         return False
     return any(variable.startswith(b"LOCAL_RANK=") for variable in variables)
 

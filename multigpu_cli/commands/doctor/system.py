@@ -1,4 +1,4 @@
-"""The doctor's view of everything that is no GPU: shared memory, limits, ports, disk, cores."""
+"""The doctor's checks of everything but GPUs: shared memory, limits, ports, disk, cores."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.commands.doctor.findings import Finding, Verdict, warn_if
 from multigpu_cli.errors import pluralize
 
 _SHM = Path("/dev/shm")
@@ -23,7 +23,7 @@ _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as torch's store sees a connection 
 
 
 def check_system(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
-    """All of them.
+    """All findings about the system.
 
     Args:
         save_dir: where a run would be saved; it need not exist.
@@ -39,28 +39,26 @@ def check_system(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
 
 
 def check_shared_memory(place: Path) -> Finding:
-    """Loader processes hand batches over through it, and NCCL connects processes by it."""
+    """Loader processes pass batches through shared memory, and NCCL connects processes by it."""
     if not place.is_dir():
         return Finding("shared memory", "not checked", f"there is no {place} here")
     usage = shutil.disk_usage(place)
     evidence = f"{place}: {usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} free"
-    small = usage.free < _GIB
-    fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {place}, or --num-workers 0" if small else ""
-    return Finding("shared memory", "warn" if small else "ok", evidence, fix, {"free_bytes": usage.free})
+    fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {place}, or --num-workers 0"
+    return warn_if(usage.free < _GIB, "shared memory", evidence, fix, {"free_bytes": usage.free})
 
 
 def check_open_files(limits: tuple[int, int]) -> Finding:
-    """Each process, loader and connection takes some."""
+    """Each process, loader and connection opens some files."""
     soft, hard = limits
     evidence = f"{_format_limit(soft)} at once, at most {_format_limit(hard)}"
-    if soft != resource.RLIM_INFINITY and soft < 4096:
-        aim = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-        return Finding("open files", "warn", evidence, f"ulimit -n {aim}", {"soft": soft})
-    return Finding("open files", "ok", evidence, "", {"soft": soft})
+    few = soft != resource.RLIM_INFINITY and soft < 4096
+    target = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    return warn_if(few, "open files", evidence, f"ulimit -n {target}", {"soft": soft})
 
 
 def check_ports(usual: int) -> Finding:
-    """Whether a listening socket can be had, and whether torchrun's own default is free."""
+    """Whether a socket can listen on localhost, and whether torchrun's default port is free."""
     try:
         with socket.create_server(("localhost", 0)) as server:
             free = server.getsockname()[1]
@@ -69,7 +67,7 @@ def check_ports(usual: int) -> Finding:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", usual)) == 0:
             fix = "torchrun --standalone, which takes a free one"
-            return Finding("ports", "warn", f"localhost works, but {usual}, torchrun's default, is taken", fix)
+            return Finding("ports", "warn", f"localhost works, but {usual}, torchrun's default, is in use", fix)
     return Finding("ports", "ok", f"localhost works (got {free}), {usual} is free")
 
 
@@ -83,29 +81,27 @@ def check_host_name(name: str) -> Finding:
         return Finding("host name", "warn", f"{name} has no address ({error}): torchrun may not find it", fix)
     seconds = time.perf_counter() - began
     evidence = f"{name} is {address}, found in {1e3 * seconds:.0f} ms"
-    slow = seconds > 1
-    return Finding("host name", "warn" if slow else "ok", evidence, f"{name} in /etc/hosts" if slow else "")
+    return warn_if(seconds > 1, "host name", evidence, f"{name} in /etc/hosts")
 
 
 def check_reverse_lookups(seconds: Sequence[float]) -> Finding:
-    """torch's store looks up the name behind each connection, at both ends, and at its own for one after the other.
+    """torch's store looks up the host name of each connection, at both ends; at its own end one after the other.
 
-    Where a name server does not answer, that is five seconds or more for each, before the first step and in a restart.
+    If a name server does not answer, each look-up takes five seconds or more, before the first step and in a restart.
 
     Args:
-        seconds: that look-ups of the loopback's name took.
+        seconds: durations of look-ups of the loopback's name.
     """
     slowest = max(seconds)
     evidence = f"the slowest of {len(seconds)} look-ups of {_LOOPBACK[0]} took {1e3 * slowest:.0f} ms"
-    if slowest > 0.5:
+    if slow := slowest > 0.5:
         evidence += "; a run of several workers waits for such look-ups twice for each connection"
-        fix = f"echo '{_LOOPBACK[0]} localhost' >> /etc/hosts, or a name server that answers"
-        return Finding("names of connections", "warn", evidence, fix, {"seconds": slowest})
-    return Finding("names of connections", "ok", evidence, "", {"seconds": slowest})
+    fix = f"echo '{_LOOPBACK[0]} localhost' >> /etc/hosts, or a name server that answers"
+    return warn_if(slow, "names of connections", evidence, fix, {"seconds": slowest})
 
 
 def _time_lookups() -> list[float]:
-    """Seconds of some look-ups, several at a time, as workers ask when they start."""
+    """Seconds of some look-ups, several at a time, as when workers start."""
 
     def time_lookup(_: int) -> float:
         began = time.perf_counter()
@@ -129,42 +125,33 @@ def check_disk(save_dir: Path) -> Finding:
     evidence = f"{free / _GIB:.1f} GiB free, {rate / 2**20:.0f} MiB/s with fsync, {1e3 * flush:.1f} ms for a small one"
     numbers = {"free_bytes": free, "bytes_per_second": rate, "small_fsync_seconds": flush}
     if free < 5 * _GIB:
-        return Finding(
-            name, "fail" if free < 0.2 * _GIB else "warn", evidence, "make room, or another --save-dir", numbers
-        )
-    if rate < 20 * 2**20:
-        fix = "a local disk for --save-dir, or rarer checkpoints: --checkpoint-every 30m"
-        return Finding(name, "warn", evidence, fix, numbers)
-    return Finding(name, "ok", evidence, "", numbers)
+        verdict: Verdict = "fail" if free < 0.2 * _GIB else "warn"
+        return Finding(name, verdict, evidence, "free some space, or another --save-dir", numbers)
+    fix = "a local disk for --save-dir, or fewer checkpoints: --checkpoint-every 30m"
+    return warn_if(rate < 20 * 2**20, name, evidence, fix, numbers)
 
 
 def check_cores(cores: int, workers: int) -> Finding:
     """Loading and launching need CPU time."""
-    evidence = (
-        f"{cores} that this process may use, {cores / max(1, workers):.3g} for each of {pluralize(workers, 'worker')}"
-    )
-    few = cores < 2 * workers
-    fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may be what limits"
-    return Finding("CPU cores", "warn" if few else "ok", evidence, fix if few else "", {"cores": cores})
+    share = f"{cores / max(1, workers):.3g} for each of {pluralize(workers, 'worker')}"
+    evidence = f"{cores} that this process may use, {share}"
+    fix = "more cores (taskset, the container's or the job's limit), or fewer workers; loading may limit the speed"
+    return warn_if(cores < 2 * workers, "CPU cores", evidence, fix, {"cores": cores})
 
 
 def _measure_writes(place: Path) -> tuple[float, float]:
     """Bytes a second of a large file, and the median seconds of small ones, each until it is on disk."""
-    block = os.urandom(_WRITTEN)
     with tempfile.TemporaryFile(dir=place) as file:
-        began = time.perf_counter()
-        file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        rate = len(block) / (time.perf_counter() - began)
-        small = []
-        for _ in range(5):
+
+        def time_write(block: bytes) -> float:
             began = time.perf_counter()
-            file.write(b"x")
+            file.write(block)
             file.flush()
             os.fsync(file.fileno())
-            small.append(time.perf_counter() - began)
-    return rate, statistics.median(small)
+            return time.perf_counter() - began
+
+        rate = _WRITTEN / time_write(os.urandom(_WRITTEN))
+        return rate, statistics.median(time_write(b"x") for _ in range(5))
 
 
 def _format_limit(number: int) -> str:

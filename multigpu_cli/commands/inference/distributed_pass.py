@@ -1,6 +1,7 @@
-"""A pass over a dataset with a run's weights, on as many workers as there are."""
+"""A pass over a dataset with a run's weights, on any number of workers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -10,16 +11,16 @@ from torch.utils.data import Dataset
 from multigpu_cli.checkpoint.export import load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
+from multigpu_cli.commands.workers import join_workers, place_on_machine
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build_task import build_task
-from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.device_placement import count_cores
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
-from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
@@ -30,13 +31,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class InferencePass:
-    """What one worker needs for its part of a pass.
+    """One worker's part of a pass.
 
     Attributes:
         origin: the file of the weights.
         model: on the worker's device, in evaluation mode.
         batch_size: samples at once, the same on every worker.
-        answered: whether the samples have targets.
+        has_targets: the samples have targets.
         names: of the samples, where they have some.
     """
 
@@ -48,54 +49,58 @@ class InferencePass:
     loader: Any
     precision: Precision
     batch_size: int
-    answered: bool
+    has_targets: bool
     names: Sequence[str] | None
 
 
-def run_distributed(request: InferenceRequest, work: Callable[[InferencePass], Result], judged: bool) -> Result | None:
-    """Do `work` on each worker, started here unless a launcher has; its result, but None on ranks above 0.
+def run_distributed(
+    request: InferenceRequest, work: Callable[[InferencePass], Result], needs_targets: bool
+) -> Result | None:
+    """Call `work` on each worker, started here unless a launcher has; its result, but None on ranks above 0.
 
     Args:
-        work: what can be sent to other processes.
-        judged: the samples' targets are needed.
+        work: a function that can be sent to other processes.
+        needs_targets: it compares with the samples' targets.
 
     Raises:
-        RequestError: the run can't be restored, or has no such split; the same on every rank.
+        RequestError: the run can't be loaded, or has no such split; the same on every rank.
     """
-    launch_env = LaunchEnv.current()
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
-    placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    placement = place_on_machine(wanted, LaunchEnv.current())
     if placement.num_processes_to_launch > 1:
-        found: Result = run_in_workers(placement, run_distributed, request, work, judged)[0]
-        return found
-    with process_group(launch_env, placement.devices[0], timeout=600.0, backend=placement.backend) as world:
+        result: Result = run_in_workers(placement, run_distributed, request, work, needs_targets)[0]
+        return result
+    with join_workers(wanted, 600.0) as (_, world):
         set_threads_per_rank(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
         run = run_on_all_ranks(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
-        number = _format(run.config, world)
+        precision = _choose_precision(run.config, world)
         part = run_on_all_ranks(
-            world, lambda: _prepare_pass(request, str(weights.origin), run, world, number, judged=judged)
+            world, lambda: _prepare_pass(request, str(weights.origin), run, world, precision, needs_targets)
         )
-        try:
+        with closing(part.loader):
             result = work(part)
-        finally:
-            part.loader.close()
         return result if world.is_main else None
 
 
-def _format(config: Config, world: World) -> PrecisionChoice:
-    """The same on every worker; fp16 of a run on GPUs is no format for CPUs."""
+def _choose_precision(config: Config, world: World) -> PrecisionChoice:
+    """The same on every worker; CPUs do not take the fp16 of a run on GPUs."""
     amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
     return agree_on_precision(amp, world, [world.device])
 
 
 def _prepare_pass(
-    request: InferenceRequest, origin: str, run: LoadedRun, world: World, number: PrecisionChoice, *, judged: bool
+    request: InferenceRequest,
+    origin: str,
+    run: LoadedRun,
+    world: World,
+    precision: PrecisionChoice,
+    needs_targets: bool,
 ) -> InferencePass:
-    config, name = run.config, _choose_split(run.source, request.split, judged=judged)
+    config, name = run.config, _choose_split(run.source, request.split, needs_targets=needs_targets)
     split: Dataset[Any] = getattr(run.source, name)
-    guessing = None if judged or name == "new" else wrap_unlabeled(split, run.source.train)
-    changed: dict[str, Any] = {name: guessing} if guessing else {}
+    unlabeled = None if needs_targets or name == "new" else wrap_unlabeled(split, run.source.train)
+    changed: dict[str, Any] = {name: unlabeled} if unlabeled else {}
     source = replace(run.source, **changed)
     task = build_task(config, source)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
@@ -106,18 +111,18 @@ def _prepare_pass(
         model=run.model.to(world.device),
         task=task,
         loader=task.loader(name, config.data, world, config.reproducibility.seed),
-        precision=Precision(number.name, world.device),
+        precision=Precision(precision.name, world.device),
         batch_size=request.batch_size or usual,
-        answered=guessing is None and name != "new",
+        has_targets=unlabeled is None and name != "new",
         names=getattr(split, "names", None),
     )
 
 
-def _choose_split(source: DataSource, wanted: str | None, *, judged: bool) -> str:
-    """The split that was asked for, else the first that there is: new samples, test, validation, training."""
-    if judged and source.new is not None:
+def _choose_split(source: DataSource, wanted: str | None, *, needs_targets: bool) -> str:
+    """The requested split, or else the first that exists: new samples, test, validation, training."""
+    if needs_targets and source.new is not None:
         raise RequestError("data.args.new: these samples have no targets to compare with", remedy="predict")
-    there = [name for name in ("new", "test", "val", "train") if getattr(source, name) is not None]
-    if wanted and wanted not in there:
-        raise RequestError(f"--split {wanted}: the data has none", remedy=f"--split {' or '.join(there)}")
-    return wanted or there[0]
+    splits = [name for name in ("new", "test", "val", "train") if getattr(source, name) is not None]
+    if wanted and wanted not in splits:
+        raise RequestError(f"--split {wanted}: the data has no such split", remedy=f"--split {' or '.join(splits)}")
+    return wanted or splits[0]

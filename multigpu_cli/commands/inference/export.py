@@ -1,6 +1,8 @@
 """Trained weights, or the whole network, as a file that other programs read."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,11 +10,11 @@ from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run
+from multigpu_cli.commands.output import writing_to
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.run.build import first_batch
 from multigpu_cli.tasks.open_data import check_has_samples
 
@@ -21,12 +23,12 @@ _SAMPLES = 9
 
 @dataclass(frozen=True)
 class Export:
-    """What was written.
+    """The file that was written.
 
     Attributes:
         origin: the file that the weights come from.
         difference: greatest difference of an output from the original's, 0 where bits were compared.
-        checked: how.
+        checked: how the file was checked.
     """
 
     file: str
@@ -41,40 +43,35 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
 
     Args:
         data_dir: where the dataset is now; the network is built for its shapes, and run on its samples.
-        own_code: the user knows the code that the checkpoint names, and lets it run.
+        own_code: the code that the checkpoint names may be imported.
 
     Raises:
         RequestError: nothing was written.
-        TrainingError: the file was not what it should be, and is gone.
+        TrainingError: the file failed its check, and was removed.
     """
     weights = load_trained_weights(Path(checkpoint))
-    weights_only = target.suffix in (".safetensors", ".pt")
-    model, inputs = (None, None) if weights_only else _rebuild_model(weights, data_dir, own_code=own_code)
-    try:
-        if model is None or inputs is None:
+    if target.suffix in (".safetensors", ".pt"):
+        with writing_to("--to", target):
             left_out = export_weights(weights.state, target)
-            difference, checked = 0.0, "read back: every bit is the same"
-            if left_out:
-                checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
-        else:
+        difference, checked = 0.0, "read back: every bit is the same"
+        if left_out:
+            checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
+    else:
+        model, inputs = _rebuild_model(weights, data_dir, own_code=own_code)
+        with writing_to("--to", target):
             difference = export_network(model, inputs, target)
-            checked = f"run on {len(inputs)} samples and on one: greatest difference {difference:.2g}"
-    except OSError as error:
-        raise RequestError(f"--to {target}: {error.strerror or error}", remedy="another place") from error
+        checked = f"run on {len(inputs)} samples and on one: greatest difference {difference:.2g}"
     return Export(str(target), target.stat().st_size, str(weights.origin), difference, checked)
 
 
-def print_export(export: Export, *, as_json: bool) -> None:
-    """Print what was written and how it was checked."""
-    if as_json:
-        print(dump_json(asdict(export), indent=2))
-        return
-    print(f"{export.file}  {export.bytes / 1e6:.1f} MB, weights from {export.origin}")
-    print(export.checked)
+def format_export(export: Export) -> Iterator[str]:
+    """The file, its origin, and how it was checked."""
+    yield f"{export.file}  {export.bytes / 1e6:.1f} MB, weights from {export.origin}"
+    yield export.checked
 
 
 def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
-    """The network with these weights, ready for use, and samples of the run's dataset as it meets them."""
+    """The network with these weights, and samples of the run's dataset as the network takes them."""
     run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
     check_has_samples(run.config, "export to this format (.safetensors and .pt do not)")
     inputs = _load_samples(run.config, run.source)
@@ -85,8 +82,6 @@ def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: b
 
 def _load_samples(config: Config, source: DataSource) -> object:
     seed = config.reproducibility.seed
-    loader = Loader(source.train, source, config.data, device=torch.device("cpu"), seed=seed, workers_here=1)
-    try:
-        return first_batch(loader, _SAMPLES).inputs
-    finally:
-        loader.close()
+    cpu = torch.device("cpu")
+    with closing(Loader(source.train, source, config.data, device=cpu, seed=seed, workers_here=1)) as loader:
+        return first_batch(loader, min(_SAMPLES, loader.size)).inputs

@@ -1,4 +1,4 @@
-"""A trained network made anew from what a run has left: settings, dataset, model, weights."""
+"""Rebuilds a trained network from a run folder: settings, dataset, model, weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ from multigpu_cli.tasks.open_data import open_data
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """What is needed to use a run's weights.
+    """A run whose weights can be used.
 
     Attributes:
-        config: the settings of the run, without what only matters while it learns.
+        config: the settings of the run, without those that matter only in training.
         model: on the CPU, in evaluation mode.
     """
 
@@ -39,11 +39,11 @@ def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: b
     """Open the run's dataset, build its network for it, and put the weights in.
 
     Args:
-        changes: settings that differ from the run's, by key: where the data lies now, or other data.
-        own_code: the user knows the code that the run names, and lets it run.
+        changes: settings that differ from the run's, by key: where the data is now, or other data.
+        own_code: the code that the run names may be imported.
 
     Raises:
-        RequestError: code that nobody has allowed, a dataset that is not there, or one that the weights don't fit.
+        RequestError: the code is not allowed, the dataset is not there, or the weights do not fit it.
     """
     config = _merge_config(weights, changes)
     check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
@@ -51,22 +51,22 @@ def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: b
     before = weights.settings.get("learned")
     if before is not None and before != source.signature():
         raise RequestError(
-            f"--data {config.data.name}: its training part gives other classes, scales or tokens than those that "
+            f"--data {config.data.name}: its training split has other classes, scales or tokens than those that "
             f"{weights.origin} was trained with",
-            remedy="the training data of the run, beside other test data",
+            remedy="the run's own training data, together with other test data",
         )
     return _load_weights(config, source, weights)
 
 
 def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedRun:
-    """The same by what the run has kept of its data, which need not be there: a source without samples.
+    """Build the network from the run's record of its data, which need not be there: a source without samples.
 
     Raises:
-        RequestError: code that nobody has allowed, or a file that says nothing of the data.
+        RequestError: the code is not allowed, or the file has no record of the data.
     """
     built_for = dict(weights.settings.get("built_for", {}))
     if not built_for:
-        raise RequestError(f"{weights.origin} does not say what it was built for", remedy="weights of a newer run")
+        raise RequestError(f"{weights.origin} has no record of its data's shapes", remedy="weights of a newer run")
     config = _merge_config(weights, {})
     config = replace_settings(config, {"model": config.model.name or built_for["model"]})
     command = _make_command_config({}, own_code=own_code)
@@ -78,10 +78,10 @@ def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedR
     return _load_weights(config, source, weights)
 
 
-def _load_weights(config: Config, source: DataSource, found: TrainedWeights) -> LoadedRun:
+def _load_weights(config: Config, source: DataSource, weights: TrainedWeights) -> LoadedRun:
     model = init_model(config, source)
-    check_fit(model, found.state, str(found.origin))
-    model.load_state_dict(found.state)
+    check_fit(model, weights.state, str(weights.origin))
+    model.load_state_dict(weights.state)
     return LoadedRun(config, source, model.eval())
 
 
@@ -94,7 +94,7 @@ def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config
     if weights.model:
         known["model"] = weights.model
     if changes.get("data", known.get("data")) != known.get("data"):
-        known["data.args"] = {}  # they were meant for the run's own dataset
+        known["data.args"] = {}  # the run's are arguments of its own dataset
     args = known.get("data.args", {}) | changes.get("data.args", {})
     config = replace_settings(Config(), known | dict(changes) | {"data.args": args})
     plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=(), init_from=None)

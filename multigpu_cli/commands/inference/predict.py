@@ -1,4 +1,4 @@
-"""What a run's weights say of each sample, as a table."""
+"""The predictions of a run's weights for each sample, as a table."""
 
 import csv
 import io
@@ -10,8 +10,8 @@ import torch
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_distributed
+from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.requests import InferenceRequest
-from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 
@@ -19,7 +19,7 @@ Columns = dict[str, list[Any]]
 
 
 class Prediction(NamedTuple):
-    """What was written."""
+    """The table that was written."""
 
     file: str
     split: str
@@ -33,29 +33,27 @@ def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
     Samples may be inputs alone: then the table has no column of targets.
 
     Raises:
-        RequestError: the run can't be restored, or its task has no predictions.
+        RequestError: the run can't be loaded, or its task has no predictions.
     """
-    return run_distributed(request, partial(_write_predictions, target), judged=False)
+    return run_distributed(request, partial(_write_predictions, target), needs_targets=False)
 
 
 def _write_predictions(target: Path, part: InferencePass) -> Prediction:
     columns = _gather_columns(part)
     if part.world.is_main:
-        try:
+        with writing_to("--out", target):
             publish(target, _format_csv(columns))
-        except OSError as error:
-            raise RequestError(f"--out {target}: {error.strerror or error}", remedy="another place") from error
     return Prediction(str(target), part.split, part.loader.size, part.origin)
 
 
-def print_prediction(prediction: Prediction) -> None:
-    """Print what was written."""
+def format_prediction(prediction: Prediction) -> str:
+    """The file, and which samples and weights it is from."""
     samples = f"{prediction.rows:,} samples of the {prediction.split} split"
-    print(f"{prediction.file}  {samples}, weights from {prediction.weights}")
+    return f"{prediction.file}  {samples}, weights from {prediction.weights}"
 
 
 def _gather_columns(part: InferencePass) -> Columns:
-    """Everybody's rows; ranks have contiguous shares, so their order is that of the samples."""
+    """All ranks' rows; ranks have contiguous shares, so the rows are in the order of the samples."""
     share = run_on_all_ranks(part.world, lambda: _predict_share(part))
     whole: Columns = {}
     for rank in range(part.world.size):
@@ -73,7 +71,7 @@ def _predict_share(part: InferencePass) -> Columns:
         numbers = batch.sample_indices.tolist()
         named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
         for name, values in ({"sample": numbers} | named | columns).items():
-            if part.answered or not name.startswith("target"):
+            if part.has_targets or not name.startswith("target"):
                 rows.setdefault(name, []).extend(values)
     return rows
 

@@ -13,10 +13,10 @@ from multigpu_cli.models.generate import generate
 def generate_text(
     request: InferenceRequest, prompt: str, *, count: int, temperature: float, top_k: int | None, seed: int
 ) -> str:
-    """The prompt and what the model adds to it; the text that it was trained on is not needed.
+    """The prompt and the model's continuation; the text that the model was trained on is not needed.
 
     Raises:
-        RequestError: the run is none of a language model, or the prompt holds what it does not know.
+        RequestError: the run is not of a language model, or the prompt is empty or has characters the model lacks.
     """
     weights = load_trained_weights(request.run)
     task = weights.settings.get("built_for", {}).get("task", "language-model")
@@ -24,10 +24,12 @@ def generate_text(
         raise RequestError(f"{request.run}: only a language model writes text, and this run's task is {task}")
     run = load_run_without_data(weights, own_code=request.own_code)
     source = run.source
-    known = source.vocabulary or Numbers(source.num_classes)
-    start = known.encode(prompt)
+    vocabulary = source.vocabulary or Numbers(source.num_classes)
+    start = vocabulary.encode(prompt)
     if not start:
-        raise RequestError("--prompt: the model needs something to go on from", remedy="--prompt with a token or more")
+        raise RequestError(
+            "--prompt is empty: the model needs a token to start from", remedy="--prompt with at least one token"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = generate(
         run.model.to(device),
@@ -38,9 +40,4 @@ def generate_text(
         top_k=top_k,
         generator=torch.Generator(device).manual_seed(seed),
     )
-    return known.decode(tokens[0].tolist())
-
-
-def print_text(text: str) -> None:
-    """Print it."""
-    print(text)
+    return vocabulary.decode(tokens[0].tolist())

@@ -1,7 +1,7 @@
-"""plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from what one worker was measured to take."""
+"""plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from measurements of one worker."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ import torch
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor.allreduce import measure_in_workers
+from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
 from multigpu_cli.commands.requests import parse_positive
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
+from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.monitor.format import format_duration
 from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import dump_json
@@ -30,17 +32,19 @@ from multigpu_cli.planning.speedup import (
 from multigpu_cli.runtime.device_placement import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
-_GIB = 2.0**30
+_PHASES = ("data", "forward", "backward", "commit")
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line asks for beside the settings.
+    """The options of plan beside the settings.
 
     Attributes:
-        interconnect: measured, or one of the assumed wires.
+        interconnect: measured, or one of the assumed wires; None chooses.
         workers: numbers of workers.
-        price: of one worker's hour. noise_scale: of the gradient, in samples. per_node: workers on one machine.
+        price: of one worker's hour.
+        noise_scale: of the gradient, in samples.
+        per_node: workers on one machine.
     """
 
     interconnect: str | None
@@ -52,7 +56,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan, with what it rests on."""
+    """A plan, and the measurements and assumptions behind it."""
 
     about: dict[str, Any]
     memory: Memory
@@ -61,20 +65,17 @@ class Forecast:
     rows: list[ForecastRow]
     notes: list[str]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def parse_plan_request(
     interconnect: str | None, workers: str, price: str | None, noise_scale: str | None, per_node: str
 ) -> PlanRequest:
-    """Read the words of the command line.
+    """Read the options as they were typed.
 
     Raises:
-        RequestError: one of them is no such thing.
+        RequestError: an option has no valid value.
     """
     if interconnect is not None and interconnect not in (known := ["measured", *ASSUMED]):
-        raise RequestError(f"--interconnect {interconnect}", remedy=did_you_mean(interconnect, known))
+        raise RequestError(f"--interconnect {interconnect} is not known", remedy=did_you_mean(interconnect, known))
     counts = [parse_positive("--workers", word, whole=True) for word in workers.split(",")]
     return PlanRequest(
         interconnect,
@@ -85,8 +86,9 @@ def parse_plan_request(
     )
 
 
+@interruptible()
 def make_plan(config: Config, request: PlanRequest) -> Forecast:
-    """Measure one worker and the wire, and forecast the rest.
+    """Measure one worker and the wire, and forecast other numbers of workers.
 
     Raises:
         RequestError, TrainingError: as a training would.
@@ -103,7 +105,7 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
         "parameters": sum(p.numel() for p in components.state.model.parameters()),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
-        "works": {count: asdict(work) for count, work in alone.works.items()},
+        "works": alone.works,
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     notes = list(_collect_notes(alone, config, request, rows))
@@ -119,7 +121,7 @@ def forecast_rows(
     noise_scale: float | None = None,
     price: float | None = None,
 ) -> list[ForecastRow]:
-    """The table for these numbers of workers."""
+    """The forecast for these numbers of workers."""
     batches, schedule = alone.components.plan.batches, alone.components.plan.schedule
     return forecast(
         counts,
@@ -137,11 +139,11 @@ def forecast_rows(
 
 
 def measure_interconnect(workers: int, device: DeviceConfig) -> Link:
-    """The wire between the GPUs that a run may use here, or between processes on the CPU that do nothing else."""
+    """The wire between the GPUs that a run may use here, or between idle processes on the CPU."""
     ids = usable_gpus(device)
-    devices = (
-        cuda_devices(ids[:workers]) if len(ids) > 1 else (torch.device("cpu"),) * max(2, min(workers, count_cores()))
-    )
+    devices = (torch.device("cpu"),) * max(2, min(workers, count_cores()))
+    if len(ids) > 1:
+        devices = cuda_devices(ids[:workers])
     measured = measure_in_workers(Placement("ddp", devices, len(devices), "plan"))
     points = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])]
     return Link.from_measurements(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
@@ -153,16 +155,9 @@ def save_plan(forecast: Forecast, folder: Path) -> None:
     Raises:
         RequestError: it can't be written.
     """
-    try:
+    with writing_to("--save-dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        publish(folder / PLAN, dump_json(forecast.as_dict(), indent=1).encode())
-    except OSError as error:
-        raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another folder") from error
-
-
-def print_plan(forecast: Forecast, *, as_json: bool) -> None:
-    """Print the plan."""
-    print(dump_json(forecast.as_dict(), indent=2) if as_json else "\n".join(_format_plan(forecast)))
+        publish(folder / PLAN, dump_json(forecast, indent=1).encode())
 
 
 def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[Interconnect, str]:
@@ -170,18 +165,17 @@ def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[I
     if max(request.workers) == 1:
         return Interconnect(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
-        one_gpu = len(usable_gpus(device)) == 1
-        chosen = "pcie4" if one_gpu else "measured"
+        chosen = "pcie4" if len(usable_gpus(device)) == 1 else "measured"
     if chosen in BETWEEN_MACHINES:
         inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
         if max(request.workers) > request.per_node:
             rests_on = f"assumed: {between.rests_on} between machines of {request.per_node}; {inside.rests_on} within"
             return Interconnect(inside, between, request.per_node), rests_on
         return Interconnect(between), f"assumed: {between.rests_on}"
-    wire = (
-        (alone.wire or measure_interconnect(max(request.workers), device)) if chosen == "measured" else ASSUMED[chosen]
-    )
-    return Interconnect(wire), wire.rests_on if chosen == "measured" else f"assumed: {wire.rests_on}"
+    if chosen == "measured":
+        wire = alone.wire or measure_interconnect(max(request.workers), device)
+        return Interconnect(wire), wire.rests_on
+    return Interconnect(ASSUMED[chosen]), f"assumed: {ASSUMED[chosen].rests_on}"
 
 
 def _collect_notes(
@@ -190,31 +184,30 @@ def _collect_notes(
     if alone.note:
         yield alone.note
     if alone.components.world.device.type == "cpu" and max(request.workers) > count_cores():
-        yield (
-            f"more workers than the {count_cores()} cores here: those rows are for machines with a core for each worker"
-        )
+        yield f"rows with more workers than the {count_cores()} cores here assume a machine with a core for each worker"
     if config.batch.global_size is None and request.noise_scale is None:
-        yield "the global batch grows with the workers: fewer steps of it need not end at the same loss (--noise-scale)"
+        yield "the global batch grows with the workers: fewer steps may not reach the same loss (--noise-scale)"
     if config.communication.grad_compression == "powersgd":
-        yield "PowerSGD sends less than this: gradients are counted whole, as in its first steps"
+        yield "PowerSGD sends less than this: the forecast counts whole gradients, as in PowerSGD's first steps"
     end = find_scaling_limit(rows)
     if end < rows[-1].workers:
         yield f"beyond {pluralize(end, 'worker')}, the next row saves less than a tenth of the time"
 
 
-def _format_plan(forecast: Forecast) -> Iterator[str]:
+def format_plan(forecast: Forecast) -> Iterator[str]:
+    """Memory, measured times and the table of the forecast."""
     about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
     yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     listed = ", ".join(f"{_format_bytes(value)} {name}" for name, value in parts.items())
-    kept = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
-    yield f"memory   {_format_bytes(memory.total_bytes(size))} a device: {listed}, {kept}"
+    stored = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
+    yield f"memory   {_format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
     if forecast.capacity:
         fits = memory.largest_batch(0.9 * forecast.capacity)
         total = _format_bytes(forecast.capacity)
         yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
     for count, work in about["works"].items():
-        times = ", ".join(f"{1e3 * work[name]:.2f} ms {name}" for name in ("data", "forward", "backward", "commit"))
+        times = ", ".join(f"{1e3 * getattr(work, name):.2f} ms {name}" for name in _PHASES)
         yield f"measured {times} for each of {count}"
     yield f"         {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
     yield f"wire     {about['wire']}"
@@ -230,6 +223,6 @@ def _format_plan(forecast: Forecast) -> Iterator[str]:
 
 
 def _format_bytes(count: float) -> str:
-    units = {"GiB": _GIB, "MiB": 2.0**20, "KiB": 2.0**10}
+    units = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
     name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
     return f"{count / units[name]:.2f} {name}"

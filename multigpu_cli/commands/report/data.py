@@ -1,8 +1,9 @@
-"""A run as a report needs it: its history, how it ended, its settings, and its numbers as series."""
+"""The data of a report: a run's history, its end, its settings, and its numbers as series."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class RunData:
         name: short, and different from the other runs' names.
         summary: summary.json, {} where the run has none (yet).
         settings: by key, {} where config.yaml is missing.
-        forecast: what `plan --save-dir` has left in the folder, {} where nobody asked it.
+        forecast: the file of `plan --save-dir`, {} without one.
     """
 
     name: str
@@ -39,12 +40,12 @@ class RunData:
         return str(end["status"]) if end else "not over"
 
     def curve(self, field: str, *, by: str = "step", factor: float = 1.0) -> Series:
-        """A number of the `train` lines over `by`, thinned out where there are very many."""
+        """A number of the `train` lines over `by`, thinned out where there are very many lines."""
         events = [event for _, event in sorted(self.history.train.items()) if event.get(field) is not None]
         return thin_series([float(event[by]) for event in events], [factor * float(event[field]) for event in events])
 
     def per_worker(self, field: str, *, by: str = "step", factor: float = 1.0) -> list[Series]:
-        """A number that `train` lines hold for every worker; of the workers that the last line has."""
+        """One series for each worker of the last line, of a number that `train` lines have for every worker."""
         events = [event for _, event in sorted(self.history.train.items()) if event.get(field)]
         count = len(events[-1][field]) if events else 0
         series = []
@@ -55,13 +56,13 @@ class RunData:
         return series
 
     def evaluated(self, field: str, split: str = "val", *, by: str = "step", factor: float = 1.0) -> Series:
-        """A measure of the evaluations of a split."""
+        """A metric of the evaluations of a split."""
         events = [event for (_, of), event in sorted(self.history.evals.items()) if of == split and field in event]
         place = self._samples_at if by == "samples" else float
         return [place(event["step"]) for event in events], [factor * float(event[field]) for event in events]
 
     def _samples_at(self, step: int) -> float:
-        """Samples trained by then: what the last line up to there says, and by the plan what came after it."""
+        """Samples trained up to a step: those of the last line before it, and the planned ones since then."""
         train = self.history.train
         known = step if step in train else max((at for at in train if at < step), default=0)
         samples = train[known]["samples"] if known else 0
@@ -71,7 +72,7 @@ class RunData:
         plan = self.history.plan
         size, per_epoch = plan["global_batch_size"], plan["steps_per_epoch"]
         epochs, rest = divmod(step, per_epoch)
-        in_epoch = min(plan["samples"], per_epoch * size)  # without those that --drop-last leaves out
+        in_epoch = min(plan["samples"], per_epoch * size)  # without the samples that --drop-last leaves out
         return int(epochs * in_epoch + min(rest * size, in_epoch))
 
 
@@ -79,23 +80,24 @@ def load_runs(folders: Sequence[Path]) -> list[RunData]:
     """The runs in these folders.
 
     Raises:
-        RequestError: a config.yaml that is damaged.
+        RequestError: a config.yaml is damaged.
     """
+    names = _shorten_names(folders)
     return [
         RunData(
-            name,
-            folder,
-            load_history(folder),
-            _read_json(folder / "summary.json"),
-            _read_settings(folder),
-            _read_json(folder / PLAN),
+            name=name,
+            folder=folder,
+            history=load_history(folder),
+            summary=_read_json(folder / "summary.json"),
+            settings=_read_settings(folder),
+            forecast=_read_json(folder / PLAN),
         )
-        for name, folder in zip(_shorten_names(folders), folders, strict=True)
+        for name, folder in zip(names, folders, strict=True)
     ]
 
 
 def thin_series(places: list[float], values: list[float]) -> Series:
-    """At most some 1,500 points of a curve, its last one among them."""
+    """About 1,500 points of a curve at most, with its last one."""
     every = -(-len(places) // _MOST_POINTS)
     if every <= 1:
         return places, values
@@ -103,18 +105,18 @@ def thin_series(places: list[float], values: list[float]) -> Series:
 
 
 def smooth_values(values: Sequence[float]) -> list[float]:
-    """The exponential average over about a fortieth of a curve (unbiased at its start), for noisy ones."""
+    """The exponential average over about a fortieth of a noisy curve, unbiased at its start."""
     keep = 1 - 1 / max(1.0, len(values) / 40)
     average, weight, averages = 0.0, 0.0, []
     for value in values:
-        if value == value and abs(value) != float("inf"):
+        if isfinite(value):
             average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)
         averages.append(average / weight if weight else value)
     return averages
 
 
 def _shorten_names(folders: Sequence[Path]) -> list[str]:
-    """Folder names, with as many of the parents' as it takes to tell them apart."""
+    """Folder names, with as many parents' names as it takes to make them different."""
     paths = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: pictures inside, no scripts, readable on a phone and on paper."""
+"""A report as one self-contained HTML page: plots inside, no scripts, readable on a phone and on paper."""
 
 import time
 from base64 import b64encode

@@ -1,8 +1,9 @@
-"""The pictures of a report, drawn by matplotlib: small enough for a phone, sharp enough for paper."""
+"""The plots of a report, drawn by matplotlib: small enough for a phone, sharp enough for paper."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -12,20 +13,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from multigpu_cli.commands.report.data import RunData, Series, smooth_values
-from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run, escape_text
+from multigpu_cli.monitor.format import format_label
+from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run, escape_text, save_png
 
 _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
 _SIZE = (4.4, 2.9)  # inches
-_GIB = 2.0**-30
+_TIME_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+_Plot = tuple[str, str, Callable[[Axes], None]]  # file, title, what draws the data
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure, as text for the page and as a file of its own.
+    """One figure, as SVG for the page and as a PNG file.
 
     Attributes:
         name: of the PNG, without its ending.
-        says: what it shows, for those who do not see it.
+        says: what it shows, for screen readers.
     """
 
     name: str
@@ -35,38 +38,10 @@ class Picture:
 
 
 def draw_plots(runs: Sequence[RunData]) -> Iterator[Picture]:
-    """Every picture that these runs have data for."""
+    """All plots that these runs have data for."""
     by, where = _choose_x_axis(runs)
-    lines: list[tuple[str, str, Callable[[Axes], None]]] = [
-        ("loss", "Loss" if len(runs) == 1 else "Loss (dashed: validation)", lambda axes: _draw_losses(axes, runs, by)),
-        *_list_measures(runs, by),
-        ("learning_rate", "Learning rate", lambda axes: _draw_curves(axes, runs, "lr", by)),
-        ("throughput", "Training samples per second", lambda axes: _draw_curves(axes, runs, "samples_per_second", by)),
-        ("step_time", "Milliseconds per optimizer step", lambda axes: _draw_curves(axes, runs, "step_ms", by)),
-        ("waiting", "Share of time spent waiting (%)", lambda axes: _draw_waits(axes, runs, by)),
-        ("memory", "Peak memory per worker (GiB)", lambda axes: _draw_per_worker(axes, runs, "memory", by, _GIB)),
-        ("own_time", "Own milliseconds per step", lambda axes: _draw_per_worker(axes, runs, "own_ms", by, 1.0)),
-        (
-            "cpu_utilisation",
-            "CPU threads at work (%)",
-            lambda axes: _draw_per_worker(axes, runs, "cpu_utilisation", by, 1.0),
-        ),
-        (
-            "gpu_utilisation",
-            "GPU utilisation (%)",
-            lambda axes: _draw_per_worker(axes, runs, "gpu_utilisation", by, 1.0),
-        ),
-        ("gpu_power", "GPU power (W)", lambda axes: _draw_per_worker(axes, runs, "gpu_power", by, 1.0)),
-        (
-            "gpu_temperature",
-            "GPU temperature (°C)",
-            lambda axes: _draw_per_worker(axes, runs, "gpu_temperature", by, 1.0),
-        ),
-        ("noise_scale", "Gradient noise scale (samples)", lambda axes: _draw_curves(axes, runs, "noise_scale", by)),
-        ("gradient_norm", "Gradient norm", lambda axes: _draw_curves(axes, runs, "grad_norm", by, faint=True)),
-    ]
     with rc_context(STYLE):
-        for name, title, draw in lines:
+        for name, title, draw in _list_plots(runs, by):
             figure, axes = _new_figure(title)
             draw(axes)
             if axes.has_data():
@@ -79,8 +54,28 @@ def draw_plots(runs: Sequence[RunData]) -> Iterator[Picture]:
             yield from _draw_confusion(run, alone=len(runs) == 1)
 
 
+def _list_plots(runs: Sequence[RunData], by: str) -> list[_Plot]:
+    curves, per_worker = partial(_draw_curves, runs, by), partial(_draw_per_worker, runs, by)
+    return [
+        ("loss", "Loss" if len(runs) == 1 else "Loss (dashed: validation)", partial(_draw_losses, runs, by)),
+        *_list_metrics(runs, by),
+        ("learning_rate", "Learning rate", partial(curves, "lr")),
+        ("throughput", "Training samples per second", partial(curves, "samples_per_second")),
+        ("step_time", "Milliseconds per optimizer step", partial(curves, "step_ms")),
+        ("waiting", "Share of time spent waiting (%)", partial(_draw_waits, runs, by)),
+        ("memory", "Peak memory per worker (GiB)", partial(per_worker, "memory", 2.0**-30)),
+        ("own_time", "Own milliseconds per step", partial(per_worker, "own_ms", 1.0)),
+        ("cpu_utilisation", "CPU threads at work (%)", partial(per_worker, "cpu_utilisation", 1.0)),
+        ("gpu_utilisation", "GPU utilisation (%)", partial(per_worker, "gpu_utilisation", 1.0)),
+        ("gpu_power", "GPU power (W)", partial(per_worker, "gpu_power", 1.0)),
+        ("gpu_temperature", "GPU temperature (°C)", partial(per_worker, "gpu_temperature", 1.0)),
+        ("noise_scale", "Gradient noise scale (samples)", partial(curves, "noise_scale")),
+        ("gradient_norm", "Gradient norm", partial(curves, "grad_norm")),
+    ]
+
+
 def _choose_x_axis(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Steps of different global batches do not compare; samples do."""
+    """Steps of different global batches can't be compared; samples can."""
     batches = {run.history.plan.get("global_batch_size") for run in runs}
     return ("step", "optimizer step") if len(batches) == 1 else ("samples", "training samples seen")
 
@@ -89,15 +84,15 @@ def _new_figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
     usual = height == _SIZE[1]
     figure = Figure(figsize=(_SIZE[0], height), layout=None if usual else "constrained")
     axes = figure.add_subplot()
-    if usual:  # the same frame in all of them, and quicker than finding one
+    if usual:  # the same frame in all plots, and faster than a layout engine
         figure.subplots_adjust(left=0.18, right=0.96, top=0.88, bottom=0.18)
     axes.set_title(title)
     return figure, axes
 
 
-def _draw_losses(axes: Axes, runs: Sequence[RunData], by: str) -> None:
+def _draw_losses(runs: Sequence[RunData], by: str, axes: Axes) -> None:
+    alone = len(runs) == 1
     for number, run in enumerate(runs):
-        alone = len(runs) == 1
         trained = run.curve("mean_loss", by=by)
         _draw_noisy(axes, trained, color_of_run(number), "training" if alone else escape_text(run.name))
         look = {"label": "validation"} if alone else {}
@@ -106,54 +101,56 @@ def _draw_losses(axes: Axes, runs: Sequence[RunData], by: str) -> None:
     _use_log_if_wide(axes)
 
 
-def _list_measures(runs: Sequence[RunData], by: str) -> Iterator[tuple[str, str, Callable[[Axes], None]]]:
-    """What the task measures beside the loss, on the validation split."""
+def _list_metrics(runs: Sequence[RunData], by: str) -> Iterator[_Plot]:
+    """The task's metrics beside the loss, on the validation split."""
     known = {"event", "time", "epoch", "step", "split", "samples", "loss"}
     evals = [event for run in runs for event in run.history.evals.values() if event["split"] == "val"]
     for name in dict.fromkeys(key for event in evals for key in event if key not in known):
-        share = "accuracy" in name
-        title = f"Validation {name.replace('_', ' ')}{' (%)' if share else ''}"
-
-        def draw(axes: Axes, name: str = name, factor: float = 100.0 if share else 1.0) -> None:
-            for number, run in enumerate(runs):
-                series = run.evaluated(name, by=by, factor=factor)
-                _draw_line(axes, series, color_of_run(number), marker="o", markersize=3, label=escape_text(run.name))
-
-        yield f"val_{name}", title, draw
+        unit, factor = (" (%)", 100.0) if "accuracy" in name else ("", 1.0)
+        yield f"val_{name}", f"Validation {format_label(name)}{unit}", partial(_draw_metric, runs, by, name, factor)
 
 
-def _draw_curves(axes: Axes, runs: Sequence[RunData], field: str, by: str, *, faint: bool = False) -> None:
+def _draw_metric(runs: Sequence[RunData], by: str, name: str, factor: float, axes: Axes) -> None:
+    for number, run in enumerate(runs):
+        series = run.evaluated(name, by=by, factor=factor)
+        _draw_line(axes, series, color_of_run(number), marker="o", markersize=3, label=escape_text(run.name))
+
+
+def _draw_curves(runs: Sequence[RunData], by: str, field: str, axes: Axes) -> None:
     for number, run in enumerate(runs):
         series = run.curve(field, by=by)
         if field == "lr":
             _draw_line(axes, series, color_of_run(number), label=escape_text(run.name))
         else:
             _draw_noisy(axes, series, color_of_run(number), escape_text(run.name))
-    if faint:
+    if field == "grad_norm":
         _use_log_if_wide(axes)
-    elif axes.has_data():
-        axes.set_ylim(bottom=0)
+    else:
+        _start_at_zero(axes)
 
 
-def _draw_waits(axes: Axes, runs: Sequence[RunData], by: str) -> None:
+def _draw_waits(runs: Sequence[RunData], by: str, axes: Axes) -> None:
     for number, run in enumerate(runs):
         for at, (field, reason) in enumerate(_WAITS):
             shade = color_of_run(at) if len(runs) == 1 else color_of_run(number)
             label = reason if len(runs) == 1 else f"{escape_text(run.name)}, {reason}"
             series = run.curve(field, by=by, factor=100.0)
             _draw_line(axes, series, shade, linestyle=("-", "--", ":")[at], label=label, linewidth=1.4)
-    if axes.has_data():
-        axes.set_ylim(bottom=0)
+    _start_at_zero(axes)
 
 
-def _draw_per_worker(axes: Axes, runs: Sequence[RunData], field: str, by: str, factor: float) -> None:
+def _draw_per_worker(runs: Sequence[RunData], by: str, field: str, factor: float, axes: Axes) -> None:
+    alone = len(runs) == 1
     for number, run in enumerate(runs):
         every = run.per_worker(field, by=by, factor=factor)
         for rank, series in enumerate(every):
-            alone = len(runs) == 1
             name = escape_text(run.name) if rank == 0 and not alone else None
             label = f"rank {rank}" if alone and len(every) <= 8 else name
             _draw_line(axes, series, color_of_run(rank if alone else number), label=label, linewidth=1.4)
+    _start_at_zero(axes)
+
+
+def _start_at_zero(axes: Axes) -> None:
     if axes.has_data():
         axes.set_ylim(bottom=0)
 
@@ -168,7 +165,7 @@ def _draw_noisy(axes: Axes, series: Series, shade: str, label: str) -> None:
 
 def _draw_line(axes: Axes, series: Series, shade: str, **look: Any) -> None:
     finite = sum(map(isfinite, series[1]))
-    if finite == 1:  # a line through one point would not be seen
+    if finite == 1:  # a line through one point is invisible
         look = {"marker": "o"} | look
     if finite:
         axes.plot(*series, color=shade, **look)
@@ -191,44 +188,37 @@ def _finish_axes(axes: Axes) -> None:
 
 
 def _draw_timeline(runs: Sequence[RunData]) -> Iterator[Picture]:
-    """When each run was at work, and what happened to it."""
-    lanes = [run for run in runs if run.history.attempts]
-    if not lanes:
+    """When each run was active, and its checkpoints, restarts and faults."""
+    started = [run for run in runs if run.history.attempts]
+    if not started:
         return
-    figure, axes = _new_figure("What happened when", height=1.5 + 0.45 * len(lanes))
-    longest = max(run.history.attempts[-1].last - run.history.attempts[0].start["time"] for run in lanes)
-    unit, size = next((name, size) for name, size in _UNITS if longest >= 3 * size or size == 1)
-    for lane, run in enumerate(lanes):
-        zero, shade = run.history.attempts[0].start["time"], color_of_run(runs.index(run))
-        for attempt in run.history.attempts:
+    figure, axes = _new_figure("What happened when", height=1.5 + 0.45 * len(started))
+    longest = max(run.history.attempts[-1].last - run.history.attempts[0].start["time"] for run in started)
+    unit, size = next((name, size) for name, size in _TIME_UNITS if longest >= 3 * size or size == 1)
+    for row, run in enumerate(started):
+        history, shade = run.history, color_of_run(runs.index(run))
+        zero = history.attempts[0].start["time"]
+        for attempt in history.attempts:
             begun = (attempt.start["time"] - zero) / size
-            axes.barh(lane, max(attempt.last - attempt.start["time"], 0) / size, 0.5, begun, color=shade, alpha=0.35)
-        _draw_marks(
-            axes, lane, [(event["time"] - zero) / size for event in run.history.checkpoints], "|", "#5d6d7e", "saved"
+            axes.barh(row, max(attempt.last - attempt.start["time"], 0) / size, 0.5, begun, color=shade, alpha=0.35)
+        marks = (
+            (history.checkpoints, "|", "#5d6d7e", "saved"),
+            ([attempt.start for attempt in history.attempts[1:]], ">", "#22303c", "started again"),
+            (history.faults, "X", "#c81d25", "fault"),
         )
-        again = [(attempt.start["time"] - zero) / size for attempt in run.history.attempts[1:]]
-        _draw_marks(axes, lane, again, ">", "#22303c", "started again")
-        _draw_marks(
-            axes, lane, [(event["time"] - zero) / size for event in run.history.faults], "X", "#c81d25", "fault"
-        )
-    axes.set_yticks(range(len(lanes)), [escape_text(run.name) for run in lanes])
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+        for events, marker, color, label in marks:
+            if events:
+                times = [(event["time"] - zero) / size for event in events]
+                axes.plot(times, [row] * len(times), marker, color=color, label=label, markersize=8, linestyle="none")
+    axes.set_yticks(range(len(started)), [escape_text(run.name) for run in started])
+    axes.set_ylim(len(started) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"{unit} since the first start")
     axes.grid(visible=False, axis="y")
     handles, labels = axes.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    if once:
+    if once := dict(zip(labels, handles, strict=True)):
         figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=3)
     yield _save_picture(figure, "time_axis", "Attempts, checkpoints, restarts and faults on the time axis")
-
-
-_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-
-
-def _draw_marks(axes: Axes, lane: int, times: list[float], marker: str, shade: str, label: str) -> None:
-    if times:
-        axes.plot(times, [lane] * len(times), marker, color=shade, label=label, markersize=8, linestyle="none")
 
 
 def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
@@ -258,7 +248,6 @@ def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
 
 
 def _save_picture(figure: Figure, name: str, says: str) -> Picture:
-    svg, png = io.BytesIO(), io.BytesIO()
+    svg = io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
-    figure.savefig(png, format="png", dpi=160)
-    return Picture(name, says, svg.getvalue(), png.getvalue())
+    return Picture(name, says, svg.getvalue(), save_png(figure))

@@ -1,8 +1,9 @@
-"""The tables of a report: labels and cells, one column a run; what is unknown is an empty cell."""
+"""The tables of a report: labels and cells, one column for each run; the cell of an unknown value is empty."""
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,17 +29,21 @@ def tabulate_outcome(runs: Sequence[RunData]) -> ReportTable:
     """How the runs ended."""
     final = [(run.summary.get("final") or {}) for run in runs]
     names = dict.fromkeys(name for each in final for name, value in each.items() if value is not None)
+    step_times = [run.summary.get("step_ms") or {} for run in runs]
     ordered = sorted(names, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
     rows: list[Row] = [("status", [run.status for run in runs])]
-    rows += [(format_label(name), [_format_measure(name, each.get(name)) for each in final]) for name in ordered]
+    rows += [
+        (format_label(name), [_show(each.get(name), partial(format_metric, name)) for each in final])
+        for name in ordered
+    ]
     rows += [
         ("best epoch", [_format_cell((run.summary.get("best") or {}).get("epoch")) for run in runs]),
         ("optimizer steps", [f"{run.history.steps_taken:,}" for run in runs]),
-        ("training time", [_format_seconds(run.summary.get("train_seconds")) for run in runs]),
-        ("start-up", [_format_seconds(run.summary.get("startup_seconds")) for run in runs]),
-        ("samples per second", [_format_whole(run.summary.get("samples_per_second")) for run in runs]),
-        ("step, median", [_format_step_time(run, "p50") for run in runs]),
-        ("step, 95 % within", [_format_step_time(run, "p95") for run in runs]),
+        ("training time", [_show(run.summary.get("train_seconds"), format_duration) for run in runs]),
+        ("start-up", [_show(run.summary.get("startup_seconds"), format_duration) for run in runs]),
+        ("samples per second", [_show(run.summary.get("samples_per_second"), "{:,.0f}".format) for run in runs]),
+        ("step, median", [_show(times.get("p50"), "{:.1f} ms".format) for times in step_times]),
+        ("step, 95 % within", [_show(times.get("p95"), "{:.1f} ms".format) for times in step_times]),
         ("peak memory per worker", [_format_memory(run) for run in runs]),
         ("attempts", [str(len(run.history.attempts)) for run in runs]),
         ("faults", [str(len(run.history.faults)) for run in runs]),
@@ -48,7 +53,7 @@ def tabulate_outcome(runs: Sequence[RunData]) -> ReportTable:
 
 
 def pick_headline(run: RunData) -> list[tuple[str, str]]:
-    """The few numbers that one looks for first."""
+    """The most important numbers, for the head of the page."""
     rows = {name: cells[0] for name, cells in tabulate_outcome([run]).rows}
     measures = ["test accuracy", "val accuracy", "test loss", "val loss"]
     wanted = ["status", *measures, "optimizer steps", "training time", "samples per second"]
@@ -56,18 +61,15 @@ def pick_headline(run: RunData) -> list[tuple[str, str]]:
 
 
 def tabulate_plan(run: RunData) -> ReportTable:
-    """What the plan of the first start said, and what came of it."""
+    """The plan of the first start, beside what happened."""
     history = run.history
-    plan = history.attempts[0].start.get("plan", {}) if history.attempts else {}
-    now = history.plan
+    plans = [attempt.start.get("plan", {}) for attempt in history.attempts]
+    plan, now = plans[0] if plans else {}, history.plan
+    workers = [str(count) for count, _ in groupby(plan.get("workers") for plan in plans) if count is not None]
     rates = [event["lr"] for event in history.train.values() if event.get("lr") is not None]
     steps, per_epoch = history.step, now.get("steps_per_epoch") or 1
     rows = [
-        (
-            "workers",
-            plan.get("workers"),
-            " → ".join(_list_worker_counts(a.start.get("plan", {}) for a in history.attempts)),
-        ),
+        ("workers", plan.get("workers"), " → ".join(workers)),
         ("samples per micro-batch", plan.get("batch_size"), now.get("batch_size")),
         ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
         ("optimizer steps", plan.get("total_steps"), history.steps_taken),
@@ -85,7 +87,7 @@ def tabulate_plan(run: RunData) -> ReportTable:
 
 
 def _compare_forecast(run: RunData) -> Iterator[Row]:
-    """The forecast of `plan --save-dir`, for as many workers and as large a global batch as there were at last."""
+    """The forecast of `plan --save-dir`, for the number of workers and the global batch of the last attempt."""
     now, last = run.history.plan, run.history.last_train or {}
     wanted = {"workers": now.get("workers"), "global_batch": now.get("global_batch_size")}
     every = run.forecast.get("rows", [])
@@ -93,20 +95,14 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
     if every and not row:
         yield "forecast", [f"of other numbers: {', '.join(str(each['workers']) for each in every)} workers", ""]
     waits = [event["comm_share"] * event["step_ms"] for event in run.history.train.values() if event.get("comm_share")]
+    exposed = median(waits) if waits else None
     needs = Memory(**run.forecast["memory"]).total_bytes(run.forecast["micro_batch"]) if row else None
+    rate = run.summary.get("samples_per_second") or last.get("samples_per_second")
     memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
     rows_of = {
         "step, median": ("ms", 1e3 * row["step"] if row else None, last.get("step_p50_ms")),
-        "exposed communication of a step": (
-            "ms",
-            1e3 * row["waiting"] if row else None,
-            median(waits) if waits else None,
-        ),
-        "samples per second": (
-            "",
-            row.get("samples_per_second"),
-            run.summary.get("samples_per_second") or last.get("samples_per_second"),
-        ),
+        "exposed communication of a step": ("ms", 1e3 * row["waiting"] if row else None, exposed),
+        "samples per second": ("", row.get("samples_per_second"), rate),
         "seconds of training": ("s", row.get("seconds"), run.summary.get("train_seconds")),
         memory: ("MiB", needs and needs / 2**20, max(last["memory"]) / 2**20 if last.get("memory") else None),
     }
@@ -121,7 +117,7 @@ def _format_with_unit(value: float | None, unit: str) -> str:
 
 
 def tabulate_events(run: RunData) -> ReportTable:
-    """Starts, restarts, faults and ends, by the clock."""
+    """Starts, restarts, faults and ends, in order of time."""
     if not run.history.attempts:
         return ReportTable(run.name, [], [])
     zero = run.history.attempts[0].start["time"]
@@ -134,11 +130,11 @@ def tabulate_events(run: RunData) -> ReportTable:
         if attempt.end:
             events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
         else:
-            events.append((attempt.last, "the last line of this attempt: it runs, or was killed"))
+            events.append((attempt.last, "the last line of this attempt: it is running, or was killed"))
     events += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
     for back in run.history.recoveries:
         after, again = format_duration(back["seconds"]), pluralize(back["lost_steps"], "step")
-        cost = f"{after} after the attempt before had stopped, {again}"
+        cost = f"{after} after the previous attempt had stopped, {again}"
         events.append((back["time"], f"at work again, {cost} done again ({back['cause']})"))
     rows = [(f"+ {format_duration(when - zero)}", [what]) for when, what in sorted(events)]
     first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(zero))
@@ -157,20 +153,18 @@ def tabulate_classes(run: RunData) -> ReportTable:
 
 
 def tabulate_settings(runs: Sequence[RunData]) -> tuple[ReportTable, str]:
-    """The settings in which some run differs from the defaults, and the others in one text."""
+    """The settings in which some run differs from the defaults, and all others in one text."""
     defaults = flatten_settings(Config())
     names = [name for name in defaults if any(name in run.settings for run in runs)]
     changed = [name for name in names if any(run.settings.get(name) != defaults[name] for run in runs)]
-    rows = [
-        (name, [*(_format_cell(run.settings.get(name)) for run in runs), _format_cell(defaults[name])])
-        for name in changed
-    ]
+    columns = [*(run.settings for run in runs), defaults]
+    rows = [(name, [_format_cell(settings.get(name)) for settings in columns]) for name in changed]
     rest = ", ".join(f"{name} {_format_cell(defaults[name]) or '–'}" for name in names if name not in changed)
     return ReportTable("Configuration", [*(run.name for run in runs), "default"], rows), rest
 
 
 def tabulate_environment(runs: Sequence[RunData]) -> ReportTable:
-    """Where the last attempt of each run was."""
+    """Where the last attempt of each run ran."""
     starts = [run.history.attempts[-1].start if run.history.attempts else {} for run in runs]
     versions = dict.fromkeys(name for start in starts for name in start.get("versions", {}))
     rows: list[Row] = [
@@ -186,19 +180,8 @@ def tabulate_environment(runs: Sequence[RunData]) -> ReportTable:
 
 
 def _count_repeated_steps(run: RunData) -> int:
-    """Steps that were lost to restarts, as far as the journal's lines show."""
-    attempts, lost = run.history.attempts, 0
-    for before, after in pairwise(attempts):
-        lost += max(0, before.reached - after.resumed_at)
-    return lost
-
-
-def _list_worker_counts(plans: Iterator[dict[str, Any]]) -> Iterator[str]:
-    before = None
-    for plan in plans:
-        if plan.get("workers") != before:
-            before = plan.get("workers")
-            yield str(before)
+    """Steps that restarts have repeated, as far as the journal's lines show."""
+    return sum(max(0, before.reached - after.resumed_at) for before, after in pairwise(run.history.attempts))
 
 
 def _drop_empty_rows(rows: list[Row]) -> list[Row]:
@@ -215,21 +198,8 @@ def _format_class_cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else _format_cell(value)
 
 
-def _format_measure(name: str, value: Any) -> str:
-    return "" if value is None else format_metric(name, value)
-
-
-def _format_seconds(value: Any) -> str:
-    return "" if value is None else format_duration(value)
-
-
-def _format_whole(value: Any) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
-def _format_step_time(run: RunData, which: str) -> str:
-    value = (run.summary.get("step_ms") or {}).get(which)
-    return "" if value is None else f"{value:.1f} ms"
+def _show(value: Any, form: Callable[[Any], str]) -> str:
+    return "" if value is None else form(value)
 
 
 def _format_memory(run: RunData) -> str:

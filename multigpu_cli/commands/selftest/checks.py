@@ -1,7 +1,7 @@
-"""The selftest's verdicts: what one worker found against what several found, each with its numbers and a remedy."""
+"""The selftest's verdicts: the measurements of one worker against those of several, with figures and a remedy."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,12 +9,15 @@ from torch import Tensor
 
 from multigpu_cli.commands.selftest.process import Measured
 
-_SAME_SAMPLE = _SAME_OUTPUT = 1e-5
+_ROUNDING = 1e-5  # of samples and module outputs
 TOLERANCE = {"off": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Largest difference of a gradient by number format, relative to the gradient's largest entry.
 
 Rounding alone gives 1e-7 to 5e-6 in fp32 (BatchNorm in a deep network amplifies it); a wrong divisor gives 1e-1.
 """
+
+
+_WORKERS_FAILED = "the workers failed before this check: see their error"
 
 
 class CheckResult(NamedTuple):
@@ -34,11 +37,11 @@ class CheckResult(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        alone: what one worker found.
-        workers: what each of several found; parts are missing where they failed before.
+        alone: those of one worker.
+        workers: those of each of several; parts are missing where a worker failed before.
         precision: number format of the run.
         drop_last: an epoch's last short batch is left out.
         finds_unused: --find-unused-parameters was given.
@@ -53,35 +56,31 @@ class Measurements(NamedTuple):
     no_exact: str
 
     def of_workers(self, part: str) -> list[Measured]:
-        """What all workers found in one part."""
+        """One part of all workers' measurements."""
         return [worker[part] for worker in self.workers]
 
 
 def run_checks(measurements: Measurements) -> list[CheckResult]:
-    """Causes first, so that the line which names a fault stands above those that only suffer from it."""
-    return [_run_check(check, part, run, measurements) for check, part, run in _CHECKS]
-
-
-def _run_check(
-    check: str, part: str, run: Callable[[Measurements], CheckResult], measurements: Measurements
-) -> CheckResult:
-    if not measurements.workers or any(part not in worker for worker in measurements.workers):
-        return CheckResult(check, False, "the workers failed before they came to this: see their error")
-    return run(measurements)._replace(check=check)
+    """Causes first, so that the line that names a fault stands above its consequences."""
+    results = []
+    for check, part, run in _CHECKS:
+        measured = measurements.workers and all(part in worker for worker in measurements.workers)
+        result = run(measurements) if measured else CheckResult("", False, _WORKERS_FAILED)
+        results.append(result._replace(check=check))
+    return results
 
 
 def _check_samples(measurements: Measurements) -> CheckResult:
     ways = measurements.alone["samples"]
     first, *others = ways
+    compared = {f"comes out different {way}": ways[way] for way in others}
+    for rank, theirs in enumerate(measurements.of_workers("samples")):
+        compared[f"is another one on rank {rank}"] = theirs[first]
     faults = [
-        f"sample {number} comes out different {way}"
-        for way in others
-        for number in _list_differing(ways[first], ways[way], _SAME_SAMPLE)
-    ]
-    faults += [
-        f"sample {number} is another one on rank {rank}"
-        for rank, theirs in enumerate(measurements.of_workers("samples"))
-        for number in _list_differing(ways[first], theirs[first], _SAME_SAMPLE)
+        f"sample {number} {difference}"
+        for difference, samples in compared.items()
+        for number, checksums in ways[first].items()
+        if not is_close(checksums, samples[number], _ROUNDING)
     ]
     if not faults:
         return CheckResult("", True, f"{len(ways[first])} samples, fetched in {len(ways)} ways and on every worker")
@@ -90,12 +89,8 @@ def _check_samples(measurements: Measurements) -> CheckResult:
     return CheckResult("", False, f"{faults[0]} ({len(faults)} such findings): {cause}", remedy)
 
 
-def _list_differing(one: dict[int, list[float]], other: dict[int, list[float]], tolerance: float) -> Iterator[int]:
-    return (number for number, marks in one.items() if not is_close(marks, other[number], tolerance))
-
-
 def is_close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Whether two lists of (size, sum) pairs are equal to rounding; NaN is like nothing."""
+    """Whether two lists of (size, sum) pairs are equal to rounding; NaN equals nothing."""
     pairs = zip(one[::2], one[1::2], other[::2], other[1::2], strict=False)
     return len(one) == len(other) and all(
         abs(size - size_b) <= tolerance * size and abs(total - total_b) <= tolerance * max(size, size_b)
@@ -123,9 +118,9 @@ def _blame_model(problem: str, cause: str) -> CheckResult:
 
 
 def _find_difference(one: list[Any], other: list[Any]) -> str:
-    """Where two passes through a model first part, in words; empty where they don't."""
-    for (name, kind, marks), (name_b, _, marks_b) in zip(one, other, strict=False):
-        if name != name_b or not is_close(marks, marks_b, _SAME_OUTPUT):
+    """Where two passes through a model first differ, in words; empty where they don't."""
+    for (name, kind, checksums), (name_b, _, checksums_b) in zip(one, other, strict=False):
+        if name != name_b or not is_close(checksums, checksums_b, _ROUNDING):
             return f"first in {name} ({kind})"
     return "" if len(one) == len(other) else "in which modules run"
 
@@ -162,7 +157,7 @@ def relative_distance(gradient: dict[str, Tensor], reference: dict[str, Tensor])
     return max(gaps) / largest if largest else float("nan")
 
 
-def _judge_distances(measurements: Measurements, differences: tuple[float, ...], more: str = "") -> CheckResult:
+def _judge_distances(measurements: Measurements, differences: Sequence[float], more: str = "") -> CheckResult:
     tolerance = TOLERANCE[measurements.precision]
     shown = f"max relative difference {max(differences):.1e} (tolerance {tolerance:.0e}){more}"
     return CheckResult("", all(each <= tolerance for each in differences), shown)
@@ -177,9 +172,8 @@ def _check_last_window(measurements: Measurements) -> CheckResult:
         return CheckResult("", None, "left out of training by --drop-last")
     measured = measurements.workers[0]["gradients"]
     shares = " + ".join(map(str, measured["shares"]))
-    return _judge_distances(
-        measurements, _gradient_distances(measurements, "last"), f"; {shares} samples on the workers"
-    )
+    distances = _gradient_distances(measurements, "last")
+    return _judge_distances(measurements, distances, f"; {shares} samples on the workers")
 
 
 def _check_clipping(measurements: Measurements) -> CheckResult:
@@ -189,9 +183,8 @@ def _check_clipping(measurements: Measurements) -> CheckResult:
     for side in (measurements.workers[0]["gradients"], measurements.alone["gradients"]):
         expected = {name: value * (side["limit"] / (norm + 1e-6)) for name, value in reference.items()}
         differences += [relative_distance(side["clipped"], expected), abs(side["norm"] - norm) / (norm or 1.0)]
-    return _judge_distances(
-        measurements, tuple(differences), f"; norm {measurements.workers[0]['gradients']['norm']:.4g} of {norm:.4g}"
-    )
+    measured = measurements.workers[0]["gradients"]["norm"]
+    return _judge_distances(measurements, differences, f"; norm {measured:.4g} of {norm:.4g}")
 
 
 def _check_evaluation(measurements: Measurements) -> CheckResult:
@@ -203,8 +196,8 @@ def _check_evaluation(measurements: Measurements) -> CheckResult:
         for part in parts
         for name, value in alone["metrics"].items()
     ]
-    verdict = _judge_distances(measurements, tuple(gaps))
-    counted = f"{len(times)} of {alone['size']} samples met, at most {max(times.values(), default=0)}×; "
+    verdict = _judge_distances(measurements, gaps)
+    counted = f"{len(times)} of {alone['size']} samples counted, at most {max(times.values(), default=0)}×; "
     return verdict._replace(holds=verdict.holds and once, figures=counted + verdict.figures)
 
 
@@ -222,10 +215,9 @@ def _check_resume(measurements: Measurements) -> CheckResult:
     if not wrong:
         return CheckResult("", True, "equal bits, on one worker and on several")
     where = "one worker" if sides[0] in wrong else "several workers"
-    figures = f"weights part by {max(side['apart'] for side in wrong):.1e} of the largest, on {where}"
-    return CheckResult(
-        "", False, figures, "whatever changes from step to step must be a parameter or buffer of the model"
-    )
+    figures = f"weights differ by {max(side['apart'] for side in wrong):.1e} of the largest, on {where}"
+    remedy = "whatever changes from step to step must be a parameter or buffer of the model"
+    return CheckResult("", False, figures, remedy)
 
 
 def _check_exact(measurements: Measurements) -> CheckResult:
@@ -235,12 +227,11 @@ def _check_exact(measurements: Measurements) -> CheckResult:
         return CheckResult("", None, f"not possible here: {reason}")
     wrong = [part for part in parts if part != alone]
     if not wrong:
-        return CheckResult(
-            "", True, f"equal bits: {alone['end'][:12]}, {len(alone['losses'])} losses and the evaluation"
-        )
+        counted = f"{len(alone['losses'])} losses and the evaluation"
+        return CheckResult("", True, f"equal bits: {alone['end'][:12]}, {counted}")
     pairs = enumerate(zip(alone["losses"], wrong[0]["losses"], strict=True), start=1)
     step = next((number for number, (one, other) in pairs if one != other), None)
-    where = "the losses agree" if step is None else f"the losses part at step {step}"
+    where = "the losses agree" if step is None else f"the losses first differ at step {step}"
     return CheckResult("", False, f"{alone['end'][:12]} on one worker, {wrong[0]['end'][:12]} on several; {where}")
 
 

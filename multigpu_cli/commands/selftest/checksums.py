@@ -1,4 +1,4 @@
-"""How the selftest compares what it can't keep: numbers that tell tensors apart, and bits of nested states."""
+"""How the selftest compares tensors without storing them: checksums of tensors, and hashes of nested states."""
 
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 
 from multigpu_cli.data.loader import Batch
 
 
 class ActivationRecorder:
-    """Notes [name, kind, marks] of what each module of a model says, in the order in which they finish."""
+    """Records [name, kind, checksums] of each module's output, in the order in which the modules finish."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -28,28 +29,31 @@ class ActivationRecorder:
             hook.remove()
 
     def _record_into(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
             self._outputs.append([name, type(module).__name__, compute_checksums(output)])
 
-        return note
+        return record
 
 
 def compute_checksums(value: Any) -> list[float]:
     """Two numbers for each tensor in a nested value: its mean size, and a sum that tells its elements apart."""
     numbers = []
-    for tensor in _list_tensors(value):
-        flat = tensor.detach().flatten().to("cpu", torch.float64)
-        numbers += [float(flat.abs().mean()), float((flat * torch.arange(len(flat)).cos()).mean())]
+    for _, leaf in _iterate_leaves(value, ""):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            flat = leaf.detach().flatten().to("cpu", torch.float64)
+            numbers += [float(flat.abs().mean()), float((flat * torch.arange(len(flat)).cos()).mean())]
     return numbers
 
 
 def hash_state(value: Any) -> str:
-    """SHA-256 over a nested value: tensors by their bytes, all else as text; clocks are left out."""
+    """SHA-256 over a nested value: tensors by their bytes, all else as text; measured seconds are left out."""
     digest = sha256()
     for name, part in _iterate_leaves(value, ""):
         if "seconds" not in name:
-            plain = part.detach().cpu().contiguous().flatten() if isinstance(part, Tensor) else None
-            content = repr(part).encode() if plain is None else plain.view(torch.uint8).numpy().tobytes()
+            if isinstance(part, Tensor):
+                content = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            else:
+                content = repr(part).encode()
             digest.update(name.encode() + content)
     return digest.hexdigest()
 
@@ -71,29 +75,12 @@ def _iterate_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _iterate_leaves(entry, f"{name}.{key}")
 
 
-def _list_tensors(value: Any) -> list[Tensor]:
-    return [leaf for _, leaf in _iterate_leaves(value, "") if isinstance(leaf, Tensor) and leaf.numel()]
-
-
 def split_batch(batch: Batch) -> Iterator[Any]:
     """The samples of a collated batch, one by one."""
     for at in range(len(batch)):
-        yield [_select_sample(batch.inputs, at), _select_sample(batch.targets, at)]
+        yield tree_map(lambda value, at=at: value[at], [batch.inputs, batch.targets])
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
     """A nested value with its tensors on a device."""
-    if isinstance(value, dict):
-        return {name: move_to_device(entry, device) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(move_to_device(entry, device) for entry in value)
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _select_sample(value: Any, at: int) -> Any:
-    """One sample of a collated batch."""
-    if isinstance(value, dict):
-        return {name: _select_sample(entry, at) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_select_sample(entry, at) for entry in value]
-    return value[at]
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -1,4 +1,4 @@
-"""All that one process measures for the selftest; both sides run the same functions, and nothing is judged here."""
+"""What each process of the selftest measures; one worker and several run the same functions; checks.py compares."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -20,7 +20,7 @@ _SAMPLES = 16
 
 
 def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> Measured:
-    """All parts in turn; `keep` gets what has been found so far, since the next part may end the process."""
+    """All parts in turn; `save` gets the results so far after each part, since the next one may end the process."""
     enable_determinism()
     torch.use_deterministic_algorithms(True, warn_only=True)  # only --exact insists
     measured: Measured = {}
@@ -32,7 +32,7 @@ def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> M
 
 
 def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """The marks of a few training samples, fetched in several ways."""
+    """Checksums of a few training samples, fetched in several ways."""
     config, size = process.config, len(process.source.train)  # type: ignore[arg-type]
     order = epoch_order(size, config.reproducibility.seed, 0)[:_SAMPLES]
     checksums = {}
@@ -44,8 +44,8 @@ def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
     }.items():
         if processes and (process.world.size > 1 or isinstance(process.source.train, TensorDataset)):
             continue
-        data = replace(config.data, num_workers=processes)
-        seed, device = config.reproducibility.seed, process.world.device
+        data, device = replace(config.data, num_workers=processes), process.world.device
+        seed = config.reproducibility.seed
         with closing(Loader(process.source.train, process.source, data, device=device, seed=seed)) as loader:
             checksums[way] = {
                 number: compute_checksums(sample)
@@ -56,24 +56,24 @@ def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
 
 
 def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """What the model says to the same samples with the same seeds, twice, without any other worker."""
+    """The model's outputs for the same samples with the same seeds, twice, without any other worker."""
     components = process.alone.components()
-    kept, batch = components.state, process.batch or first_batch(process)
+    state, batch = components.state, process.batch or first_batch(process)
     device = process.world.device
     batch = replace(batch, inputs=move_to_device(batch.inputs, device), targets=move_to_device(batch.targets, device))
-    start = kept.capture()
+    start = state.capture()
     twice = []
     for _ in range(2):
-        kept.restore(start, "selftest")
+        state.restore(start, "selftest")
         seed_micro_batch(process.config.reproducibility.seed, 0, batch.micro_batch_index, device)
-        with ActivationRecorder(kept.model) as heard, components.state.precision.autocast(), torch.no_grad():
-            loss = components.task.loss_sum(kept.model, batch)
-        twice.append([*heard, ["loss", type(components.task).__name__, compute_checksums(loss)]])
+        with ActivationRecorder(state.model) as outputs, state.precision.autocast(), torch.no_grad():
+            loss = components.task.loss_sum(state.model, batch)
+        twice.append([*outputs, ["loss", type(components.task).__name__, compute_checksums(loss)]])
     return {"weights": fingerprint(start["model"]), "outputs": twice[0], "again": twice[1]}
 
 
 class _CountingLoader(Loader):
-    """Notes which samples an evaluation meets."""
+    """Records which samples an evaluation fetches."""
 
     seen: list[int]
 
@@ -85,20 +85,16 @@ class _CountingLoader(Loader):
 
 
 def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """Metrics of the first weights, and the samples that this worker met."""
+    """Metrics of the initial weights, and the samples that this worker evaluated."""
     components = process.components()
-    assert process.source.val is not None
-    seed, here = process.config.reproducibility.seed, process.world.local_size
+    world, source, config = process.world, process.source, process.config
+    assert source.val is not None, "prepare_run has given it some samples"
+    seed = config.reproducibility.seed
     counted = _CountingLoader(
-        process.source.val,
-        process.source,
-        process.config.data,
-        device=process.world.device,
-        seed=seed,
-        workers_here=here,
+        source.val, source, config.data, device=world.device, seed=seed, workers_here=world.local_size
     )
-    model, precision = components.state.eval_model(), components.state.precision
-    result = components.task.evaluate(model, counted, process.world, precision, components.eval_batch_size)
+    model = components.state.eval_model()
+    result = components.task.evaluate(model, counted, world, components.state.precision, components.eval_batch_size)
     return {"metrics": dict(result.metrics), "size": counted.size, "seen": counted.seen}
 
 

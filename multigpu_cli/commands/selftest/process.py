@@ -1,4 +1,4 @@
-"""One process's view of the selftest: alone, or one of several workers."""
+"""One process of the selftest: the only worker, or one of several."""
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestProcess:
-    """One process's view of the test.
+    """What one process of the test works with.
 
     Attributes:
-        config: the user's settings, with the global batch fixed and a run folder that goes away.
+        config: the user's settings, with the global batch fixed and a temporary run folder.
         placement, world: as for a run.
         source: the dataset, shortened.
-        workers: how many the other side has; both take as many threads as it.
+        workers: of the run with several; the single worker takes as many threads as each of them.
         steps: length of the runs that are compared.
         exact: whether --exact is tried too.
         batch: the samples on which the model is tried; None takes the first ones.
@@ -49,14 +49,13 @@ class SelftestProcess:
 
     @property
     def alone(self) -> "SelftestProcess":
-        """The same without the other workers."""
+        """The same process without the other workers."""
         config, device = replace_settings(self.config, {"num_workers": 0}), self.world.device
-        return replace(
-            self, config=config, placement=Placement("single", (device,), 0, "selftest"), world=World(device)
-        )
+        single = Placement("single", (device,), 0, "selftest")
+        return replace(self, config=config, placement=single, world=World(device))
 
     def components(self, **overrides: Any) -> TrainComponents:
-        """Everything that learns, built afresh."""
+        """Newly built components of a training."""
         config = replace_settings(self.config, overrides)
         spec = resolve_spec(config, self.placement, self.world, source=self.source)
         set_threads_per_rank(self.workers, count_cores(), exact=config.reproducibility.exact)

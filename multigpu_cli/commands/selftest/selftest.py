@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.serialize import deserialize, serialize
+from multigpu_cli.commands.requests import parse_option
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, run_checks
 from multigpu_cli.commands.selftest.measure import measure_all
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
+from multigpu_cli.commands.workers import join_workers
 from multigpu_cli.config import rules
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
@@ -29,9 +31,7 @@ from multigpu_cli.launch import WorkersFailed, run_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import agree_on_precision
-from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import check_has_samples
 from multigpu_cli.tasks.registry import TASKS
@@ -43,7 +43,7 @@ _OF_A_LAUNCH = {"multi_gpu", "gpu_ids", "nproc_per_node", "max_restarts", "grad_
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown.
+    """The result of all checks.
 
     Attributes:
         about: what was tested, where and how.
@@ -57,9 +57,12 @@ class Report:
     def holds(self) -> bool:
         return all(verdict.holds is not False for verdict in self.verdicts)
 
+    def as_dict(self) -> dict[str, Any]:
+        return self.about | {"holds": self.holds, "verdicts": [verdict._asdict() for verdict in self.verdicts]}
+
 
 Launcher = Callable[[Config, Placement, Path], None]
-"""Starts as many workers as the choice says, has each `measure_as_worker`, and waits for them."""
+"""Starts the workers of a placement, has each call `measure_as_worker`, and waits for them."""
 
 
 def start_workers(config: Config, placement: Placement, folder: Path) -> None:
@@ -72,16 +75,16 @@ def start_workers(config: Config, placement: Placement, folder: Path) -> None:
 
 
 def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
-    """Measure alone, then as several workers, and judge; nothing is written but to a temporary folder.
+    """Measure one worker, then several, and compare; only a temporary folder is written.
 
     Args:
         config: the user's settings.
         steps: length of the runs that are compared, as written.
 
     Raises:
-        RequestError: the settings can't be tested, or not be carried out at all.
+        RequestError: the settings can't be tested, or can't be carried out at all.
     """
-    length, placement = _parse_steps(steps), _choose_devices(config)
+    length, placement = parse_option(integer(2, 1000), "--steps", steps), _choose_devices(config)
     workers, device = placement.num_processes_to_launch, placement.devices[0]
     precision = agree_on_precision(config.precision.amp, World(device), placement.devices).name
     config = replace(replace_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
@@ -89,9 +92,8 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     no_exact = _why_no_exact(fixed)
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
         folder = Path(name)
-        process = _make_process(
-            fixed, source, Placement("single", (device,), 0, "selftest"), World(device), workers, length, folder
-        )
+        single = Placement("single", (device,), 0, "selftest")
+        process = _make_process(fixed, source, single, World(device), workers, length, folder)
         process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
         alone = measure_all(process, lambda measured: None)
         several = _measure_workers(fixed, placement, length, folder, batch, alone, start)
@@ -118,16 +120,12 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
 
 
 def _run_worker(config: Config, folder: Path) -> None:
-    launch_env = LaunchEnv.current()
-    placement = choose_placement(DeviceConfig(), gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    with process_group(
-        launch_env, placement.devices[0], timeout=min(config.fault.hang_timeout, _LONGEST_WAIT)
-    ) as world:
+    with join_workers(DeviceConfig(), min(config.fault.hang_timeout, _LONGEST_WAIT)) as (placement, world):
         measure_as_worker(config, folder, placement, world)
 
 
 def measure_as_worker(config: Config, folder: Path, placement: Placement, world: World) -> None:
-    """Measure as one of several workers, and leave what was found in the folder."""
+    """Measure as one of several workers, and write the results into the folder."""
     task = json.loads((folder / "task.json").read_text())
     batch = Batch(**deserialize((folder / "batch.pt").read_bytes(), "batch.pt"))
     source, fixed = prepare_run(config, world.size, task["steps"])
@@ -136,36 +134,30 @@ def measure_as_worker(config: Config, folder: Path, placement: Placement, world:
     measure_all(replace(process, exact=task["exact"], batch=batch), lambda measured: publish(file, serialize(measured)))
 
 
-def print_report(report: Report, *, as_json: bool) -> None:
-    """Print the verdicts as a table, or as JSON."""
-    if as_json:
-        listed = [verdict._asdict() for verdict in report.verdicts]
-        print(json.dumps(report.about | {"holds": report.holds, "verdicts": listed}, indent=2))
-        return
-    about = report.about
-    print(
-        f"{about['model']} on {about['data']}, {about['task']}: 1 and {about['workers']} workers on {about['device']}, "
-        f"amp {about['precision']}, {about['steps']} steps of {about['global_batch_size']} samples in micro-batches of "
-        f"{about['batch_size']}"
-    )
+def format_report(report: Report) -> Iterator[str]:
+    """What was tested, and a table of the verdicts."""
+    yield (
+        "{model} on {data}, {task}: 1 and {workers} workers on {device}, amp {precision}, {steps} steps of "
+        "{global_batch_size} samples in micro-batches of {batch_size}"
+    ).format(**report.about)
     widest = max(len(verdict.check) for verdict in report.verdicts)
     for check, holds, figures, remedy in report.verdicts:
-        print(f" {({True: 'ok', False: 'FAIL', None: '-'})[holds]:<5} {check:<{widest}}  {figures}")
+        yield f" {({True: 'ok', False: 'FAIL', None: '-'})[holds]:<5} {check:<{widest}}  {figures}"
         if remedy and holds is False:
-            print(f"       {'':<{widest}}  try: {remedy}")
+            yield f"       {'':<{widest}}  try: {remedy}"
     wrong = sum(verdict.holds is False for verdict in report.verdicts)
-    print("all hold" if report.holds else f"{wrong} of {len(report.verdicts)} do not hold")
+    yield "all hold" if report.holds else f"{wrong} of {len(report.verdicts)} do not hold"
 
 
 def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, Config]:
-    """A short piece of the data whose epochs end in a short batch, and the settings with the global batch fixed.
+    """A part of the data whose epochs end in a short batch, and the settings with the global batch fixed.
 
     Raises:
         RequestError: the batch does not fit the data or the workers.
     """
     check_has_samples(config, "selftest")
     if config.batch.size == "auto":
-        raise RequestError("selftest with --batch-size auto", remedy="a number: --batch-size 32")
+        raise RequestError("selftest does not accept --batch-size auto", remedy="a number: --batch-size 32")
     micro_batch = int(config.batch.size)
     whole = config.batch.global_size or micro_batch * (config.batch.grad_accum_steps or 1) * workers
     source = shorten_source(load_data_source(config.data, config.reproducibility.seed), micro_batch, whole, workers)
@@ -173,13 +165,10 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
     drop = config.batch.drop_last
     batches = plan_batches(samples=size, micro_batch=micro_batch, workers=workers, global_batch=whole, drop_last=drop)
     epochs = max(config.length.epochs, -(-steps // batches.steps_per_epoch))
-    fixed = replace_settings(
-        config,
-        {name: SETTINGS[name].default for name in _OF_A_LAUNCH}
-        | {"global_batch_size": whole, "epochs": epochs, "trace_samples": False, "resume": "never"},
-    )
-    explicit = config.explicit - _OF_A_LAUNCH | {"global_batch_size", "epochs", "resume"}
-    return source, replace(fixed, explicit=explicit - {"save_dir"})
+    own = {"global_batch_size": whole, "epochs": epochs, "resume": "never"}
+    defaults = {name: SETTINGS[name].default for name in _OF_A_LAUNCH}
+    fixed = replace_settings(config, defaults | own | {"trace_samples": False})
+    return source, replace(fixed, explicit=(config.explicit - _OF_A_LAUNCH | own.keys()) - {"save_dir"})
 
 
 def shorten_source(source: DataSource, micro_batch: int, global_batch: int, workers: int) -> DataSource:
@@ -204,22 +193,15 @@ def _take_first(split: Dataset[Any], count: int) -> Dataset[Any]:
     return Subset(split, range(min(count, len(split))))  # type: ignore[arg-type]
 
 
-def _parse_steps(text: str) -> int:
-    try:
-        return int(integer(2, 1000).parse(text))
-    except ValueError as error:
-        raise RequestError(f"--steps {error}") from error
-
-
 def _choose_devices(config: Config) -> Placement:
     """Several GPUs where there are enough, else the CPU."""
     if config.model.sync_bn:
         raise RequestError(
-            "selftest with --sync-bn: it makes a micro-batch's result depend on the other workers' by design",
-            remedy="leave --sync-bn out of the test",
+            "selftest can't test --sync-bn: by design, a micro-batch's result then depends on the other workers'",
+            remedy="selftest without --sync-bn",
         )
     if config.device.multi_gpu == "dp":
-        raise RequestError("selftest tests ddp against one worker, not --multi-gpu dp", remedy="leave it out")
+        raise RequestError("selftest compares ddp with one worker, not --multi-gpu dp", remedy="leave out --multi-gpu")
     workers, ids, gpus = config.device.nproc_per_node or _WORKERS, config.device.gpu_ids, count_visible_gpus()
     if workers < 2:
         raise RequestError("--nproc-per-node 1 leaves nothing to compare", remedy="--nproc-per-node 2 or more")
@@ -228,7 +210,7 @@ def _choose_devices(config: Config) -> Placement:
 
 
 def _why_no_exact(config: Config) -> str:
-    """Why --exact is out of the question for these settings; empty where it is not."""
+    """Why --exact can't be used with these settings; empty where it can."""
     tried = replace_settings(config, {"exact": True})
     faults = rules.find_rule_errors(
         tried, datasets=DATASETS, environments=ENVIRONMENTS, models=MODELS, tasks=TASKS, environ={}
@@ -248,7 +230,7 @@ def _make_process(
 def _measure_workers(
     config: Config, placement: Placement, steps: int, folder: Path, batch: Batch, alone: Measured, start: Launcher
 ) -> list[Measured]:
-    """What the workers found; they get a parameter without gradient forgiven, since it has been noticed already."""
+    """What the workers measured; parameters without gradient are allowed there: the single worker reports them."""
     if any(alone["reference"][which]["missing"] for which in ("first", "last")):
         config = replace_settings(config, {"find_unused_parameters": True})
         config = replace(config, explicit=config.explicit | {"find_unused_parameters"})

@@ -1,4 +1,4 @@
-"""What the selftest learns from optimizer steps: gradients, a resumed run, a run with --exact."""
+"""The selftest's measurements of optimizer steps: gradients, a resumed run, a run with --exact."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -53,12 +53,12 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
             else:
                 total[name] += parameter.grad / scale
             parameter.grad = None
-    gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # by what was there
+    gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # divided by the units seen
     return {"gradient": gradient, "missing": sorted(missing), "samples": samples}
 
 
 def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """What the optimizer would be given in an epoch's first step, in its last, and with a limit that binds."""
+    """The gradients of an epoch's first step, of its last, and of the first with a norm limit that takes effect."""
     run = process.run(stack, max_grad_norm="off")
     start = run.state.capture()
     last = run.plan.batches.steps_per_epoch - 1
@@ -85,15 +85,14 @@ def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
     _set_modest_scale(run)
     named = {name: p for name, p in run.state.model.named_parameters() if p.requires_grad}
     seen: dict[str, Tensor] = {}
-
     optimizer = run.state.optimizer
 
-    def note(*_: Any) -> None:
+    def record(*_: Any) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
         divisor = 1.0 if scale is None else scale.cpu()
         seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
 
-    hook = optimizer.register_step_pre_hook(note)
+    hook = optimizer.register_step_pre_hook(record)
     epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.replicas_per_process)
     outcome = train_step(run, *next(epoch))
     hook.remove()
@@ -110,13 +109,12 @@ def _set_modest_scale(components: TrainComponents) -> float:
 
 
 def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """A run of some steps, and one that is captured half-way and goes on in fresh parts."""
+    """A run of some steps, and one that is captured half-way and goes on in newly built components."""
     half = process.steps // 2
     whole = process.run(stack)
     advance(whole, half)
-    state = broadcast_object(
-        process.world, deserialize(serialize(whole.state.capture()), "selftest")
-    )  # as a checkpoint would
+    saved = deserialize(serialize(whole.state.capture()), "selftest")  # as a checkpoint would
+    state = broadcast_object(process.world, saved)
     advance(whole, process.steps)
     again = process.run(stack)
     again.state.restore(state, "selftest")
@@ -131,7 +129,7 @@ def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
 
 
 def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """A run with --exact: its end, and the loss of every step."""
+    """A run with --exact: its final state, and the loss of every step."""
     if not process.exact:
         return {}
     enable_determinism()
@@ -145,20 +143,18 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
             raise
         return {"refused": str(error).splitlines()[0]}
     assert run.loaders.val is not None
-    result = run.task.evaluate(
-        run.state.eval_model(), run.loaders.val, process.world, run.state.precision, run.eval_batch_size
-    )
+    model, precision = run.state.eval_model(), run.state.precision
+    result = run.task.evaluate(model, run.loaders.val, process.world, precision, run.eval_batch_size)
     return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
 
 
 def advance(run: Run, until: int) -> list[float]:
     """Optimizer steps up to number `until`; the mean loss of each."""
     batches, progress, losses = run.plan.batches, run.progress, []
+    replicas = run.strategy.replicas_per_process
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        for layout, work in run.loaders.train.epoch(
-            batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
-        ):
+        for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, replicas):
             sums = train_step(run, layout, work).losses_by_micro_batch(run.world.device)
             losses.append(fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.loss_normalizer.last)))
             progress.step += 1

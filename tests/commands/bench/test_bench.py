@@ -10,17 +10,17 @@ import pytest
 import yaml
 
 import main_multi_gpu
-from multigpu_cli.commands.bench import bench
+from multigpu_cli.commands.bench import bench, trainer_run
 from multigpu_cli.commands.bench import overlap as overlap_module
 from multigpu_cli.commands.bench.bench import (
+    format_benchmark,
     parse_worker_counts,
-    print_benchmark,
     run_benchmark,
-    run_trainer,
     why_no_dp,
     write_files,
 )
 from multigpu_cli.commands.bench.overlap import Overlap, measure_overlap
+from multigpu_cli.commands.bench.trainer_run import run_trainer
 from multigpu_cli.commands.plan import plan
 from multigpu_cli.commands.plan.plan import measure_interconnect
 from multigpu_cli.commands.requests import build_config
@@ -45,7 +45,7 @@ def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             parse_worker_counts(words, config)
     some = resolve(OWN | {"gpu_ids": "5,1,4"}, [], None)
     assert parse_worker_counts(None, some) == [1, 2]
-    with pytest.raises(RequestError, match="--workers 4: only 3 devices to use"):
+    with pytest.raises(RequestError, match="--workers 4: only 3 devices can be used"):
         parse_worker_counts("4", some)
     with pytest.raises(RequestError, match="--gpu-ids 9: there is no GPU 9"):
         parse_worker_counts(None, resolve(OWN | {"gpu_ids": "9"}, [], None))
@@ -60,7 +60,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
         raise InterruptedError
 
     monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 4)
-    monkeypatch.setattr(bench, "run_cli", started)
+    monkeypatch.setattr(trainer_run, "run_cli", started)
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
     several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
     sides = [(config, "single", 1), (config, "ddp", 2), (config, "dp", 3), (several, "single", 1), (several, "ddp", 4)]
@@ -119,7 +119,7 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation"), 1.0)
 
     monkeypatch.setattr(bench, "run_trainer", planted)
-    monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
+    monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
     for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
         monkeypatch.setenv("OWN_PAUSE", pause)
         run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1], None, 2, {})
@@ -133,9 +133,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     assert "checkpoint" not in str(failed.value), "a benchmark does not go on"
 
 
-def test_what_is_made_of_the_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One worker takes 11 ms for 20 samples, two take 12.5 ms for 40, 2.5 of which nothing hides; dp takes 20 ms."""
     order: list[str] = []
 
@@ -164,8 +162,7 @@ def test_what_is_made_of_the_runs(
     files = write_files(found, bench.make_output_dir(str(tmp_path / "out")))
     assert json.loads(files[0].read_text())["rungs"][1]["workers"] == 2
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    print_benchmark(found, files, as_json=False)
-    said = capsys.readouterr().out
+    said = "\n".join(format_benchmark(found, files))
     assert "what would help most: the wire" in said
     assert "(20% of the time with 2 workers)" in said
     assert "takes 5.00 ms; overlapped with it, 2.50 ms are left" in said
@@ -197,7 +194,7 @@ def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.Monk
     def started(*_: Any) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(bench, "run_cli", started)
+    monkeypatch.setattr(trainer_run, "run_cli", started)
     with pytest.raises(InterruptedError):
         run_trainer(resolve(OWN, [], None), "dp", 2, 8, tmp_path / "a", {})
     request = yaml.safe_load((tmp_path / "a.yaml").read_text())

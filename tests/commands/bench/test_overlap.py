@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from multigpu_cli.commands.bench import overlap as overlap_module
 from multigpu_cli.commands.bench.overlap import Overlap, compare_reductions, measure_overlap, median_overlap
-from multigpu_cli.commands.plan.measure import build_rehearsed
+from multigpu_cli.commands.plan.measure import build_probed
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.runtime.device_placement import Placement
@@ -38,7 +38,7 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
 
     def work(world: World) -> list[float]:
         choice = Placement("ddp", (torch.device("cpu"),), 0, "test")
-        components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
+        components, _ = build_probed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
         first = [p.detach().clone() for p in components.trainable_parameters]
         strategy = components.strategy
         around = strategy.accumulate
@@ -66,7 +66,7 @@ def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypa
     def work(world: World) -> list[list[float]]:
         choice, found = Placement("ddp", (torch.device("cpu"),), 0, "test"), []
         for apart in (True, False):
-            components, _ = build_rehearsed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
+            components, _ = build_probed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
             if not apart:  # every step is DDP's own
                 strategy = components.strategy
                 real = strategy.accumulate

@@ -44,8 +44,8 @@ def test_an_interface_gives_its_address(variable: str, wanted: str | None, addre
         ("eth7", "10.0.0.1", "GLOO_SOCKET_IFNAME=eth7 is no interface with an address here"),
         ("eth", "10.0.0.1", "GLOO_SOCKET_IFNAME=eth is no interface"),
         ("lo", "10.0.0.1", "GLOO_SOCKET_IFNAME=lo is the loopback"),
-        (None, "127.0.1.1", "own name stands for 127.0.1.1, which no other node reaches"),
-        (None, None, "own name stands for no address, and GLOO_SOCKET_IFNAME names no interface"),
+        (None, "127.0.1.1", "host name resolves to 127.0.1.1, which no other node reaches"),
+        (None, None, "host name has no address, and GLOO_SOCKET_IFNAME names no interface"),
     ],
 )
 def test_one_that_no_other_node_can_use_is_told(wanted: str | None, resolved: str | None, said: str) -> None:

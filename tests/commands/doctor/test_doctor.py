@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.doctor import allreduce, doctor
+from multigpu_cli.commands.doctor import allreduce
 from multigpu_cli.commands.doctor.doctor import add_nvml_facts, gather_facts, run_checks
 from multigpu_cli.commands.doctor.findings import Finding, format_findings
+from multigpu_cli.commands.output import print_result
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
@@ -88,10 +89,10 @@ def test_what_nvml_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_how_it_is_shown(finding: Finding, shown: list[str]) -> None:
-    assert format_findings([finding]) == shown
+    assert list(format_findings([finding])) == shown
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_findings([Finding("one", "ok", "fine", "", {"x": 1.5})], as_json=True)
+    print_result({"findings": [Finding("one", "ok", "fine", "", {"x": 1.5})]}, [], as_json=True)
     expected: Any = {"name": "one", "verdict": "ok", "evidence": "fine", "fix": "", "numbers": {"x": 1.5}}
     assert json.loads(capsys.readouterr().out) == {"findings": [expected]}

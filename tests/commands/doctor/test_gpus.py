@@ -139,7 +139,7 @@ def test_mig_is_named() -> None:
 
 def test_a_gpu_that_nvml_cannot_ask_fails_and_the_others_are_told() -> None:
     found = told(machine([a100(), a100(lost=True), a100(total=None, used=None), a100()]))
-    assert (found["GPU 1"].verdict, found["GPU 1"].evidence) == ("fail", "can't be asked: NVML: GPU is lost")
+    assert (found["GPU 1"].verdict, found["GPU 1"].evidence) == ("fail", "can't be queried: NVML: GPU is lost")
     assert [found[name].verdict for name in ("GPU 0", "GPU 2", "GPU 3")] == ["ok"] * 3
     assert "GiB" not in found["GPU 2"].evidence
     assert found["equal GPUs"].fix.endswith("CUDA_VISIBLE_DEVICES=0,3")

@@ -44,7 +44,7 @@ def test_other_versions_and_other_data_are_named() -> None:
 
 
 def test_a_wrong_interface_and_a_nodes_own_trouble_are_named() -> None:
-    wrong = Finding("disk", "fail", "full", "make room").as_dict()
+    wrong = vars(Finding("disk", "fail", "full", "make room"))
     found = told(trouble="GLOO_SOCKET_IFNAME=eth7 is no interface", wrong=[wrong])
     assert "on node2: one of lo, eth0" in found["interface of node2"].fix
     assert (found["node2: disk"].verdict, found["node2: disk"].evidence) == ("fail", "full")
@@ -56,8 +56,8 @@ def test_each_way_that_is_closed_is_told_with_its_reason() -> None:
     said = {(each.name, each.evidence.partition(": ")[2].partition(",")[0]) for each in found if each.verdict == "fail"}
     assert said == {
         ("from node0", "no answer"),
-        ("from node1", "no answer at all: a firewall that drops everything"),
-        ("from node2", "refused: a firewall that rejects"),
+        ("from node1", "no answer at all: a firewall drops everything"),
+        ("from node2", "refused: a firewall rejects it"),
     }
     assert any("iptables -I INPUT -s 10.0.0.2" in each.fix for each in found)
 

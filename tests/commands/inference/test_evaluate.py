@@ -79,7 +79,7 @@ def test_people_see_the_metrics_and_the_tables(run: Path, capsys: pytest.Capture
         ),
         (["run", "--set", "epochs=3"], "--set epochs: only the data can differ"),
         (["run", "--split", "tset"], "--split must be train or val or test, not 'tset'"),
-        (["run", "--own-code", "--data", "digits"], "gives other classes, scales or tokens"),
+        (["run", "--own-code", "--data", "digits"], "has other classes, scales or tokens"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_evaluated_is_named(

@@ -57,7 +57,7 @@ def test_a_run_continues_a_prompt_in_its_own_characters(run: str, capsys: pytest
         assert capsys.readouterr().out == "abcdef\nabcdef\nabcdef\na\n"
     for words, said in (
         (["--prompt", "abX"], "the characters 'X' are not among those the model was trained on"),
-        (["--prompt", ""], "--prompt: the model needs something"),
+        (["--prompt", ""], "--prompt is empty"),
         (["--top-k", "0"], "--top-k must be a whole number"),
     ):
         assert main_multi_gpu.run(["sample", run, *words]) == 2

@@ -38,7 +38,7 @@ def test_the_curve_is_that_of_the_mean_loss(tmp_path: Path) -> None:
     """A short last step of an epoch says little of it."""
     (run,) = load_runs([run_folder(tmp_path / "a", [event(0, "start"), *lines(1, 8, 0, loss=9.0, mean_loss=1.25)])])
     _, axes = plots._new_figure("Loss")
-    plots._draw_losses(axes, [run], "step")
+    plots._draw_losses([run], "step", axes)
     assert set(axes.lines[0].get_ydata()) == {1.25}
 
 
@@ -59,7 +59,7 @@ def test_long_numbers_on_the_axis_are_whole(tmp_path: Path) -> None:
         (small,) = load_runs([run_folder(tmp_path / str(last), [event(0, "start"), *lines(1, last, 0, lr=1.464e-4)])])
         with rc_context(STYLE):
             figure, axes = plots._new_figure("Learning rate")
-            plots._draw_curves(axes, [small], "lr", "step")
+            plots._draw_curves([small], "step", "lr", axes)
             plots._finish_axes(axes)
             assert axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer()).x0 >= 0
 

@@ -42,7 +42,7 @@ def test_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").touch()
     with pytest.raises(RequestError, match="--out file"):
         make_report_dir([one], "file")
-    with pytest.raises(RequestError, match="9 runs on one page"):
+    with pytest.raises(RequestError, match="at most 8 runs, not 9"):
         make_report_dir([one] * 9, None)
 
 

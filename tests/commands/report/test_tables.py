@@ -36,8 +36,8 @@ def test_what_happened_is_told_in_order(tmp_path: Path) -> None:
         ("+ 3 min 20 s", "attempt 2 starts"),
         (
             "+ 3 min 21 s",
-            "at work again, 2 min 57 s after the attempt before had stopped, 2 steps done again (rank 1 was killed by "
-            "SIGKILL)",
+            "at work again, 2 min 57 s after the previous attempt had stopped, 2 steps done again (rank 1 was "
+            "killed by SIGKILL)",
         ),
         ("+ 3 min 30 s", "nonfinite at step 30"),
         ("+ 5 min 0 s", "completed at step 40"),

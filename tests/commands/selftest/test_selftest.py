@@ -18,12 +18,13 @@ import main_multi_gpu
 from multigpu_cli.commands.selftest import selftest
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, is_close, relative_distance, run_checks
 from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, hash_state
-from multigpu_cli.commands.selftest.selftest import Report, measure_as_worker, print_report, run_selftest
+from multigpu_cli.commands.selftest.selftest import Report, format_report, measure_as_worker, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
@@ -192,9 +193,7 @@ def test_workers_that_fail_leave_no_verdict_open(monkeypatch: pytest.MonkeyPatch
     report = run_selftest(config(model="mlp"), "2", fail)
     torch.use_deterministic_algorithms(False)
     assert not report.holds
-    assert {verdict.figures for verdict in report.verdicts} == {
-        "the workers failed before they came to this: see their error"
-    }
+    assert {verdict.figures for verdict in report.verdicts} == {"the workers failed before this check: see their error"}
 
 
 @pytest.mark.parametrize(
@@ -270,12 +269,12 @@ def test_equal_sides_hold_throughout() -> None:
         ({"gradients": {"first": {"w": torch.tensor([3.0, torch.nan])}}}, "the gradient of the first step", "nan"),
         ({"gradients": {"norm": 2.5}}, "clipping acts", "norm 2.5 of 5"),
         ({"gradients": {"clipped": {"w": torch.tensor([3.0, 4.0])}}}, "clipping acts", "1.0e+00"),
-        ({"evaluation": {"seen": [0, 1, 1]}}, "an evaluation counts", "4 of 4 samples met, at most 2×"),
+        ({"evaluation": {"seen": [0, 1, 1]}}, "an evaluation counts", "4 of 4 samples counted, at most 2×"),
         ({"evaluation": {"seen": [0]}}, "an evaluation counts", "3 of 4 samples met"),
         ({"evaluation": {"metrics": {"loss": 1.1}}}, "an evaluation counts", "1.0e-01"),
         ({"resume": {"replica": "other"}}, "replicas are identical", "other on rank 0, r on rank 1"),
         ({"resume": {"resumed": "b", "apart": 0.25}}, "a resumed run equals", "2.5e-01 of the largest, on several"),
-        ({"exact": {"end": "f", "losses": [1.0, 0.6]}}, "--exact gives", "the losses part at step 2"),
+        ({"exact": {"end": "f", "losses": [1.0, 0.6]}}, "--exact gives", "the losses first differ at step 2"),
         ({"exact": {"end": "f"}}, "--exact gives", "the losses agree"),
     ],
 )
@@ -335,7 +334,7 @@ def test_hooks_do_not_stay() -> None:
     assert [name for name, _, _ in heard] == ["0", "the model"]
 
 
-def test_the_table_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_its_json() -> None:
     names = "model data task workers device precision steps batch_size global_batch_size"
     lines = [
         CheckResult("a holds", True, "1e-7"),
@@ -343,17 +342,14 @@ def test_the_table_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
         CheckResult("c", None, "n/a", "no"),
     ]
     report = Report(dict.fromkeys(names.split(), 2), lines)
-    print_report(report, as_json=False)
-    out = capsys.readouterr().out.splitlines()
-    assert out[1:] == [
+    assert list(format_report(report))[1:] == [
         " ok    a holds  1e-7",
         " FAIL  b        0.5",
         "                try: a remedy",
         " -     c        n/a",
         "1 of 3 do not hold",
     ]
-    print_report(report, as_json=True)
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(dump_json(report.as_dict()))
     assert (found["holds"], found["verdicts"][1]["remedy"]) == (False, "a remedy")
 
 
