@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.store import Store, find_damage
+from multigpu_cli.checkpoint.manifest import find_damage
+from multigpu_cli.checkpoint.store import Store
 from tests.chaos.mischief import Harm, some_harm
 
 
