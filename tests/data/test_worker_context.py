@@ -1,5 +1,4 @@
 import os
-import select
 import signal
 import stat
 import tempfile
@@ -7,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from multigpu_cli.data import worker_context
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.map_style_fetcher import run_in_process
 from multigpu_cli.errors import RequestError
-from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
-from tests.support.fork import exit_code
+from tests.data.test_loader import PLAN, Noisy, epoch, source
+from tests.support.fork import exit_code, wait_for_end
+from tests.support.world import CPU
 
 LONG = "a-folder-with-a-long-name/" * 4  # as a scheduler's job folder: a Unix socket has room for 107 bytes in all
 
@@ -43,7 +44,7 @@ def is_stuck_at_its_start(_: int) -> Loader:
         os.write(writer, b"x")
         time.sleep(60)
 
-    signal_handling._set_worker_signal_handlers = wait
+    patch.object(signal_handling, "_set_worker_signal_handlers", wait).start()
     served = loader()
     os.read(reader, 1)
     return served
@@ -65,8 +66,7 @@ def test_no_loader_outlives_a_trainer_that_was_killed(begin: Callable[[int], Loa
     os.close(write)
     process = int.from_bytes(os.read(read, 4))
     try:
-        assert select.select([read], [], [], 12)[0], "the pipe ends when the loader is gone"
-        assert os.read(read, 1) == b""
+        wait_for_end(read, 12)
     finally:
         os.close(read)
         with suppress(ProcessLookupError):
@@ -102,6 +102,6 @@ def nothing_writable(folder: str, mode: int) -> bool:
 
 
 def test_where_no_path_is_short_enough_the_door_says_so(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_context.os, "access", nothing_writable)  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "access", nothing_writable)
     with pytest.raises(RequestError, match=r"(?s)TMPDIR=.* is too long .* at most 75 bytes, or --num-workers 0"):
         loader()

@@ -1,6 +1,7 @@
 """Replicas that differ are found, and named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def verdict(
     model = model or network()
     if world.rank == change_on:
         with torch.no_grad():
-            model[2].weight[0, 0] = torch.nextafter(model[2].weight[0, 0], torch.tensor(9.0))
+            weight = model.get_parameter("2.weight")
+            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
     try:
         check_replicas(model, world, 7, optimizer)
     except TrainingError as error:
@@ -55,7 +57,7 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
     def differs(world: World) -> bool:
         model = network().to(dtype)
         if world.rank:
-            model[0].bias.data[1] = 3.0
+            model.get_parameter("0.bias").data[1] = 3.0
         try:
             check_replicas(model, world, 1)
         except TrainingError:
@@ -68,7 +70,7 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
 def test_statistics_count_as_weights_do() -> None:
     def said(world: World) -> str:
         model = network()
-        model[1].num_batches_tracked += world.rank == 1
+        model.get_buffer("1.num_batches_tracked").add_(int(world.rank == 1))
         return verdict(world, None, model)
 
     assert all("rank 1 differs in 1.num_batches_tracked" in text for text in run_on_each_rank(3, said))
@@ -91,7 +93,7 @@ def test_so_does_what_the_optimizer_keeps() -> None:
             optimizer.step()
         found.append(verdict(world, None, model, optimizer))
         if world.rank == 1:
-            square = optimizer.state[model[2].weight]["exp_avg_sq"]
+            square = optimizer.state[model.get_parameter("2.weight")]["exp_avg_sq"]
             square[0, 0] = torch.nextafter(square[0, 0], torch.tensor(9.0))
         found.append(verdict(world, None, model, optimizer))
         return found
@@ -104,8 +106,8 @@ def test_so_does_what_the_optimizer_keeps() -> None:
 
 @pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])
 def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, how: str, where: str) -> None:
-    flags = {"model": "tests.support.failing_model:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
-    ended = run_training(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
+    flags: dict[str, Any] = {"save_dir": str(tmp_path / "run"), "checkpoint_every": 2, "batch_size": 5, "epochs": 2}
+    ended = run_training(2, model="tests.support.failing_model:net", sets=[f"model.args.how={how}"], **flags)
     assert "the replicas differ at step 4: rank" in ended.error
     assert f" differs in {where}" in ended.error
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

@@ -14,13 +14,9 @@ from multigpu_cli.run import batch_size_finder, evaluation, oom_recovery
 from tests.run.test_micro_batch_profile import components
 from tests.support.run_training import run_training
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
 GREEDY = {"model": "tests.support.oom_model:net", "data": "tests.support.user_code:tensors"}
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def losses(folder: str) -> list[float]:
@@ -68,7 +64,7 @@ def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
 
 @pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
 def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str) -> None:
-    late = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
+    late: dict[str, Any] = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
     first = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late)
     assert "rank 1 ran out of memory at step" in first.error
     again = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late, attempt=1)
@@ -230,7 +226,8 @@ def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it
 @pytest.mark.parametrize("workers", [2, 1])
 def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None:
     """On as many workers and on fewer, with and without a checkpoint to go on from."""
-    late = {"sets": ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"], "checkpoint_every": every}
+    sets = ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"]
+    late: dict[str, Any] = {"sets": sets, "checkpoint_every": every}
     assert "rank 1 ran out of memory at step 1" in run_training(2, **AUTO, **late).error
     assert run_training(workers, **AUTO, **late, attempt=1).error == ""
     assert run_training(1, **AUTO | {"max_steps": 7, "epochs": 4}, **late).error == ""

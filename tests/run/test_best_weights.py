@@ -24,12 +24,10 @@ from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import Ended, run_training
 
-RUN = {"global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run"}
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+RUN: dict[str, Any] = {
+    "global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run",
+}  # fmt: skip
 
 
 def events(kind: str) -> list[dict[str, Any]]:
@@ -80,7 +78,7 @@ RISING = [0.1, 0.2, 0.3, 0.4]
 FIRST_PASS = {"OWN_DEED": "0:2:SIGKILL"}  # the first one is the rehearsal's
 
 
-def scored(scores: list[float], workers: int = 1, **flags: Any) -> Ended:
+def scored(scores: list[float], workers: int = 1, /, **flags: Any) -> Ended:
     """A run whose evaluations, from where it begins, have these scores; an epoch has six steps, and a checkpoint."""
     Path("scores.json").write_text(json.dumps(scores))
     environ = flags.pop("environ", None)

@@ -18,8 +18,8 @@ from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors
+from tests.support.world import ALONE
 
-ALONE = World(torch.device("cpu"))
 SINGLE = Placement("single", (ALONE.device,), 0, "a test")
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net", "save_dir": "run"}
 
@@ -32,7 +32,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def spec(workers: int = 1, **flags: Any) -> RunSpec:
+def spec(workers: int = 1, /, **flags: Any) -> RunSpec:
     """A request as `workers` self-launched CPU processes would settle it, or one alone."""
     choice = Placement("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
     return resolve_spec(resolve(OWN | flags, [], None), choice, ALONE)
@@ -147,7 +147,9 @@ def test_other_data_is_refused() -> None:
 
 def arrays(folder: str, **changed: float) -> dict[str, Any]:
     """A dataset in a folder, of which the first number of some arrays is another; the flags that name it."""
-    found = {f"X_{split}": numpy.linspace(0, 1, 120).reshape(40, 3) for split in ("train", "val", "test")}
+    found: dict[str, Any] = {
+        f"X_{split}": numpy.linspace(0, 1, 120).reshape(40, 3) for split in ("train", "val", "test")
+    }
     found |= {name.replace("X", "y"): numpy.arange(40) % 2 for name in found}
     for name, value in changed.items():
         found[name].flat[0] = value

@@ -2,7 +2,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import (
@@ -11,8 +10,7 @@ from multigpu_cli.runtime.collectives import (
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-
-ALONE = World(torch.device("cpu"))
+from tests.support.world import ALONE
 
 
 def failing(*guilty: int, kind: type[TrainingError] = RequestError) -> Callable[[World], list[Any]]:
@@ -25,7 +23,7 @@ def failing(*guilty: int, kind: type[TrainingError] = RequestError) -> Callable[
             return "done"
 
         try:
-            outcome = [run_on_all_ranks(world, half)]
+            outcome: list[Any] = [run_on_all_ranks(world, half)]
         except TrainingError as error:
             outcome = [type(error).__name__, error.problem, error.remedy, error.exit_code]
         return [outcome, all_reduce_max(world, [1.0])]  # everybody is still in step

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("run")
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main_multi_gpu.run(["evaluate", *words]) == 0
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
@@ -100,7 +101,7 @@ def test_a_policy_plays_the_episodes_of_the_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    acting = {
+    acting: dict[str, Any] = {
         "data": "tests.support.toy_env:corridor",
         "task": "ppo",
         "model": "actor-critic",

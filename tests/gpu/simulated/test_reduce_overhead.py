@@ -11,12 +11,8 @@ from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 from tests.runtime.test_compile import in_graphs
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"batch_size": 5, "global_batch_size": 20, "epochs": 2, "amp": "off", "num_workers": 0}
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def use_stand_in(sim: Simulated) -> None:
@@ -44,7 +40,7 @@ def test_with_exact_it_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_replicas_of_data_parallel_are_not_compiled(mode: str) -> None:
     """Those on other GPUs would run what was compiled for the weights of the first."""
-    run = {"multi_gpu": "dp", "compile": mode, "save_dir": "run", "batch_size": 5}
+    run: dict[str, Any] = {"multi_gpu": "dp", "compile": mode, "save_dir": "run", "batch_size": 5}
     ended = trained(prepare=use_stand_in, **run)
     assert ended.kind == "RequestError", ended.error
     assert ended.error.startswith(f"--compile {mode} together with --multi-gpu dp: ")
