@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,11 +21,13 @@ from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.run.train_log import log_recovery, log_step
 from multigpu_cli.run.training_run import Run
-from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.seeding import seed_micro_batch
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.user_objects import UserObjects
 
 
 def run(
@@ -36,7 +38,7 @@ def run(
     *,
     on_fatal_error: Callable[[TrainingError], None],
     dry_run: bool = False,
-    user_objects: UserObjects | None = None,
+    user_objects: "UserObjects | None" = None,
 ) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
 
@@ -79,7 +81,7 @@ def prepare(
     console: Console,
     *,
     on_fatal_error: Callable[[TrainingError], None],
-    user_objects: UserObjects | None,
+    user_objects: "UserObjects | None",
 ) -> Iterator[Run]:
     """Like `run`, but yield the prepared Run before its first step, to a caller that drives the loop.
 

@@ -21,16 +21,12 @@ from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.smoke_test import choose_memory_format
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.user_objects import broadcast_weights
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.buckets import measure_cap
-from multigpu_cli.strategies.data_parallel import DataParallel
-from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
@@ -47,6 +43,8 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
     state = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
     if live:
+        from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
+
         broadcast_weights(state.model, world)
         if state.average:
             state.average.module.load_state_dict(state.model.state_dict())
@@ -122,17 +120,23 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
     config = spec.config
     if config.communication.bucket_cap_mb != "auto" or world.size == 1 or config.reproducibility.exact:
         return spec
+    from multigpu_cli.strategies.buckets import measure_cap
+
     return replace(spec, config=replace_settings(config, {"bucket_cap_mb": measure_cap(model, world)}))
 
 
 def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
     config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
+        from multigpu_cli.strategies.exact import ExactReduction
+
         return ExactReduction(model, world)
     if placement.strategy == "dp":
+        from multigpu_cli.strategies.data_parallel import DataParallel
+
         return DataParallel(model, placement.devices)
     if placement.strategy == "ddp":
-        from multigpu_cli.strategies.distributed import Distributed  # late: it loads PowerSGD
+        from multigpu_cli.strategies.distributed import Distributed
 
         return Distributed(model, world, config.communication, live.ddp if live else {})
     return Single(model)

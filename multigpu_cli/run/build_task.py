@@ -5,13 +5,14 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import factories
 from multigpu_cli.tasks.base import Loss, Task
-from multigpu_cli.tasks.criterion import Criterion
 from multigpu_cli.tasks.registry import TASKS
 
 
 def build_task(config: Config, source: DataSource, criterion: Loss | None = None) -> Task:
     """The user's own loss as a task, else the task that the user named, else the dataset's own."""
     if criterion:
+        from multigpu_cli.tasks.criterion import Criterion  # late: most losses have a name
+
         return Criterion(source, config.task, criterion)
     name = config.task.name or source.task
     factory = factories.find_factory(name, TASKS, flag="--task")

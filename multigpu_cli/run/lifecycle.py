@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.config.schema import Config
@@ -20,13 +20,15 @@ from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.startup import assemble_run, start_run
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.training_run import Run
-from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.rank_errors import run_on_main_rank
 from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels
 from multigpu_cli.runtime.world import World
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.user_objects import UserObjects
 
 
 class ResolvedRequest(NamedTuple):
@@ -51,7 +53,7 @@ def resolve_request(
     launch_env: LaunchEnv | None,
     console: Console,
     on_fatal_error: Callable[[TrainingError], None],
-    user_objects: UserObjects | None,
+    user_objects: "UserObjects | None",
 ) -> Iterator[ResolvedRequest]:
     """Form the process group, for as long as the context lasts, and resolve the request on all ranks.
 

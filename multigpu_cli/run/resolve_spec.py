@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multigpu_cli.config.own_code import NAMING, check_code
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
@@ -13,14 +13,15 @@ from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.make_plan import make_plan
-from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine
 from multigpu_cli.run.spec import RunRequest, RunSpec, describe_machine
-from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.run.validate_request import check_data, check_device, raise_all
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import open_data
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.user_objects import UserObjects
 
 
 def resolve_spec(
@@ -29,7 +30,7 @@ def resolve_spec(
     world: World,
     *,
     source: DataSource | None = None,
-    user_objects: UserObjects | None = None,
+    user_objects: "UserObjects | None" = None,
 ) -> RunSpec:
     """Choose the folder, adopt what its checkpoint pins, load the data and make the plan.
 
@@ -56,6 +57,8 @@ def resolve_spec(
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
+        from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine  # late: not for one process
+
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(
         user_config=user_config,

@@ -1,7 +1,7 @@
 """A run as it was requested (RunRequest), and with its plan and all checks passed (RunSpec)."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,8 +12,10 @@ from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.device_placement import Placement
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.user_objects import UserObjects
 
 _LENGTH = ("epochs", "max_steps", "env_steps", "episodes")
 
@@ -36,7 +38,7 @@ class RunRequest:
     placement: Placement
     resume_point: ResumePoint
     source: DataSource
-    user_objects: UserObjects | None = None
+    user_objects: "UserObjects | None" = None
 
     @property
     def model(self) -> str:
