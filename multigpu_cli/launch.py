@@ -31,6 +31,7 @@ from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.placement import Placement
 from multigpu_cli.runtime.rank_output import quote_last_lines
+from multigpu_cli.runtime.script_guard import check_spawned_script
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _GRACE = 3.0  # seconds; an agent ends all ranks as soon as one has gone, so whoever knows best goes first
@@ -121,9 +122,11 @@ def run_in_workers(
     """Call a function of some module with these arguments in `placement.launch` processes; what each rank returned.
 
     Raises:
+        RequestError: the processes could not import the user's script.
         WorkersFailed: some call raised, or its process ended; with the error's own exit code and message.
         KeyboardInterrupt: a signal ended them.
     """
+    check_spawned_script(function, arguments)
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         config = _build_launch_config(placement, max_restarts, logs)
         try:
