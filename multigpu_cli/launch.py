@@ -31,6 +31,7 @@ from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.rank_output import quote_last_lines
+from multigpu_cli.runtime.script_guard import check_spawned_script
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
@@ -120,12 +121,14 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 def run_in_workers(
     placement: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
 ) -> dict[int, Any]:
-    """Call a function of a module in `placement.launch` processes; returns each rank's result.
+    """Call a function of a module in `placement.num_processes_to_launch` processes; returns each rank's result.
 
     Raises:
+        RequestError: the processes could not import the user's script.
         WorkersFailed: a call raised, or its process ended; has the exit code and message of the error.
         KeyboardInterrupt: a signal ended them.
     """
+    check_spawned_script(function, arguments)
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         config = _build_launch_config(placement, max_restarts, logs)
         try:

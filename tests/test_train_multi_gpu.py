@@ -145,6 +145,11 @@ def test_a_wrapped_model_trains_in_the_group_that_is_there(tmp_path: Path) -> No
     assert run_on_each_rank(2, work) == [[True, True, True]] * 2
 
 
+def test_the_functions_share_the_state_of_the_global_trainer() -> None:
+    train_multi_gpu.multi_gpu_trainer.log_training_metrics(epoch=7, step=1, loss=0.5, learning_rate=0.1)
+    assert train_multi_gpu.get_multi_gpu_status()["training_metrics"]["epoch_7"][0]["loss"] == 0.5
+
+
 def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     found = train_multi_gpu.optimize_batch_size_for_multi_gpu(32, 4, "DataParallel")
     assert (found["effective_batch_size"], found["batch_per_gpu"], found["scaling_factor"]) == (128, 32, 4)

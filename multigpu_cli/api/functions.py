@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multigpu_cli.api import gpu_info, scaling, training
+from multigpu_cli.api.input_check import check_inputs_differ
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.device_placement import check_gpus_exist, count_visible_gpus
@@ -16,7 +17,7 @@ from multigpu_cli.runtime.launch_env import LaunchEnv
 
 
 class Functions:
-    """What MultiGPUTrainer() offers beside a run of its own; the public functions are methods of one shared object.
+    """What MultiGPUTrainer() offers beside a run of its own; the public functions are those of `multi_gpu_trainer`.
 
     Attributes:
         current_strategy: DataParallel or DistributedDataParallel, once a setup has wrapped a model; else None.
@@ -59,11 +60,17 @@ class Functions:
         world_size: int | None = None,
         rank: int | None = None,
         device_ids: list[int] | None = None,
+        *,
+        same_inputs: bool = False,
     ) -> tuple[nn.Module, bool]:
         """Wrap the model in DistributedDataParallel on the one device of this process: a GPU, or the CPU with gloo.
 
         The process group is formed if there is none: from torchrun's variables, or from `world_size` and `rank` with an
         `init_method` or MASTER_ADDR and MASTER_PORT. `cleanup_distributed` destroys it.
+
+        Args:
+            same_inputs: allow that ranks train on equal batches; else the first forward pass compares them, and raises
+                RequestError: a loader without DistributedSampler would train every rank on all samples.
 
         Returns:
             the wrapped model and True; without other ranks the unchanged model and False.
@@ -85,13 +92,16 @@ class Functions:
             if backend == "nccl" and not count_visible_gpus():
                 raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="backend='gloo'")
             dist.init_process_group(backend, init_method=init_method, world_size=size, rank=own_rank)
-        ids = _usable_gpus(device_ids)
-        if not ids:
-            return self._record_wrapped(DistributedDataParallel(model))
-        local_rank = launch_env.local_rank if launch_env else dist.get_rank()
-        device = torch.device("cuda", ids[local_rank % len(ids)])
-        torch.cuda.set_device(device)
-        return self._record_wrapped(DistributedDataParallel(model.to(device), device_ids=[device]))
+        if ids := _usable_gpus(device_ids):
+            local_rank = launch_env.local_rank if launch_env else dist.get_rank()
+            device = torch.device("cuda", ids[local_rank % len(ids)])
+            torch.cuda.set_device(device)
+            wrapped = DistributedDataParallel(model.to(device), device_ids=[device])
+        else:
+            wrapped = DistributedDataParallel(model)
+        if not same_inputs:
+            check_inputs_differ(wrapped)
+        return self._record_wrapped(wrapped)
 
     def setup_multi_gpu_training(
         self,
@@ -100,11 +110,16 @@ class Functions:
         device_ids: list[int] | None = None,
         ddp_backend: str | None = None,
         ddp_init_method: str = "env://",
+        *,
+        same_inputs: bool = False,
     ) -> tuple[nn.Module, bool, dict[str, Any]]:
         """Wrap the model as the strategy says; returns it, whether it is wrapped, and `get_gpu_info()`.
 
         `auto` takes DistributedDataParallel where a launcher or a process group exists, and else leaves the model
         unchanged. It never takes DataParallel, which PyTorch advises against.
+
+        Args:
+            same_inputs: as for `setup_distributed_data_parallel`.
 
         Raises:
             RequestError: the strategy is unknown, or a GPU does not exist.
@@ -114,7 +129,7 @@ class Functions:
             model, wrapped = self.setup_data_parallel(model, device_ids)
         elif mode is not TrainingMode.SINGLE_GPU:
             model, wrapped = self.setup_distributed_data_parallel(
-                model, ddp_backend, ddp_init_method, device_ids=device_ids
+                model, ddp_backend, ddp_init_method, device_ids=device_ids, same_inputs=same_inputs
             )
         return model, wrapped, gpu_info.get_gpu_info()
 
@@ -172,13 +187,3 @@ def _usable_gpus(device_ids: list[int] | None) -> list[int]:
         return list(range(count_visible_gpus()))
     check_gpus_exist("device_ids", device_ids, count_visible_gpus())
     return device_ids
-
-
-_shared = Functions()
-setup_data_parallel = _shared.setup_data_parallel
-setup_distributed_data_parallel = _shared.setup_distributed_data_parallel
-setup_multi_gpu_training = _shared.setup_multi_gpu_training
-cleanup_distributed = _shared.cleanup_distributed
-log_training_metrics = _shared.log_training_metrics
-get_multi_gpu_metrics = _shared.get_multi_gpu_metrics
-get_multi_gpu_status = _shared.get_multi_gpu_status

@@ -1,13 +1,6 @@
 """The names of the Python API, all of which `train_multi_gpu` offers."""
 
 from multigpu_cli.api.fault_tolerance import FaultToleranceManager as FaultToleranceManager
-from multigpu_cli.api.functions import cleanup_distributed as cleanup_distributed
-from multigpu_cli.api.functions import get_multi_gpu_metrics as get_multi_gpu_metrics
-from multigpu_cli.api.functions import get_multi_gpu_status as get_multi_gpu_status
-from multigpu_cli.api.functions import log_training_metrics as log_training_metrics
-from multigpu_cli.api.functions import setup_data_parallel as setup_data_parallel
-from multigpu_cli.api.functions import setup_distributed_data_parallel as setup_distributed_data_parallel
-from multigpu_cli.api.functions import setup_multi_gpu_training as setup_multi_gpu_training
 from multigpu_cli.api.gpu_info import clear_gpu_memory as clear_gpu_memory
 from multigpu_cli.api.gpu_info import get_gpu_info as get_gpu_info
 from multigpu_cli.api.gpu_info import print_gpu_info as print_gpu_info
@@ -23,5 +16,13 @@ from multigpu_cli.api.settings import TrainingMode as TrainingMode
 from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer
 from multigpu_cli.api.trainers import DistributedDataParallelTrainer as DistributedDataParallelTrainer
 from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
+from multigpu_cli.api.trainers import cleanup_distributed as cleanup_distributed
+from multigpu_cli.api.trainers import get_multi_gpu_metrics as get_multi_gpu_metrics
+from multigpu_cli.api.trainers import get_multi_gpu_status as get_multi_gpu_status
+from multigpu_cli.api.trainers import log_training_metrics as log_training_metrics
+from multigpu_cli.api.trainers import multi_gpu_trainer as multi_gpu_trainer
+from multigpu_cli.api.trainers import setup_data_parallel as setup_data_parallel
+from multigpu_cli.api.trainers import setup_distributed_data_parallel as setup_distributed_data_parallel
+from multigpu_cli.api.trainers import setup_multi_gpu_training as setup_multi_gpu_training
 from multigpu_cli.api.training import evaluate_with_multi_gpu as evaluate_with_multi_gpu
 from multigpu_cli.api.training import train_with_multi_gpu as train_with_multi_gpu

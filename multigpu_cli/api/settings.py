@@ -46,8 +46,8 @@ class TrainingMode(Enum):
 class MultiGPUConfig:
     """Settings of a run from Python. It may be changed until training is set up, which freezes a copy of it.
 
-    Every field has its effect or is refused with a reason (RequestError when training is set up). None takes the
-    default of the command line.
+    Every field has its effect or is refused with a reason (RequestError when training is set up); a name that is no
+    field is refused at once. None takes the default of the command line.
 
     Attributes:
         training_mode: how several GPUs share the work; auto takes DDP for two or more, never DataParallel.
@@ -122,18 +122,21 @@ class MultiGPUConfig:
     screen: str = "quiet"
     settings: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, **values: Any) -> Self:
-        """Build from keyword arguments.
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        for name in values:
+            cls._check_name(name)
+        return super().__new__(cls)
 
-        Raises:
-            RequestError: a field that does not exist.
-        """
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._check_name(name)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _check_name(cls, name: str) -> None:
         names = [entry.name for entry in fields(cls)]
-        if unknown := sorted(values.keys() - set(names)):
-            remedy = f"{did_you_mean(unknown[0], names)}; settings={{…}} takes the other settings of the command line"
-            raise RequestError(f"{unknown[0]}: MultiGPUConfig has no such field", remedy=remedy)
-        return cls(**values)
+        if name not in names:
+            remedy = f"{did_you_mean(name, names)}; settings={{…}} takes the other settings of the command line"
+            raise RequestError(f"{name}: MultiGPUConfig has no such field", remedy=remedy)
 
     def frozen(self) -> Config:
         """The engine's Config for these settings.

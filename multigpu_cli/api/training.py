@@ -73,7 +73,7 @@ def train_with_multi_gpu(
         RequestError: an argument is invalid; nothing was written.
         TrainingError: the training failed; its journal shows the last step.
     """
-    config = MultiGPUConfig.of(
+    config = MultiGPUConfig(
         training_mode=TrainingMode.named(strategy),
         device_ids=device_ids,
         use_mixed_precision=use_mixed_precision,
@@ -153,7 +153,7 @@ def evaluate_with_multi_gpu(
         RequestError: an argument is invalid.
     """
     began = time.perf_counter()
-    config = MultiGPUConfig.of(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
+    config = MultiGPUConfig(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
     frozen, user_objects = prepare_run(config, UserInputs(model, dataset, criterion=criterion))
     launch_env = find_launch_env(config)

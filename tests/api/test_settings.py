@@ -1,5 +1,7 @@
 """MultiGPUConfig: each field has its effect, or is refused with a reason."""
 
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,3 +89,12 @@ def test_what_it_can_not_do_it_refuses(fields: dict[str, Any], said: str) -> Non
 @pytest.mark.parametrize(("name", "mode"), [("DataParallel", "dp"), ("DDP", "ddp"), ("single_gpu", "none")])
 def test_strategies_have_many_names(name: str, mode: str) -> None:
     assert TrainingMode.named(name).value == mode
+
+
+def test_a_name_that_is_no_field_is_refused_at_once() -> None:
+    config = MultiGPUConfig(batch_size=8)
+    with pytest.raises(RequestError, match=r"^batchsize: MultiGPUConfig has no such field\n  try: .*batch_size"):
+        config.batchsize = 16  # type: ignore[attr-defined]
+    with pytest.raises(RequestError, match=r"^num_epoch: MultiGPUConfig has no such field\n  try: .*num_epochs"):
+        MultiGPUConfig(num_epoch=3)  # type: ignore[call-arg]
+    assert replace(config, seed=1).batch_size == copy(config).batch_size == config.batch_size == 8

@@ -109,6 +109,9 @@ def api_reference() -> str:
 
 def describe(name: str, thing: Any, place: str = "") -> str:
     """Heading, signature and docstring of a function or class; of a class also its public methods."""
+    if not inspect.isroutine(thing) and not inspect.isclass(thing):
+        kind = type(thing).__name__
+        return f"### {name}\n\nA {kind}: the functions here that wrap a model or keep metrics are its methods."
     node = _parse(thing)
     parts = [f"### {name}", *([place] if place else []), _code(_signature(node)), format_docstring(node)]
     if isinstance(node, ast.ClassDef):

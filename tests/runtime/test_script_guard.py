@@ -1,0 +1,78 @@
+"""Scripts that spawned processes can't import are refused before any process starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.script_guard import check_spawned_script
+
+TRAINS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from train_multi_gpu import train_with_multi_gpu
+
+class Net(torch.nn.Linear):
+    pass
+
+data = DataLoader(TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)), 4)
+"""
+CALL = "train_with_multi_gpu(Net(2, 2), data, world_size=2, num_epochs=1, save_dir='run')"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(words: list[str], stdin: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    program = [sys.executable, *words]
+    return subprocess.run(
+        program, input=stdin, capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": str(ROOT)}, timeout=60
+    )
+
+
+def test_a_script_without_its_guard_ends_with_the_lines_to_add(tmp_path: Path) -> None:
+    Path(tmp_path, "script.py").write_text(f"{TRAINS}\nif torch.tensor(1):\n    {CALL}\n")
+    done = run_python(["script.py"], "", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "RequestError: script.py, line 12: this starts processes, each of which imports the script and would start "
+        "them again\n"
+        "  try: move what trains into a function, `def main():`, and end the script with\n"
+        '    if __name__ == "__main__":\n'
+        "        main()\n"
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert not Path(tmp_path, "run").exists()
+
+
+@pytest.mark.parametrize(("words", "named"), [(["-"], "the script"), (["-c", f"{TRAINS}\n{CALL}"], "Net")])
+def test_a_script_without_a_file_is_refused(tmp_path: Path, words: list[str], named: str) -> None:
+    done = run_python(words, f"{TRAINS}\n{CALL}\n", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        f"RequestError: {named} comes from stdin, python -c or a notebook: worker processes can't import it\n"
+        "  try: put it into a .py file; or train in one process: world_size=1\n"
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert not Path(tmp_path, "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("test", "safe"),
+    [
+        ('__name__ == "__main__"', True),
+        ('__name__ != "__mp_main__" and True', True),
+        ("multiprocessing.parent_process() is None", True),
+        ("multiprocessing.active_children() == []", False),
+    ],
+)
+def test_a_guard_is_a_test_that_is_false_in_a_spawned_process(tmp_path: Path, test: str, safe: bool) -> None:
+    script = Path(tmp_path, "own.py")
+    script.write_text(f"import multiprocessing\ndef main():\n    check()\nif {test}:\n    main()\n")
+    names = {"__name__": "__main__", "__file__": str(script), "check": check_spawned_script}
+    program = compile(script.read_text(), script, "exec")
+    if safe:
+        exec(program, names)
+        return
+    with pytest.raises(RequestError, match=r"^own\.py, line 5: this starts processes"):
+        exec(program, names)
