@@ -86,8 +86,8 @@ class _CountingLoader(Loader):
 def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
     """Metrics of the initial weights, and the samples that this worker evaluated."""
     components = process.components()
-    assert process.source.val is not None, "prepare_run has given it some samples"
     world, source, config = process.world, process.source, process.config
+    assert source.val is not None, "prepare_run has given it some samples"
     seed = config.reproducibility.seed
     counted = _CountingLoader(
         source.val, source, config.data, device=world.device, seed=seed, workers_here=world.local_size
