@@ -24,25 +24,25 @@
 
 # shellcheck disable=SC2329 # the checks are called by name
 #
-# Rules of this file: commands are arrays and nothing typed is evaluated; every number of the plan comes from the
-# trainer's own --dry-run --json; the conversation is on stderr, stdout is the trainer's; nothing that bash 3.2 lacks;
-# names in lower case, since a DATA_DIR that the user exported is the trainer's to see.
+# Rules of this file: commands are arrays and user input is never evaluated; every number of the plan comes from the
+# trainer's own --dry-run --json; questions go to stderr, stdout is the trainer's; bash 3.2 is enough;
+# names are in lower case, so that an exported DATA_DIR reaches the trainer unchanged.
 set -euo pipefail
 shopt -s nocasematch # DDP is ddp
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-mode='' gpus='' nproc='' config='' data_dir='' batch_size='' save_dir='' resume='' # answers, empty until settled
+mode='' gpus='' nproc='' config='' data_dir='' batch_size='' save_dir='' resume='' # answers, empty until asked or given
 yes='' dry_run='' extra=()
 gpu_id=() gpu_row=() gpu_free=() gpu_state=() no_gpu='' cores=1 # the machine, one entry per GPU
 recipes=() recipe_text=()
-answer='' why='' choices=() # a check leaves an answer, or the reason against it
+answer='' why='' choices=() # a check sets the answer, or why there is none
 plan='' plan_code=0 folder='' start='' size='' problem='' notes='' environment=() flags=() command=()
 dp_ids='' first_name='' goes_on='' begins='' stopped=ended bold='' dim='' red='' plain=''
 columns=$(tput cols 2>/dev/null) || columns=80
 [[ ! -t 2 || -n ${NO_COLOR-} || ${TERM:-dumb} == dumb ]] ||
     bold=$'\033[1m' dim=$'\033[2m' red=$'\033[31m' plain=$'\033[0m'
 
-say() { printf '%s\n' "$@" >&2 || :; } # a terminal that has gone must not hide the trainer's exit code
+say() { printf '%s\n' "$@" >&2 || :; } # a closed terminal must not hide the trainer's exit code
 leave() { say "${@:2}" && exit "$1"; }
 refuse() { leave 2 "launch_multi_gpu.sh: $1"; }
 usage() { sed -n '2,/^$/ s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
@@ -55,7 +55,7 @@ show_choice() { # NUMBER NAME TEXT: one entry of a menu, folded to the terminal
         "$(fold -s -w $((columns > 60 ? columns - 21 : 40)) <<<"$3" | sed '2,$ s/^/                    /')" >&2
 }
 
-settle() { # NAME QUESTION DEFAULT CHECK: the answer to a variable of that name, which a flag may have set already
+ask() { # NAME QUESTION DEFAULT CHECK: ask for the variable of that name, unless a flag has set it
     local line flag=--${1//_/-} given=${!1}
     if [[ -n $given$yes ]]; then
         "$4" "${given:-$3}" || refuse "$flag ${given:-$3}: $why"
@@ -70,7 +70,7 @@ settle() { # NAME QUESTION DEFAULT CHECK: the answer to a variable of that name,
     printf -v "$1" %s "$answer"
 }
 
-# --- What makes an answer right --------------------------------------------------------------------------------------
+# --- Checks of answers -----------------------------------------------------------------------------------------------
 
 check_number() {
     local whole='^[1-9][0-9]{0,8}$'
@@ -119,7 +119,7 @@ check_workers() {
     [[ $mode != dp || $1 -gt 1 ]]
 }
 
-check_gpus() { # "0,1", "0 1" or "all": GPUs that are here, each once, as many as asked for
+check_gpus() { # "0,1", "0 1" or "all": GPUs that exist, each once, as many as --nproc says
     local list=$1 all gpu picked=, shape='^[0-9]+([ ,]+[0-9]+)*$'
     all=$(joined "${gpu_id[@]}")
     [[ $list == all ]] && list=$all
@@ -154,7 +154,7 @@ check_folder() {
 
 # --- The machine -----------------------------------------------------------------------------------------------------
 
-find_programs() { # the project's own environment where there is one; after `pip install` all lies beside this script
+find_programs() { # of the project's own environment if it exists; after `pip install` all is beside this script
     local beside=$root/
     [[ $root -ef $PWD ]] && beside=''
     python=python3 main=("${beside}main_multi_gpu.py")
@@ -170,7 +170,7 @@ find_programs() { # the project's own environment where there is one; after `pip
     command -v "${torchrun[0]}" >/dev/null || torchrun=("$python" -m torch.distributed.run)
 }
 
-find_recipes() { # as the trainer lists them
+find_recipes() { # the trainer's list
     local name text list
     list=$("$python" "${main[@]}" recipes 2>/dev/null) ||
         refuse "$python ${main[*]} does not run; make quickstart installs what it needs"
@@ -179,15 +179,15 @@ find_recipes() { # as the trainer lists them
     done <<<"$list"
 }
 
-detect_gpus() { # fills gpu_*, or says in no_gpu why there is none to use
+detect_gpus() { # set gpu_*, or no_gpu to why none can be used
     local visible=${CUDA_VISIBLE_DEVICES-all} numbers='^[0-9]+(,[0-9]+)*$' found id name total free load limit=()
     cores=$(OMP_NUM_THREADS='' nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     [[ $gpus != none ]] || { no_gpu="--gpus none" gpus='' environment=(CUDA_VISIBLE_DEVICES=) && return; }
     [[ -n $visible && $visible != -1 ]] || { no_gpu="CUDA_VISIBLE_DEVICES hides them" && return; }
     [[ $visible == all || $visible =~ $numbers ]] ||
-        refuse "CUDA_VISIBLE_DEVICES=$visible: this launcher knows GPUs by number; set numbers, or unset it"
+        refuse "CUDA_VISIBLE_DEVICES=$visible: this launcher needs GPU numbers; set numbers, or unset it"
     command -v nvidia-smi >/dev/null || { no_gpu="no nvidia-smi" && return; }
-    ! command -v timeout >/dev/null || limit=(timeout 30) # a driver in trouble can hang it
+    ! command -v timeout >/dev/null || limit=(timeout 30) # a faulty driver can hang it
     found=$(${limit[@]+"${limit[@]}"} nvidia-smi --format=csv,noheader,nounits \
         --query-gpu=index,name,memory.total,memory.free,utilization.gpu 2>&1) ||
         { no_gpu="nvidia-smi failed: ${found%%$'\n'*}" && return; }
@@ -225,54 +225,54 @@ show_machine() {
 
 # --- The questions ---------------------------------------------------------------------------------------------------
 
-obey_flags() { # all that were given, before the first question
+check_flags() { # check all given flags before the first question
     local each name
     if [[ -n $gpus ]]; then
         ((${#gpu_id[@]} > 0)) || refuse "--gpus $gpus: no GPU can be used here ($no_gpu)"
-        settle gpus '' '' check_gpus
+        ask gpus '' '' check_gpus
         nproc=$(count_of "$gpus")
     fi
     for each in "nproc workers" "mode mode" "config recipe" "data_dir folder" "batch_size batch_size" "resume resume"; do
         name=${each% *}
-        [[ -z ${!name} ]] || settle "$name" '' '' "check_${each#* }"
+        [[ -z ${!name} ]] || ask "$name" '' '' "check_${each#* }"
     done
 }
 
-settle_mode() {
-    local there=${#gpu_id[@]} share best=ddp because
+ask_mode() {
+    local there=${#gpu_id[@]} share best=ddp reason
     share=${nproc:-$(if ((there > 0)); then idle_count; else echo "$cores"; fi)}
-    because="$(counted "$share" "$(if ((there > 0)); then echo GPU; else echo "CPU core"; fi)") can share it"
-    ((share > 1)) || best=single because="one device is free"
+    reason="$(counted "$share" "$(if ((there > 0)); then echo GPU; else echo "CPU core"; fi)") can share it"
+    ((share > 1)) || best=single reason="one device is free"
     if [[ -z $mode$yes ]]; then
         say '' "${bold}How should the work be shared?$plain"
         show_choice 1 ddp "One process per device, each with the whole model; fastest."
         show_choice 2 dp "One process feeds several GPUs; slower, needs no launcher."
         show_choice 3 single "One process on one device."
-        say "  Recommended here: $best, since $because."
+        say "  Recommended here: $best ($reason)."
     fi
-    settle mode Mode "$best" check_mode
+    ask mode Mode "$best" check_mode
 }
 
-settle_devices() { # how many, and which
+ask_devices() { # how many, and which
     local there=${#gpu_id[@]} default=2 what="CPU processes" i
     ((there == 0)) || default=$(idle_count) what=GPUs
     ((default > 1)) || default=$([[ $mode == dp ]] && echo 2 || echo 1)
     [[ $mode != single ]] || nproc=1
-    settle nproc "How many $what" "$default" check_workers
+    ask nproc "How many $what" "$default" check_workers
     ((there > 0)) || return 0
     ((there > nproc)) || gpus=all
-    settle gpus "Which of them" "$(preferred "$nproc")" check_gpus
+    ask gpus "Which of them" "$(preferred "$nproc")" check_gpus
     for ((i = 0; i < there; i++)); do
         [[ ${gpu_state[i]} == idle || ,$gpus, != *,${gpu_id[i]},* ]] ||
             say "  Note: GPU ${gpu_id[i]} is in use by others."
     done
-    # Under a CUDA_VISIBLE_DEVICES of the user's, --gpu-ids would count within it: narrow it, then count from 0.
+    # --gpu-ids counts within a CUDA_VISIBLE_DEVICES that the user has set: narrow it, then count from 0.
     dp_ids=$gpus
     [[ -z ${CUDA_VISIBLE_DEVICES-} ]] || dp_ids=$(seq -s, 0 $((nproc - 1)))
     [[ $mode == dp && $dp_ids == "$gpus" ]] || environment+=("CUDA_VISIBLE_DEVICES=$gpus")
 }
 
-settle_recipe() {
+ask_recipe() {
     local i default=${recipes[0]-}
     [[ -n $config || -n $default ]] || return 0
     [[ -n $config$yes ]] || say '' "${bold}What to train?$plain"
@@ -280,35 +280,35 @@ settle_recipe() {
         [[ ${recipes[i]} != digits ]] || default=digits
         [[ -n $config$yes ]] || show_choice $((i + 1)) "${recipes[i]}" "${recipe_text[i]}"
     done
-    settle config Recipe "$default" check_recipe
+    ask config Recipe "$default" check_recipe
 }
 
-settle_plan() { # ask the trainer, and the user for what it misses
+ask_plan() { # ask the trainer for the plan, and the user for missing settings
     until make_plan; do
         say "$problem"
         if [[ $problem == *--data-dir* && -z $yes ]]; then
-            data_dir='' && settle data_dir "Folder that holds the dataset" '' check_folder
+            data_dir='' && ask data_dir "Folder that holds the dataset" '' check_folder
         elif [[ $problem == *--batch-size* && -z $yes ]]; then
-            batch_size='' && settle batch_size "Batch size per device" '' check_batch_size
+            batch_size='' && ask batch_size "Batch size per device" '' check_batch_size
         else
             exit "$plan_code"
         fi
     done
 }
 
-settle_resume() { # only where the run folder holds a run
+ask_resume() { # only if the run folder has a run
     [[ -z $resume$yes && -e $folder/config.yaml ]] || return 0
     say '' "There is a run in $folder" "  (it $start)"
-    settle goes_on "Continue it? (n starts a new run in a new folder)" y check_yes
-    [[ $goes_on == yes ]] || { resume=never save_dir='' && settle_plan; }
+    ask goes_on "Continue it? (n starts a new run in a new folder)" y check_yes
+    [[ $goes_on == yes ]] || { resume=never save_dir='' && ask_plan; }
 }
 
-settle_batch_size() { # a run that is continued keeps its own
+ask_batch_size() { # a run that is continued keeps its own
     [[ -z $batch_size && $goes_on != yes ]] || return 0
-    settle batch_size "Batch size per device, or m: measure its memory" "$size" check_batch_size
+    ask batch_size "Batch size per device, or m: measure its memory" "$size" check_batch_size
     [[ $batch_size != "$size" ]] || { batch_size='' && return; }
-    settle_plan
-    settle_resume
+    ask_plan
+    ask_resume
 }
 
 # --- The plan and the command ----------------------------------------------------------------------------------------
@@ -328,24 +328,24 @@ set_flags() { # the same for the plan and for the run
 }
 
 trainer() { env ${environment[@]+"${environment[@]}"} "$python" "${main[@]}" "$@"; }
-busy() { [[ ! -t 2 ]] || printf '%s' "$dim$1$plain" >&2; }
-done_with() { [[ ! -t 2 ]] || printf '\r%*s\r' $((columns - 1)) '' >&2; }
+show_wait() { [[ ! -t 2 ]] || printf '%s' "$dim$1$plain" >&2; }
+clear_line() { [[ ! -t 2 ]] || printf '\r%*s\r' $((columns - 1)) '' >&2; }
 
-make_plan() { # plan is the trainer's, problem what it said instead
+make_plan() { # set plan to the trainer's, or problem to its error
     local processes=()
     plan_code=2
     set_flags
     [[ $mode != ddp ]] || processes=(--nproc-per-node "$nproc")
-    busy "The trainer works out the plan..."
+    show_wait "The trainer computes the plan..."
     plan=$(trainer "${flags[@]}" ${processes[@]+"${processes[@]}"} --dry-run --json 2>"$notes") ||
         { plan_code=$? plan=''; }
-    done_with
+    clear_line
     problem=$(cat "$notes")
-    [[ $plan == '{'* ]] || { problem=${problem:-launch_multi_gpu.sh: the trainer gave no plan} && return 1; }
+    [[ $plan == '{'* ]] || { problem=${problem:-launch_multi_gpu.sh: the trainer printed no plan} && return 1; }
     read_plan
 }
 
-read_plan() { # what the questions need of it, and in plan the text that people see
+read_plan() { # set what the questions need, and plan to its text
     local layout='import json, sys
 plan = json.loads(sys.argv[1])
 scaled = "{lr_rule} rule, from {base_lr:g} at batch size {base_batch_size}"
@@ -363,17 +363,15 @@ print("""\
     { read -r folder && read -r start && read -r size && plan=$(cat); } < <("$python" -c "$layout" "$plan")
 }
 
-measure_memory() { # of one device: what `plan` says of it, after a few real steps
+measure_memory() { # of one device: show the result of `plan`, after a few real steps
     local found
-    busy "A few steps are measured: some seconds..."
+    show_wait "Measuring a few steps, for some seconds..."
     found=$(trainer plan "${flags[@]}" --workers 1 --interconnect pcie4 2>"$notes") || found=$(cat "$notes")
-    done_with
+    clear_line
     grep -E '^(memory|error:|  try:| +of .* would hold)' <<<"$found" | fold -s -w $((columns - 3)) | sed 's/^/  /' >&2
 }
 
-show_plan() { say '' "${bold}The plan$plain" "$plan"; }
-
-set_command() { # in save_dir, so that the same command goes on where it stopped, and the results are where we say
+set_command() { # with save_dir, so that the same command continues the run, in the folder that we show
     save_dir=$folder resume=''
     set_flags
     command=("$python")
@@ -391,7 +389,7 @@ quoted() { # WIDTH WORD...: to paste into a shell, folded with backslashes
     printf '%s\n' "$line"
 }
 
-run() { # in a session of its own, so that a signal reaches the trainer once: from here
+run() { # in its own session, so that a signal reaches the trainer only once: from here
     local code trainer signal signalled=yes
     "$python" -c 'import os, signal, sys
 os.setsid()
@@ -399,23 +397,23 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 os.execvp("env", sys.argv)' "${command[@]}" &
     trainer=$!
-    # shellcheck disable=SC2064 # the trainer is known now
+    # shellcheck disable=SC2064 # the process id is known now
     for signal in INT TERM HUP QUIT; do
         trap "signalled=yes stopped='was stopped'; kill -$signal $trainer || :" "$signal"
     done
-    while [[ -n $signalled ]]; do # a signal ends the wait, but not yet the trainer
+    while [[ -n $signalled ]]; do # a signal ends the wait before the trainer ends
         signalled='' code=0
         wait "$trainer" || code=$?
     done
     return "$code"
 }
 
-tell_the_end() { # CODE: how it ended, and where the results are
+report_end() { # CODE: show how the run ended, and where the results are
     local board=tensorboard
     [[ $python != */* ]] || board=${python%/*}/tensorboard
     say ''
     (($1 == 0)) || say "${red}Training $stopped (exit code $1).$plain"
-    (($1 == 0)) || [[ ! -d $save_dir/checkpoints ]] || say "The same command goes on from the last checkpoint."
+    (($1 == 0)) || [[ ! -d $save_dir/checkpoints ]] || say "The same command continues from the last checkpoint."
     [[ -d $save_dir ]] || return 0
     say "${bold}Results$plain (summary.json: the figures; best.pt: the weights)" "  $save_dir"
     say "${bold}TensorBoard$plain (then open http://localhost:6006)" \
@@ -450,23 +448,23 @@ main() {
     find_programs
     find_recipes
     detect_gpus
-    obey_flags
+    check_flags
     [[ -n $yes ]] || say "Enter takes the answer in [brackets], Ctrl-C leaves." ''
     show_machine
-    settle_mode
-    settle_devices
-    settle_recipe
-    settle_plan
-    settle_resume
-    settle_batch_size
-    show_plan
+    ask_mode
+    ask_devices
+    ask_recipe
+    ask_plan
+    ask_resume
+    ask_batch_size
+    say '' "${bold}The plan$plain" "$plan"
     set_command
     [[ -z $dry_run ]] || { quoted 99999 "${command[@]}"; exit; }
     say '' "${bold}The command$plain" "$(quoted 77 "${command[@]}")" ''
-    settle begins "Start the training?" y check_yes
+    ask begins "Start the training?" y check_yes
     [[ $begins == yes ]] || leave 130 "Not started; the command above does the same."
     run || code=$?
-    tell_the_end "$code"
+    report_end "$code"
     exit "$code"
 }
 

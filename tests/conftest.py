@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -31,6 +31,7 @@ ALLOWED_SKIPS = (
 )
 """What a reason to skip a test may hold where CI runs; any other is a failure: nobody reads CI's list of skips."""
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 _LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
 
 
@@ -54,7 +55,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _fail_unlisted_skip(report: Any) -> Any:
+def _fail_unlisted_skip(report: Report) -> Report:
     """In CI a test, or a file of them, that is skipped for a reason not on the list fails."""
     if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

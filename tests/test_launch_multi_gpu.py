@@ -181,7 +181,7 @@ ENTER = [("Mode [", ""), ("Recipe [digits]", ""), (BATCH, ""), ("Start the train
 def test_enter_alone_trains_with_ddp_on_the_idle_gpus(desk: Desk) -> None:
     child = desk.ask()
     child.expect_exact("1 of 80 GiB    97 %  in use")
-    child.expect_exact("Recommended here: ddp, since 3 GPUs can share it.")
+    child.expect_exact("Recommended here: ddp (3 GPUs can share it).")
     answered(child, ("Mode [ddp]", ""), ("How many GPUs [3]", ""), ("Which of them [0,1,3]", ""), *ENTER[1:3])
     child.expect(r"effective batch +96: 32 per device, 1 accumulated, workers: 3")
     child.expect(r"learning rate +0.00777 \(sqrt rule, from 0.001 at batch size 32\)")
@@ -548,7 +548,7 @@ def test_ctrl_c_at_a_question_leaves_with_one_line(desk: Desk, question: str) ->
 
 def test_ctrl_c_while_the_trainer_plans_leaves_too(desk: Desk) -> None:
     child = desk.ask("--mode", "ddp", "--gpus", "0,1", "--config", "digits", PLANNING="1")
-    child.expect_exact("The trainer works out the plan...")
+    child.expect_exact("The trainer computes the plan...")
     while not (desk.folder / "planning").exists():
         time.sleep(0.05)
     child.sendintr()
@@ -572,7 +572,7 @@ def test_ctrl_c_reaches_the_trainer_once_and_its_exit_code_returns(desk: Desk) -
     child.sendintr()
     child.expect_exact(f"signals [{signal.SIGINT.value}]")
     child.expect_exact("Training was stopped (exit code 75).")
-    child.expect_exact("The same command goes on from the last checkpoint.")
+    child.expect_exact("The same command continues from the last checkpoint.")
     assert ended(child) == 75
 
 

@@ -148,19 +148,20 @@ def bench(
     **values: Any,
 ) -> None:
     """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
-    from multigpu_cli.commands.requests import parse_positive
+    from multigpu_cli.commands.requests import parse_option
+    from multigpu_cli.config.types import integer
 
     config = _read_config(context, values)
     from multigpu_cli.commands.bench import bench as benchmark
     from multigpu_cli.commands.bench.loading import format_loading, measure_loading
 
-    length = None if steps is None else int(parse_positive("--steps", steps, whole=True))
-    times = int(parse_positive("--repetitions", repetitions, whole=True))
+    length = parse_option(integer(1), "--steps", steps)
+    times = parse_option(integer(1), "--repetitions", repetitions)
     if data_only:
         loading = measure_loading(config, times)
         print_result(loading, format_loading(loading), as_json=values["json"])
         return
-    counts, folder = benchmark.parse_worker_counts(workers, config), benchmark.make_output_dir(out)
+    counts, folder = benchmark.choose_worker_counts(workers, config), benchmark.make_output_dir(out)
     measured = benchmark.run_benchmark(config, counts, length, times, context.obj)
     files = benchmark.write_files(measured, folder)
     print_result(measured, benchmark.format_benchmark(measured, files), as_json=values["json"])

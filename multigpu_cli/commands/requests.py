@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -125,19 +124,13 @@ def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
         raise RequestError(f"{flag} {error}") from error
 
 
-def parse_positive(flag: str, word: str, *, whole: bool = False) -> float:
-    """Read a number above zero.
+def parse_worker_counts(text: str) -> list[int]:
+    """The numbers of --workers in ascending order, and 1, with which the others are compared.
 
     Raises:
-        RequestError: the word is no such number.
+        RequestError: one of them is no whole number above zero.
     """
-    try:
-        value = int(word) if whole else float(word)
-    except ValueError:
-        value = 0
-    if not 0 < value < inf:
-        raise RequestError(f"{flag} {word}: must be a {'whole ' if whole else ''}number above zero")
-    return value
+    return sorted({1, *(parse_option(integer(1), "--workers", word) for word in text.split(","))})
 
 
 def parse_csv_target(out: str) -> Path:

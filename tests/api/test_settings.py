@@ -94,7 +94,7 @@ def test_strategies_have_many_names(name: str, mode: str) -> None:
 def test_a_name_that_is_no_field_is_refused_at_once() -> None:
     config = MultiGPUConfig(batch_size=8)
     with pytest.raises(RequestError, match=r"^batchsize: MultiGPUConfig has no such field\n  try: .*batch_size"):
-        config.batchsize = 16  # type: ignore[attr-defined]
+        config.batchsize = 16
     with pytest.raises(RequestError, match=r"^num_epoch: MultiGPUConfig has no such field\n  try: .*num_epochs"):
         MultiGPUConfig(num_epoch=3)  # type: ignore[call-arg]
     assert replace(config, seed=1).batch_size == copy(config).batch_size == config.batch_size == 8

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.commands import requests
-from multigpu_cli.commands.requests import parse_export_target, parse_positive
+from multigpu_cli.commands.requests import parse_export_target, parse_worker_counts
 from multigpu_cli.errors import RequestError
 from tests.test_house_rules import ROOT
 
@@ -49,9 +49,8 @@ def test_a_missing_checkpoint_is_refused_without_torch(tmp_path: Path) -> None:
     assert "missing: there is no such file or folder" in ended.stderr
 
 
-def test_a_number_above_zero_is_read() -> None:
-    assert parse_positive("--steps", "3", whole=True) == 3
-    assert parse_positive("--price-per-gpu-hour", "0.5") == 0.5
-    for word, whole in (("0", True), ("1.5", True), ("much", False), ("nan", False)):
-        with pytest.raises(RequestError, match=f"--x {word}: must be a"):
-            parse_positive("--x", word, whole=whole)
+def test_numbers_of_workers_are_read() -> None:
+    assert parse_worker_counts("4,2,4") == [1, 2, 4]
+    for word in ("0", "1.5", "x", ""):
+        with pytest.raises(RequestError, match="--workers must be a whole number of at least 1, not "):
+            parse_worker_counts(f"2,{word}")

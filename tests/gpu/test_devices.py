@@ -12,8 +12,8 @@ from multigpu_cli.monitor import journal
 from tests.gpu.simulated.gpus import TWO, alone, trained
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Gpu, Machine
+from tests.support import run_training as anywhere
 from tests.support.run_training import OWN
-from tests.support.run_training import run_training as anywhere
 from train_multi_gpu import train
 
 FOUR = Machine.of(4)

@@ -14,6 +14,7 @@ from multigpu_cli.commands.bench.trainer_run import WINDOWS, run_trainer, window
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import measure_worker
 from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, measure_interconnect
+from multigpu_cli.commands.requests import parse_worker_counts
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.faults.stop import interruptible
@@ -72,19 +73,16 @@ class Benchmark:
     notes: list[str]
 
 
-def parse_worker_counts(text: str | None, config: Config) -> list[int]:
+def choose_worker_counts(text: str | None, config: Config) -> list[int]:
     """The requested numbers of workers, or powers of two up to the number of GPUs, or cores, that may be used here."""
     gpus = len(usable_gpus(config.device))
     most = gpus or min(count_cores(), 8)
     if text is None:
         return [2**power for power in range(most.bit_length()) if 2**power <= most]
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError as error:
-        raise RequestError(f"--workers {text} is no list of numbers", remedy="--workers 1,2,4") from error
-    if numbers[0] < 1 or (gpus and numbers[-1] > gpus):
-        raise RequestError(f"--workers {text}: only {pluralize(gpus or count_cores(), 'device')} can be used")
-    return sorted({1, *numbers})
+    counts = parse_worker_counts(text)
+    if gpus and counts[-1] > gpus:
+        raise RequestError(f"--workers {text}: only {pluralize(gpus, 'device')} can be used")
+    return counts
 
 
 @interruptible()

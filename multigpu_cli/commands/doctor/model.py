@@ -2,19 +2,17 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 
 import torch
 
 from multigpu_cli.commands.doctor.findings import Finding
+from multigpu_cli.commands.plan.measure import build_probed
 from multigpu_cli.commands.workers import place_on_one_device
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, measure_peak_memory
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.batch_size_finder import measure_peak_memory
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments
 
@@ -33,14 +31,13 @@ def check_model(config: Config) -> Iterator[Finding]:
     placement = place_on_one_device(config.device)
     world = World(placement.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
-        single = {"save_dir": folder, "resume": "never", "num_workers": 0, "multi_gpu": "none"}
+        single = {"num_workers": 0, "multi_gpu": "none"}
 
         def try_batch(size: object) -> TrainComponents:
             each = replace_settings(config, single | {"batch_size": size, "grad_accum_steps": None})
-            components = build_components(resolve_spec(each, placement, world), world)
-            with closing(components.loaders.train):
-                fit_batch_sizes_to_memory(components)
-                return components
+            components, _ = build_probed(each, placement, world, folder)
+            components.loaders.train.close()
+            return components
 
         try:
             if config.batch.size != "auto":

@@ -27,9 +27,7 @@ def generate_text(
     vocabulary = source.vocabulary or Numbers(source.num_classes)
     start = vocabulary.encode(prompt)
     if not start:
-        raise RequestError(
-            "--prompt is empty: the model needs a token to start from", remedy="--prompt with at least one token"
-        )
+        raise RequestError("--prompt is empty: the model needs a token to start from", remedy="--prompt TEXT")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = generate(
         run.model.to(device),

@@ -12,8 +12,9 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor.allreduce import measure_in_workers
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
-from multigpu_cli.commands.requests import parse_positive
+from multigpu_cli.commands.requests import parse_option, parse_worker_counts
 from multigpu_cli.config.schema import Config, DeviceConfig
+from multigpu_cli.config.types import integer, number
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.monitor.format import format_duration
@@ -76,13 +77,12 @@ def parse_plan_request(
     """
     if interconnect is not None and interconnect not in (known := ["measured", *ASSUMED]):
         raise RequestError(f"--interconnect {interconnect} is not known", remedy=did_you_mean(interconnect, known))
-    counts = [parse_positive("--workers", word, whole=True) for word in workers.split(",")]
     return PlanRequest(
         interconnect,
-        sorted({1, *(int(count) for count in counts)}),
-        None if price is None else parse_positive("--price-per-gpu-hour", price),
-        None if noise_scale is None else parse_positive("--noise-scale", noise_scale),
-        int(parse_positive("--gpus-per-node", per_node, whole=True)),
+        parse_worker_counts(workers),
+        parse_option(number(0, above=True), "--price-per-gpu-hour", price),
+        parse_option(number(0, above=True), "--noise-scale", noise_scale),
+        parse_option(integer(1), "--gpus-per-node", per_node),
     )
 
 

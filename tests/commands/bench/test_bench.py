@@ -13,8 +13,8 @@ import main_multi_gpu
 from multigpu_cli.commands.bench import bench, trainer_run
 from multigpu_cli.commands.bench import overlap as overlap_module
 from multigpu_cli.commands.bench.bench import (
+    choose_worker_counts,
     format_benchmark,
-    parse_worker_counts,
     run_benchmark,
     why_no_dp,
     write_files,
@@ -38,17 +38,16 @@ OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_c
 def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 6)
     config = resolve(OWN, [], None)
-    assert parse_worker_counts(None, config) == [1, 2, 4]
-    assert parse_worker_counts("6,3", config) == [1, 3, 6]
-    for words in ("0", "x", "7"):
-        with pytest.raises(RequestError, match=f"--workers {words}"):
-            parse_worker_counts(words, config)
+    assert choose_worker_counts(None, config) == [1, 2, 4]
+    assert choose_worker_counts("6,3", config) == [1, 3, 6]
+    with pytest.raises(RequestError, match="--workers 7: only 6 devices can be used"):
+        choose_worker_counts("7", config)
     some = resolve(OWN | {"gpu_ids": "5,1,4"}, [], None)
-    assert parse_worker_counts(None, some) == [1, 2]
+    assert choose_worker_counts(None, some) == [1, 2]
     with pytest.raises(RequestError, match="--workers 4: only 3 devices can be used"):
-        parse_worker_counts("4", some)
+        choose_worker_counts("4", some)
     with pytest.raises(RequestError, match="--gpu-ids 9: there is no GPU 9"):
-        parse_worker_counts(None, resolve(OWN | {"gpu_ids": "9"}, [], None))
+        choose_worker_counts(None, resolve(OWN | {"gpu_ids": "9"}, [], None))
 
 
 def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_equal_sides_hold_throughout() -> None:
         ({"gradients": {"norm": 2.5}}, "clipping acts", "norm 2.5 of 5"),
         ({"gradients": {"clipped": {"w": torch.tensor([3.0, 4.0])}}}, "clipping acts", "1.0e+00"),
         ({"evaluation": {"seen": [0, 1, 1]}}, "an evaluation counts", "4 of 4 samples counted, at most 2×"),
-        ({"evaluation": {"seen": [0]}}, "an evaluation counts", "3 of 4 samples met"),
+        ({"evaluation": {"seen": [0]}}, "an evaluation counts", "3 of 4 samples counted"),
         ({"evaluation": {"metrics": {"loss": 1.1}}}, "an evaluation counts", "1.0e-01"),
         ({"resume": {"replica": "other"}}, "replicas are identical", "other on rank 0, r on rank 1"),
         ({"resume": {"resumed": "b", "apart": 0.25}}, "a resumed run equals", "2.5e-01 of the largest, on several"),
