@@ -1,4 +1,4 @@
-"""What a training loop is fed from."""
+"""`BatchStream`: the protocol of what yields micro-batches to the training loop."""
 
 from collections.abc import Iterator
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of the program."""
+"""`DataSource`: the splits of a dataset, its transforms, and what model and task must know of it."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Which devices are there, and how a run should use them: a decision with its reason."""
+"""Chooses strategy, devices and number of processes of a run, with the reason for the choice."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Agreeing who is there: all ranks of all nodes agree which attempt they are in, before anything else is sent.
+"""The handshake of all ranks over the launcher's store: who is there, and which attempt this is.
 
 The agents keep one store over all restarts, and each counts its own, so neither the store nor the count says which
 words are of now. Rank 0 publishes a fresh generation with the nonce of every rank that it heard; each rank whose own
