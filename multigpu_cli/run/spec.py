@@ -47,7 +47,7 @@ class RunSpec:
         source: the dataset.
         plan: the arithmetic.
         model, task: names, the dataset's own where the user named none.
-        mark: of the dataset's contents.
+        data_fingerprint: of the dataset's contents.
         user_objects: live objects, in place of what the settings name.
     """
 

@@ -18,7 +18,7 @@ class Placement(NamedTuple):
     Attributes:
         strategy: single, dp or ddp.
         devices: the device of each local worker; a single CPU process has one.
-        launch: processes to start ourselves, 0 where this process does the work.
+        num_processes_to_launch: processes to start ourselves, 0 where this process does the work.
         reason: the reason, for the plan.
         backend: of the process group; None takes the device's own.
         timeout: seconds that its collectives wait; None takes what the watchdog over the run needs.

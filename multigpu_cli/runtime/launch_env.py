@@ -12,7 +12,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """What torchrun (or another launcher of its kind) tells each process.
+    """The variables that torchrun (or a compatible launcher) sets for each process.
 
     Attributes:
         attempt: how often the agent restarted the workers; with several nodes each has a count of its own.
@@ -36,7 +36,7 @@ class LaunchEnv:
 
     @classmethod
     def current(cls) -> "LaunchEnv | None":
-        """What this process was told; None where no launcher started it."""
+        """The launch environment of this process; None without a launcher."""
         return cls.from_environment(os.environ)
 
     @classmethod

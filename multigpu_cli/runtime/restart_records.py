@@ -50,7 +50,7 @@ class PreviousAttempt(NamedTuple):
 
     Attributes:
         step: optimizer steps done, None before the first.
-        moved: when it last made progress, in Unix seconds.
+        last_progress_time: when it last made progress, in Unix seconds.
     """
 
     cause: str
