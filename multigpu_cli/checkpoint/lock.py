@@ -57,7 +57,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
     with file:
         _take(file, folder)
         try:
-            _sign(file.fileno())
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), _signature().encode())
+            os.fsync(file.fileno())  # a full disk shows now, not at the first checkpoint
         except OSError as error:
             raise RequestError(
                 f"--save-dir {folder}: {error.strerror or error}", remedy="make room, or another --save-dir"
@@ -78,13 +80,6 @@ def _take(file: IO[str], folder: Path) -> None:
             raise _no_lock(folder, error) from error
         else:
             return
-
-
-def _sign(file: int) -> None:
-    """Say whose it is; a disk that is full shows now, not at the first checkpoint."""
-    os.ftruncate(file, 0)
-    os.write(file, _signature().encode())
-    os.fsync(file)
 
 
 def _signature() -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,23 +38,18 @@ def find_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
     Args:
         moved: called for each piece that was read.
     """
-    return next(_iterate_damage(folder, moved), None)
-
-
-def _iterate_damage(folder: Path, moved: Moved) -> Iterator[str]:
     try:
         manifest = read_manifest(folder)
     except (OSError, ValueError, TypeError) as error:
-        yield f"{MANIFEST} can't be read ({type(error).__name__})"
-        return
+        return f"{MANIFEST} can't be read ({type(error).__name__})"
     if manifest.pop("sha256", None) != _sum(manifest):
-        yield f"{MANIFEST} does not match its own checksum"
-        return
+        return f"{MANIFEST} does not match its own checksum"
     for name, listed in manifest["files"].items():
         file = folder / name
         if not file.is_file():
-            yield f"{name} is missing"
-        elif file.stat().st_size != listed["size"]:
-            yield f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
-        elif compute_sha256(file, moved) != listed["sha256"]:
-            yield f"{name} does not match its checksum"
+            return f"{name} is missing"
+        if file.stat().st_size != listed["size"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
+        if compute_sha256(file, moved) != listed["sha256"]:
+            return f"{name} does not match its checksum"
+    return None

@@ -101,7 +101,8 @@ def choose_resume_point(
         return _in_folder(Path(ours), attempt)
     if resume == "auto" and (unfinished := _newest_unfinished(home, config)):
         return _in_folder(unfinished, attempt)
-    return ResumePoint(str(home / _run_id()), None, None, None, [], "a new run")
+    run_id = time.strftime("%Y%m%d-%H%M%S-") + uuid4().hex[:4]
+    return ResumePoint(str(home / run_id), None, None, None, [], "a new run")
 
 
 def resolve_folder(config: Config) -> Config:
@@ -131,9 +132,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _in_folder(folder: Path, attempt: int) -> ResumePoint:
-    if not wait_until_unlocked(
-        folder, patience=_PATIENCE if attempt else 0
-    ):  # before its checkpoints are read, which it replaces
+    # before the checkpoints are read, which the other process replaces
+    if not wait_until_unlocked(folder, patience=_PATIENCE if attempt else 0):
         raise still_locked_error(folder) if attempt else locked_error(folder)
     newest, notes = Store(folder / "checkpoints", 1).find_newest()
     if newest is None and notes:
@@ -218,10 +218,6 @@ def _check_folder(folder: Path) -> None:
         raise RequestError(f"--save-dir {folder}: {nearest} is a file", remedy="a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise RequestError(f"--save-dir {folder}: no permission to write in {nearest}", remedy="another --save-dir")
-
-
-def _run_id() -> str:
-    return time.strftime("%Y%m%d-%H%M%S-") + uuid4().hex[:4]
 
 
 def write_note(folder: Path, settings: dict[str, Any]) -> None:

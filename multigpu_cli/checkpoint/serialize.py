@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.checkpoint.files import ProgressFile
 from multigpu_cli.errors import RequestError
@@ -43,10 +44,7 @@ def count_tensor_bytes(state: Any) -> int:
 
 def iterate_tensors(state: Any) -> Iterator[Tensor]:
     """All tensors of nested dicts, lists and tuples."""
-    if isinstance(state, Tensor):
-        yield state
-    for entry in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
-        yield from iterate_tensors(entry)
+    return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 class _Summed:

@@ -86,8 +86,8 @@ class TrainState:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "task": task or {},
         }
-        told = iterate_tensors(extra_state(model))
-        moving = {tensor.data_ptr() for tensor in (*self.model.buffers(), *told)}  # forward moves them
+        extra = iterate_tensors(extra_state(model))
+        moving = {tensor.data_ptr() for tensor in (*self.model.buffers(), *extra)}  # forward changes them
         later: list[tuple[Tensor, Tensor]] = []
         captured = dict(_on_host(state, into, moving, later))
         return Snapshot(captured, later, _stream_beside())

@@ -57,9 +57,8 @@ class Store:
             draft.mkdir()
             size, total = _write(draft / "state.pt", state, self._moved)
             listed = {"state.pt": {"size": size, "sha256": total}}
-            if best and add_best(
-                draft, best, self.list_folders(), self._moved
-            ):  # not listed: the state is whole without it
+            if best and add_best(draft, best, self.list_folders(), self._moved):
+                # not among the listed files: the state is complete without it
                 facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
             publish(draft / MANIFEST, sign_manifest({"step": step, "files": listed} | facts), self._moved)
             if final.exists():  # the same step once more, after a resume from an older checkpoint
@@ -69,10 +68,8 @@ class Store:
             shutil.rmtree(draft, ignore_errors=True)  # it takes the room that the next one needs
             raise
         flush_folder(self.folder)
-        upto = [
-            folder for folder in self.list_folders() if 0 <= parse_step(folder) <= step
-        ]  # beyond lie only damaged ones
-        for old in upto[self.keep :]:
+        past = [folder for folder in self.list_folders() if 0 <= parse_step(folder) <= step]  # later ones are damaged
+        for old in past[self.keep :]:
             self._remove(old)
         return size
 

@@ -24,12 +24,12 @@ def find_launcher_errors(config: Config, environ: Mapping[str, str]) -> Iterator
     """The settings that do not fit the launcher that started us."""
     if not is_launched(environ) or is_self_launched(environ):
         return
-    faults = list(_find_incomplete(environ))
+    faults = list(find_environment_errors(environ))
     yield from faults or _find_conflicts(config, environ)
 
 
-def _find_incomplete(environ: Mapping[str, str]) -> Iterator[RequestError]:
-    """A half-set environment; MASTER_ADDR alone may lie about in a shell and means nothing."""
+def find_environment_errors(environ: Mapping[str, str]) -> Iterator[RequestError]:
+    """What is missing or invalid among the variables of a launcher, which is known to have set some of them."""
     missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
         present = [name for name in _NEEDED if name not in missing]

@@ -1,4 +1,4 @@
-"""What a training loop is fed from."""
+"""`BatchStream`: the protocol of what yields micro-batches to the training loop."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -14,7 +14,7 @@ class BatchStream(Protocol):
 
     Attributes:
         size: samples in an epoch.
-        where: where they come from, for the journal.
+        data_location: where they come from, for the journal.
         resumable_only_at_epoch: a run can only go on from the end of an epoch, so checkpoints wait for it.
     """
 

@@ -1,4 +1,4 @@
-"""Standardising whole batches and the three ways in which a model may meet a sample of several channels."""
+"""Normalizes batches per channel, and applies --mode: all channels, their mean, or the first one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a user's dataset hands out, in whatever form it is common, as (inputs, targets)."""
+"""Turns the samples of a user's dataset, in any common form, into batches of (inputs, targets)."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence

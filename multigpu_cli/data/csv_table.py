@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.locate_dataset_files import locate_single_file
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -65,7 +66,7 @@ def load(
     """
     if kind not in ("auto", "classification", "regression"):
         raise RequestError(f"data.args.kind: {kind!r}", remedy="auto, classification or regression")
-    table = _table(_path(data_dir, file))
+    table = _table(locate_single_file("csv", ".csv", data_dir, file, "a folder with a CSV file"))
     ignored = [ignore] if isinstance(ignore, str) else list(ignore)
     target = _target(table, target, ignored)
     others = _read_matching(Path(data_dir or ".").expanduser() / test_file, table) if test_file else None
@@ -94,20 +95,6 @@ def load(
         model="mlp",
         task="classification" if names else "regression",
     )
-
-
-def _path(data_dir: str | None, file: str | None) -> Path:
-    if data_dir is None:
-        raise RequestError("--data csv needs --data-dir, the folder of the file", remedy="--data-dir FOLDER")
-    folder = Path(data_dir).expanduser()
-    there = sorted(path.name for path in folder.glob("*.csv"))
-    if file is None and len(there) != 1:
-        names = ", ".join(there[:5]) or "none at all"
-        raise RequestError(
-            f"--data csv: {folder} must hold one .csv file, and it holds {names}",
-            remedy="--set data.args.file=NAME says which",
-        )
-    return folder / (file or there[0])
 
 
 def _table(path: Path) -> CsvTable:

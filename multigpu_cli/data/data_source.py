@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of the program."""
+"""`DataSource`: the splits of a dataset, its transforms, and what model and task must know of it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class DataSource:
         new: samples whose targets nobody knows, and of which those that are there mean nothing: for predictions alone.
         input_shape: shape of one sample as the model meets it (after `prepare`).
         num_classes: how many classes; 0 where targets are no classes.
-        outputs: how many numbers a target holds that is no class.
+        num_outputs: how many numbers a target holds that is no class.
         class_names: one name a class, or empty.
         prepare: whole batch on its device, stored dtype → what the model meets (normalising, channel mode).
         augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.

@@ -1,4 +1,4 @@
-"""One order of samples: (seed, epoch, position) → sample, whoever asks, however often the run was interrupted."""
+"""The order of training samples in an epoch, a function of seed and epoch alone."""
 
 from typing import Protocol
 

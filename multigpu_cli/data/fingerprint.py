@@ -1,8 +1,7 @@
-"""A cheap mark of what a dataset holds: alike where two machines have the same data, whatever rounds their floats."""
+"""A cheap fingerprint of a dataset, equal on machines that hold the same data, floating-point rounding aside."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -28,14 +27,19 @@ _AT_ONCE = 2**18  # values, in double precision: as many as a cache holds
 
 
 def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
-    """A mark of each split, and of what the training part has taught.
+    """A fingerprint of each split, and of what was learned from the training part.
 
     Returns:
         64 bits each of a SHA-256: what was learned; of train, val and test lengths, shapes, whole numbers and bytes.
         Of each split four sums of what is floating.
     """
     splits = (source.train, source.val, source.test)
-    look = partial(_fingerprint_splits, splits, seed)
+
+    def look() -> list[tuple[bytes, list[float]]]:
+        return [
+            (b"none".ljust(8), [0.0] * _SUMS) if each is None else _fingerprint_split(each, seed) for each in splits
+        ]
+
     if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
         found = look()
     else:
@@ -64,10 +68,6 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
         math.isclose(here, there, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(map(abs, one)))
         for here, there in zip(one, other, strict=True)
     )
-
-
-def _fingerprint_splits(splits: Sequence[Dataset[Any] | None], seed: int) -> list[tuple[bytes, list[float]]]:
-    return [(b"none".ljust(8), [0.0] * _SUMS) if split is None else _fingerprint_split(split, seed) for split in splits]
 
 
 def _fingerprint_split(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:

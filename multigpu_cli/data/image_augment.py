@@ -1,4 +1,4 @@
-"""Augmentation of whole batches of images, keyed per sample (see augment.py), on whatever device they live."""
+"""Augmentation of whole batches of images, keyed per sample (see keyed_random.py), on whatever device they live."""
 
 from functools import lru_cache
 

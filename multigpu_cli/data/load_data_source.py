@@ -1,4 +1,4 @@
-"""From a dataset's name to the splits that a run trains on."""
+"""Loads the dataset that --data names, a built-in one or the user's own, as a DataSource."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -28,8 +28,8 @@ class Batch:
 
     Attributes:
         inputs, targets: whole batches, first dimension n.
-        indices: (n,) int64 on the CPU, the samples' numbers in their dataset.
-        index: which micro-batch of its step (or of its evaluation), over all workers.
+        sample_indices: (n,) int64 on the CPU, the samples' numbers in their dataset.
+        micro_batch_index: which micro-batch of its step (or of its evaluation), over all workers.
     """
 
     inputs: Any

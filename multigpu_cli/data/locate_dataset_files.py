@@ -1,4 +1,4 @@
-"""Finding a dataset's files and saying what is wrong with them."""
+"""Locates and reads the files of a dataset, and words the errors if they are missing or damaged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,34 @@ from pathlib import Path
 
 import numpy as np
 
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, did_you_mean
+
+
+def locate_single_file(name: str, suffix: str, data_dir: str | None, file: str | None, layout: str) -> Path:
+    """The file in the folder --data-dir that data.args.file names, or the only one with this suffix.
+
+    Args:
+        name: of the dataset, for messages.
+        layout: what the folder must hold, for messages.
+
+    Raises:
+        RequestError: no --data-dir, the file does not exist, or several could be meant.
+    """
+    if data_dir is None:
+        raise RequestError(f"--data {name} needs --data-dir, the folder of the file", remedy=layout)
+    folder = Path(data_dir).expanduser()
+    names = sorted(path.name for path in folder.glob(f"*{suffix}"))
+    if file is None and len(names) != 1:
+        found = ", ".join(names[:5]) or "none at all"
+        raise RequestError(
+            f"--data {name}: {folder} must hold one {suffix} file, and it holds {found}",
+            remedy="--set data.args.file=NAME says which",
+        )
+    path = folder / (file or names[0])
+    if not path.is_file():
+        names = sorted(path.name for path in folder.glob("*") if path.is_file())
+        raise RequestError(f"--data {name}: {path}: there is no such file", remedy=did_you_mean(path.name, names))
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)

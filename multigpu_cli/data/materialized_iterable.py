@@ -1,4 +1,4 @@
-"""A user's stream of samples as a dataset whose samples have numbers."""
+"""Reads an IterableDataset once into memory, as a map-style dataset."""
 
 from itertools import islice
 from typing import Any

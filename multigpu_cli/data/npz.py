@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.locate_dataset_files import locate_single_file
 from multigpu_cli.data.split import split_by_sample
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError
 
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
 
@@ -29,13 +30,14 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     Raises:
         RequestError: no such file, arrays that are missing or don't fit each other.
     """
-    path = _path(data_dir, file)
+    path = locate_single_file("npz", ".npz", data_dir, file, _LAYOUT)
     arrays = _arrays(path)
     splits = {name: _split(arrays, f"_{name}", path) for name in ("train", "val", "test") if f"X_{name}" in arrays}
     whole = splits.get("train") or _split(arrays, "", path)
     fractions = (0.1, 0.1) if "train" not in splits else () if "val" in splits else (0.1,)
     if fractions:
-        parts = [TensorDataset(*(tensor[part] for tensor in whole.tensors)) for part in _parts(whole, fractions, seed)]
+        indices = split_by_sample(len(whole), fractions, seed)
+        parts = [TensorDataset(*(tensor[part] for tensor in whole.tensors)) for part in indices]
         splits |= dict(zip(("train", "val", "test"), parts, strict=False))
     inputs, targets = whole.tensors
     task, classes = _kind(inputs, targets, list(splits.values()))
@@ -45,30 +47,13 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
         train=splits["train"],
         val=splits.get("val"),
         test=splits.get("test"),
-        new=_unknown(_path(data_dir, new), whole) if new else None,
+        new=_unknown(locate_single_file("npz", ".npz", data_dir, new, _LAYOUT), whole) if new else None,
         input_shape=tuple(inputs.shape[1:]),
         num_classes=classes,
         num_outputs=int(targets.shape[1:].numel()),
         model="gpt" if task == "language-model" else "mlp",
         task=task,
     )
-
-
-def _path(data_dir: str | None, file: str | None) -> Path:
-    if data_dir is None:
-        raise RequestError("--data npz needs --data-dir, the folder of the file", remedy=_LAYOUT)
-    folder = Path(data_dir).expanduser()
-    there = sorted(path.name for path in folder.glob("*.npz"))
-    if file is None and len(there) != 1:
-        names = ", ".join(there[:5]) or "none at all"
-        raise RequestError(
-            f"--data npz: {folder} must hold one .npz file, and it holds {names}",
-            remedy="--set data.args.file=NAME says which",
-        )
-    path = folder / (file or there[0])
-    if not path.is_file():
-        raise RequestError(f"--data npz: {path}: there is no such file", remedy=did_you_mean(path.name, there))
-    return path
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -106,10 +91,6 @@ def _tensor(arrays: dict[str, np.ndarray], name: str, path: Path) -> Tensor:
         raise RequestError(f"--data npz: {name} in {path} is {arrays[name].dtype} {arrays[name].shape}, no numbers")
     tensor = torch.from_numpy(np.ascontiguousarray(arrays[name]))
     return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def _parts(whole: TensorDataset, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
-    return split_by_sample(len(whole), fractions, seed)
 
 
 def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset]) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Dividing samples into parts by seed."""
+"""Divides samples into training, validation and test parts by seed."""
 
 import torch
 from torch import Tensor

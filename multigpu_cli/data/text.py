@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.locate_dataset_files import locate_single_file
 from multigpu_cli.data.vocabulary import Bytes, Numbers, Vocabulary, build_characters
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError
 
 IGNORED = -100  # targets beyond the end: no loss (torch's own default)
 _SPLITS = ("train", "val", "test")
@@ -89,15 +90,17 @@ def load(
         RequestError: files that are missing or too short, arguments that don't fit.
     """
     _check(tokens, block, val, windows, vocabulary)
-    folder = _folder(data_dir)
-    arrays = _arrays(folder, dtype) if tokens in (None, "arrays") and file is None else {}
+    folder = Path(data_dir or ".").expanduser()
+    arrays = _arrays(folder, dtype) if data_dir and tokens in (None, "arrays") and file is None else {}
     known: Vocabulary
     if arrays:
         known = Numbers(vocabulary or 1 + max(int(array.max()) for array in arrays.values()))
-    elif tokens == "arrays":
+    elif data_dir and tokens == "arrays":
         raise RequestError(f"--data text: {folder} holds no train.bin or train.npy", remedy=_LAYOUT)
     else:
-        known, whole = _text(_text_file(folder, file), tokens or "characters")
+        known, whole = _text(
+            locate_single_file("text", ".txt", data_dir, file, f"a folder with {_LAYOUT}"), tokens or "characters"
+        )
         arrays = {"train": whole}
     if "val" not in arrays and val > 0:
         cut = int(len(arrays["train"]) * (1 - val))
@@ -121,12 +124,6 @@ def load(
     )
 
 
-def _folder(data_dir: str | None) -> Path:
-    if data_dir is None:
-        raise RequestError("--data text needs --data-dir, the folder of the text", remedy=f"a folder with {_LAYOUT}")
-    return Path(data_dir).expanduser()
-
-
 def _arrays(folder: Path, dtype: str) -> dict[str, np.ndarray]:
     """The token arrays that lie in a folder, memory-mapped; none without one for training."""
     found: dict[str, np.ndarray] = {}
@@ -141,22 +138,6 @@ def _arrays(folder: Path, dtype: str) -> dict[str, np.ndarray]:
         if split in found and (found[split].ndim != 1 or found[split].dtype.kind not in "ui"):
             raise RequestError(f"--data text: {path} holds {found[split].dtype} {found[split].shape}, not (n,) tokens")
     return found if "train" in found else {}
-
-
-def _text_file(folder: Path, file: str | None) -> Path:
-    if file is not None:
-        if not (folder / file).is_file():
-            there = sorted(path.name for path in folder.glob("*") if path.is_file())
-            raise RequestError(f"--data text: {folder / file}: there is no such file", remedy=did_you_mean(file, there))
-        return folder / file
-    texts = sorted(folder.glob("*.txt"))
-    if len(texts) != 1:
-        names = ", ".join(path.name for path in texts[:5]) or "none at all"
-        raise RequestError(
-            f"--data text: {folder} must hold one .txt file, and it holds {names}",
-            remedy="--set data.args.file=NAME says which",
-        )
-    return texts[0]
 
 
 def _text(path: Path, tokens: str) -> tuple[Vocabulary, np.ndarray]:

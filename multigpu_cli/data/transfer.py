@@ -1,4 +1,4 @@
-"""Batches on their way from host memory to a GPU, one ahead of the step that needs it."""
+"""Copies batches from host memory to a GPU, one batch ahead of the step that needs it."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Samples without targets, as what everything else takes: with a target beside them that means nothing."""
+"""Wraps a dataset without targets: adds a dummy target to each sample, so that the loaders accept it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

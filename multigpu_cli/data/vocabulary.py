@@ -1,4 +1,4 @@
-"""Between text and the numbers that a language model sees."""
+"""Vocabularies: text to tokens and back."""
 
 from collections.abc import Sequence
 from typing import Protocol

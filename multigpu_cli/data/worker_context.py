@@ -1,4 +1,4 @@
-"""Loader processes: each ends with its trainer, from its first moment on, and talks to it over a short path."""
+"""The multiprocessing context of loader processes: they end with their trainer, and their socket paths are short."""
 
 import os
 import shutil

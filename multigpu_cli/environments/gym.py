@@ -136,13 +136,8 @@ def _make(id: str, options: dict[str, Any]) -> Any:
         made: Any = gymnasium.make(id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise RequestError(f"--data gym:{id}: {error}", remedy="an id that gymnasium.make takes") from error
-    return made if isinstance(made.observation_space, gymnasium.spaces.Box) else _flat(made)
-
-
-def _flat(made: Any) -> Any:
-    from gymnasium.wrappers import FlattenObservation
-
-    return FlattenObservation(made)
+    is_box = isinstance(made.observation_space, gymnasium.spaces.Box)
+    return made if is_box else gymnasium.wrappers.FlattenObservation(made)
 
 
 def _action(id: str, space: Any) -> Discrete | Box:

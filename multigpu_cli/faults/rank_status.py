@@ -22,7 +22,7 @@ class RankExit:
         place: its position in the run, as text.
         problem: the exception's type and message.
         stack: its traceback.
-        consequence: it only lost its peers.
+        caused_by_peer: it only lost its peers.
         exit_code: of its process.
         samples: sample numbers of the micro-batch that it worked on.
     """

@@ -120,9 +120,9 @@ class BatchPlan:
         return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
     def local_forward_passes(self, step: int, rank: int, replicas_per_process: int) -> list[MicroBatch]:
-        """One process's forward passes in a step: its share, with `lanes` neighbouring micro-batches in one pass.
+        """One process's forward passes in a step: its share, several neighbouring micro-batches in one pass.
 
-        With more than one lane (DataParallel) the process drives all workers, so its share is everything.
+        With several replicas (DataParallel) the process drives all workers, so its share is everything.
         """
         if replicas_per_process == 1:
             return self.local_micro_batches(step, rank)

@@ -1,4 +1,4 @@
-"""What the processes of a run say to each other; in a world of one, every verb is free."""
+"""Collectives between the ranks of a run; in a world of one they cost nothing."""
 
 import io
 from collections.abc import Sequence
@@ -52,31 +52,31 @@ def broadcast_object(world: World, value: Any, *, source: int = 0) -> Any:
     """
     if world.size == 1:
         return value
-    speaks = world.rank == source
-    packed = torch.empty(0, dtype=torch.uint8)
-    if speaks:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    size = torch.tensor([packed.numel()], dtype=torch.int64, device=world.device)
+    sends = world.rank == source
+    content = _to_bytes(value, world.device) if sends else torch.empty(0, dtype=torch.uint8, device=world.device)
+    size = torch.tensor([content.numel()], dtype=torch.int64, device=world.device)
     dist.broadcast(size, src=source)
-    wire = packed.to(world.device) if speaks else torch.empty(int(size), dtype=torch.uint8, device=world.device)
-    dist.broadcast(wire, src=source)
-    if speaks:
-        return value
-    return torch.load(io.BytesIO(wire.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+    content = content if sends else content.new_empty(int(size))
+    dist.broadcast(content, src=source)
+    return value if sends else _from_bytes(content)
 
 
 def all_gather_object(world: World, value: Any) -> list[Any]:
     """Everybody's value, in rank order, on every rank: anything that `torch.load(weights_only=True)` reads back."""
     if world.size == 1:
         return [value]
+    own = _to_bytes(value, world.device)
+    sizes = [int(size) for size in all_gather(world, torch.tensor(own.numel(), device=world.device))]
+    padded = own.new_zeros(max(sizes))
+    padded[: own.numel()] = own
+    return [_from_bytes(part[:size]) for part, size in zip(all_gather(world, padded), sizes, strict=True)]
+
+
+def _to_bytes(value: Any, device: torch.device) -> Tensor:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(world.device)
-    sizes = [int(size) for size in all_gather(world, torch.tensor(mine.numel(), device=world.device))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=world.device)
-    padded[: mine.numel()] = mine
-    parts = zip(all_gather(world, padded), sizes, strict=True)
-    found = (part[:size].cpu().numpy().tobytes() for part, size in parts)
-    return [torch.load(io.BytesIO(content), weights_only=True, map_location="cpu") for content in found]
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")

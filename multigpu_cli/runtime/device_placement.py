@@ -1,4 +1,4 @@
-"""Which devices are there, and how a run should use them: a decision with its reason."""
+"""Chooses strategy, devices and number of processes of a run, with the reason for the choice."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ class Placement(NamedTuple):
     Attributes:
         strategy: single, dp or ddp.
         devices: the device of each local worker; a single CPU process has one.
-        launch: processes to start ourselves, 0 where this process does the work.
+        num_processes_to_launch: processes to start ourselves, 0 where this process does the work.
         reason: the reason, for the plan.
         backend: of the process group; None takes the device's own.
         timeout: seconds that its collectives wait; None takes what the watchdog over the run needs.

@@ -1,4 +1,4 @@
-"""Factories by name: built-in ones from a registry, the user's own as 'module:factory'."""
+"""Finds and calls factories: built-in ones by registry name, the user's own as 'module:factory'."""
 
 import importlib
 import inspect

@@ -4,15 +4,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from multigpu_cli.config.launcher_rules import is_self_launched
+from multigpu_cli.config.launcher_rules import find_environment_errors, is_launched, is_self_launched
 from multigpu_cli.errors import RequestError
-
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """What torchrun (or another launcher of its kind) tells each process.
+    """The variables that torchrun (or a compatible launcher) sets for each process.
 
     Attributes:
         attempt: how often the agent restarted the workers; with several nodes each has a count of its own.
@@ -36,7 +34,7 @@ class LaunchEnv:
 
     @classmethod
     def current(cls) -> "LaunchEnv | None":
-        """What this process was told; None where no launcher started it."""
+        """The launch environment of this process; None without a launcher."""
         return cls.from_environment(os.environ)
 
     @classmethod
@@ -63,28 +61,21 @@ class LaunchEnv:
         Raises:
             RequestError: the variables are there only in part, or are no numbers.
         """
-        if "RANK" not in env and "WORLD_SIZE" not in env:
+        if not is_launched(env):
             return None
-        if missing := [name for name in _NEEDED if not env.get(name)]:
-            raise RequestError(
-                f"the environment has RANK or WORLD_SIZE but not {', '.join(missing)}",
-                remedy="start with torchrun, which sets them all, or unset RANK and WORLD_SIZE",
-            )
-        try:
-            rank, size, local_rank = (int(env[name]) for name in _NEEDED[:3])
-            return cls(
-                rank=rank,
-                size=size,
-                local_rank=local_rank,
-                local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
-                address=env["MASTER_ADDR"],
-                port=int(env["MASTER_PORT"]),
-                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-                agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
-                - int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-                launcher="self-launched" if is_self_launched(env) else "torchrun started",
-                environ=dict(env),
-            )
-        except ValueError as error:
-            raise RequestError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}") from error
+        if error := next(find_environment_errors(env), None):
+            raise error
+        attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return cls(
+            rank=int(env["RANK"]),
+            size=int(env["WORLD_SIZE"]),
+            local_rank=int(env["LOCAL_RANK"]),
+            local_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+            address=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
+            attempt=attempt,
+            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restarts_left=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - attempt,
+            launcher="self-launched" if is_self_launched(env) else "torchrun started",
+            environ=dict(env),
+        )

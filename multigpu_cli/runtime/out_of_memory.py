@@ -1,4 +1,4 @@
-"""When a GPU's memory is full: which errors say so, and what is left behind afterwards."""
+"""Recognizes out-of-memory errors, and frees cached memory after one."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Whoever is killed leaves no children at work beside the run that follows, nor holding its lock."""
+"""Kills this process when its parent dies, so that no orphan keeps the lock of the run."""
 
 import ctypes
 import os

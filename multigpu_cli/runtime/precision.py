@@ -1,4 +1,4 @@
-"""Number formats: autocast, loss scaling, and the commit of a step that skips itself where a gradient is not finite."""
+"""Mixed precision: autocast, loss scaling, and the optimizer step, which is skipped if a gradient is not finite."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Run a network without a trace: what it was before, its buffers and its mode, it is afterwards."""
+"""Context managers that restore a module's buffers, or its training mode, on exit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Agreeing who is there: all ranks of all nodes agree which attempt they are in, before anything else is sent.
+"""The handshake of all ranks over the launcher's store: who is there, and which attempt this is.
 
 The agents keep one store over all restarts, and each counts its own, so neither the store nor the count says which
 words are of now. Rank 0 publishes a fresh generation with the nonce of every rank that it heard; each rank whose own
@@ -38,7 +38,7 @@ class RankInfo:
         attempt: the number of this attempt, as far as that agent knows.
         restarts_left: that the agent would still make.
         verdict: how an earlier attempt there ended for good.
-        last: how the one before this one ended there.
+        previous_attempt: how the one before this one ended there.
         gpu: that it works on; None on CPU.
     """
 
@@ -72,10 +72,10 @@ class Roster:
     Attributes:
         store_prefix: the part of the store that is theirs.
         attempt: how often the job was started before, as the node with the longest memory knows.
-        hosts, nodes: of each rank.
+        hosts, agent_ids: of each rank.
         restarts_left: of the agent that has the fewest.
         verdict: why there is nothing to do, or None.
-        last: how the attempt before this one ended, or None.
+        previous_attempt: how the attempt before this one ended, or None.
         gpus: of each rank.
     """
 

@@ -1,4 +1,4 @@
-"""What ranks other than 0 print while a run goes on: into a file of their own, so that the terminal is one rank's."""
+"""Redirects the output of ranks other than 0 to files, so that only rank 0 writes to the terminal."""
 
 import ctypes
 import io

@@ -1,6 +1,6 @@
-"""What passes between torchrun's agent and us besides ranks: error files, and what attempts know of earlier ones.
+"""Files that outlive an attempt: torchrun's error files, and the records of earlier attempts.
 
-With several nodes each agent counts its own restarts and keeps a folder of its own; `handshake` brings them together.
+With several nodes each agent counts its own restarts and keeps a folder of its own; `rank_handshake` merges them.
 """
 
 import json
@@ -50,7 +50,7 @@ class PreviousAttempt(NamedTuple):
 
     Attributes:
         step: optimizer steps done, None before the first.
-        moved: when it last made progress, in Unix seconds.
+        last_progress_time: when it last made progress, in Unix seconds.
     """
 
     cause: str

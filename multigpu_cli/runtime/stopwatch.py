@@ -1,4 +1,4 @@
-"""How long a device waits: measured where it waits, so that no step waits for the measurement."""
+"""Measures how long a device waits, without a host sync in the step."""
 
 import time
 from collections import deque

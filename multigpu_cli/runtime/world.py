@@ -21,10 +21,10 @@ class World:
         attempt: how often the job was started before, as all ranks agree.
         store: the launcher's key-value store, in a part of its own for each attempt; None in a world of one.
         hosts: the name of each rank's machine.
-        nodes: the agent of each rank, as no other is called.
+        agent_ids: the launcher agent of each rank, by a unique name.
         restarts_left: how often the launcher would start us again.
-        previous_attempt: how the attempt before this one ended, if somebody left word.
-        agent_dir: the folder in which we leave such word.
+        previous_attempt: how the attempt before this one ended, if it is recorded.
+        agent_dir: the folder for such records.
         store_prefix: the prefix of our part of the store.
         gpus: that each rank works on.
     """
