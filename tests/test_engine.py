@@ -23,7 +23,9 @@ from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 
-RUN = {"save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05}
+RUN: dict[str, Any] = {
+    "save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05,
+}  # fmt: skip
 
 PAUSE = {"OWN_PAUSE": "0.02"}  # so that ranks and checkpoints are not all done before the kill
 
@@ -290,7 +292,7 @@ def test_config_yaml_repeats_the_run() -> None:
 
 
 def test_without_a_save_dir_the_same_command_goes_on_and_a_finished_one_starts_afresh() -> None:
-    flags = {name: value for name, value in RUN.items() if name != "save_dir"}
+    flags: dict[str, Any] = {name: value for name, value in RUN.items() if name != "save_dir"}
     stopped = run_training(**flags, environ={"OWN_DEED": "0:19:SIGTERM"}).summary
     resumed = run_training(**flags).summary
     assert resumed["save_dir"] == stopped["save_dir"]

@@ -1,6 +1,7 @@
 """No way into the program runs code from a file of weights, though its checksums are right."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ import main_multi_gpu
 from tests.support.malicious_files import poison, poisoned
 from tests.support.run_training import run_training
 
-RUN = {"save_dir": "run", "batch_size": 30}
+RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 30}
 
 
 @pytest.fixture

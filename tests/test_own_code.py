@@ -13,7 +13,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifes
 from tests.support.fork import exit_code
 from tests.support.run_training import run_training
 
-SYNTHETIC = {"data": "synthetic", "model": "mlp", "batch_size": 8, "max_steps": 2}
+SYNTHETIC: dict[str, Any] = {"data": "synthetic", "model": "mlp", "batch_size": 8, "max_steps": 2}
 SMALL = ["data.args.shape=[6]", "data.args.classes=3", "data.args.train=24", "data.args.val=6", "data.args.test=6"]
 PLANTED = """open("ran", "w").close()
 from multigpu_cli.models.mlp import build as net

@@ -57,7 +57,7 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     sets = [*([] if "ppo" in recipe.stem else ["drop_last=false"]), *SMALLER.get(recipe.stem, [])]
-    own = {"data": None, "model": None}  # the recipe's, not those of the other tests
+    own: dict[str, Any] = {"data": None, "model": None}  # the recipe's, not those of the other tests
     ended = run_training(recipe=str(recipe), sets=sets, **own, **shortened(recipe, tmp_path))
     assert ended.error == ""
     summary = ended.summary

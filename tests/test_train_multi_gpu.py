@@ -152,7 +152,8 @@ def test_a_wrapped_model_trains_in_the_group_that_is_there(tmp_path: Path) -> No
 def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     found = train_multi_gpu.optimize_batch_size_for_multi_gpu(32, 4, "DataParallel")
     assert (found["effective_batch_size"], found["batch_per_gpu"], found["scaling_factor"]) == (128, 32, 4)
-    measured = {"parameters": 10_000_000, "forward_seconds": 0.01, "backward_seconds": 0.02, "batch_size": 32}
+    measured: dict[str, Any] = {"forward_seconds": 0.01, "backward_seconds": 0.02}
+    measured |= {"parameters": 10_000_000, "batch_size": 32}
     rows = train_multi_gpu.estimate_training_speedup(4, **measured)
     assert [row["workers"] for row in rows] == [1, 4]
     assert 3 < rows[1]["speedup"] <= 4

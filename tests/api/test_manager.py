@@ -27,8 +27,8 @@ EPOCHS = 3
 
 
 def config(folder: Path, **more: Any) -> MultiGPUConfig:
-    fields = {"batch_size": 4, "global_batch_size": 16, "num_epochs": EPOCHS, "save_dir": str(folder)} | more
-    return MultiGPUConfig(screen="silent", **fields)
+    fields: dict[str, Any] = {"batch_size": 4, "global_batch_size": 16, "num_epochs": EPOCHS} | more
+    return MultiGPUConfig(screen="silent", save_dir=str(folder), **fields)
 
 
 def by_epochs(folder: Path, epochs: int = EPOCHS, *, rank: int = 0, finish: bool = True, **more: Any) -> Any:
@@ -85,7 +85,7 @@ def begun(folder: Path, **more: Any) -> MultiGPUTrainer:
 
 def test_what_the_long_form_says_of_ddp_and_loading_reaches_torch(tmp_path: Path) -> None:
     def on_two(world: World) -> Any:
-        said = {"static_graph": True, "use_gradient_as_bucket_view": False, "bucket_cap_mb": 3}
+        said: dict[str, Any] = {"static_graph": True, "use_gradient_as_bucket_view": False, "bucket_cap_mb": 3}
         with begun(tmp_path / "two", training_mode="ddp", **said) as trainer:
             ddp = trainer.run.strategy._ddp  # type: ignore[union-attr]
             return ddp.static_graph, ddp.gradient_as_bucket_view, ddp.bucket_bytes_cap / 2**20
@@ -125,7 +125,7 @@ def test_what_was_best_is_kept_where_no_checkpoint_was_due(tmp_path: Path, ranks
     """A loop without an end, finished when its owner has seen enough; the second epoch's score is made the best."""
 
     def work(world: World | None) -> Any:
-        more = {"num_epochs": None, "checkpoint_frequency": 1000}
+        more: dict[str, Any] = {"num_epochs": None, "checkpoint_frequency": 1000}
         manager = MultiGPUTrainingManager(config(tmp_path / "run", **more))
         model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
         run, ends = manager.trainer.run, []

@@ -7,7 +7,7 @@ import pytest
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.errors import RequestError
 
-LONG = {
+LONG: dict[str, Any] = {
     "training_mode": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
     "use_mixed_precision": True,
     "gradient_accumulation_steps": 4,

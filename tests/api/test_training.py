@@ -17,7 +17,7 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network, weights
 from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
 
-QUIET = {"screen": "silent"}
+QUIET: dict[str, Any] = {"screen": "silent"}
 
 
 def test_it_does_what_a_plain_loop_does(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
 
     def ask(folder: Path) -> Any:
         model = network()
-        sound = {"train_loader": loader(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        sound: dict[str, Any] = {"train_loader": loader(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         return train_with_multi_gpu(model, **{**sound, "save_dir": str(folder / "run"), **QUIET, **more})
 
     return ask
@@ -216,7 +216,7 @@ def test_processes_are_started_where_several_are_asked_for(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_processes_that_are_started_go_on_from_the_checkpoint_that_was_named(tmp_path: Path) -> None:
     def run(name: str, **more: Any) -> dict[str, Any]:
-        place = {"save_dir": str(tmp_path / name), "num_epochs": 2, "global_batch_size": 16}
+        place: dict[str, Any] = {"save_dir": str(tmp_path / name), "num_epochs": 2, "global_batch_size": 16}
         return dict(train_with_multi_gpu(network(), loader(), **place, **QUIET, **more)["summary"])
 
     first = run("first")

@@ -52,7 +52,7 @@ class Job:
             launcher: "torchrun", or "self" for the front door alone.
             restarts: --max-restarts.
         """
-        flags = self.settings(folder) | {"quiet": True}
+        flags: dict[str, Any] = self.settings(folder) | {"quiet": True}
         if workers == 1:
             return alone(multi_gpu="none", **flags)
         if launcher == "torchrun":

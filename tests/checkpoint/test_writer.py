@@ -73,7 +73,7 @@ def test_a_slow_copy_is_still_one_of_the_step_it_belongs_to(tmp_path: Path, monk
         time.sleep(0.1)
         return finish(self)
 
-    flags = {"max_steps": 6, "checkpoint_every": 1, "keep": 9}
+    flags: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 1, "keep": 9}
     whole = run_training(save_dir=str(tmp_path / "whole"), **flags)
     monkeypatch.setattr(Snapshot, "finish", slowly)
     assert run_training(save_dir=str(tmp_path / "slow"), **flags).summary["fingerprint"] == whole.summary["fingerprint"]

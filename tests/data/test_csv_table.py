@@ -83,7 +83,7 @@ def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("target", "best"), [("kind", "test_accuracy"), ("price", "test_mae")])
 def test_it_trains_by_flags_alone(tmp_path: Path, target: str, best: str) -> None:
-    flags = {
+    flags: dict[str, Any] = {
         "data": "csv",
         "data_dir": str(list_given_flags(tmp_path)),
         "save_dir": str(tmp_path / "run"),

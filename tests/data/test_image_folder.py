@@ -87,8 +87,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     filled(tmp_path)
     whole = (tmp_path / "red" / "1.JPG").read_bytes()
     (tmp_path / "red" / "1.JPG").write_bytes(whole[: len(whole) // 2])
-    flags = {"data": "image-folder", "data_dir": str(tmp_path), "save_dir": str(tmp_path / "run"), "epochs": 1}
-    ended = run_training(1, model="convnet", sets=["data.args.size=16"], num_workers=1, **flags)
+    flags: dict[str, Any] = {"data": "image-folder", "data_dir": str(tmp_path), "save_dir": str(tmp_path / "run")}
+    ended = run_training(1, model="convnet", epochs=1, sets=["data.args.size=16"], num_workers=1, **flags)
     assert ended.kind == "RequestError"
     assert "red/1.JPG is no image that can be read" in ended.error
     assert "Traceback" not in ended.error

@@ -24,8 +24,9 @@ def sizes(source: DataSource) -> list[int]:
 
 
 def test_arrays_with_splits_are_taken_as_they_are(tmp_path: Path) -> None:
-    parts = {f"{name}_{split}": array[:size] for split, size in (("train", 30), ("val", 10), ("test", 5))
-             for name, array in (("X", X), ("y", CLASSES))}  # fmt: skip
+    parts: dict[str, Any] = {}
+    for split, size in (("train", 30), ("val", 10), ("test", 5)):
+        parts |= {f"X_{split}": X[:size], f"y_{split}": CLASSES[:size]}
     np.savez(tmp_path / "data.npz", **parts)
     source = opened(tmp_path)
     assert (sizes(source), source.num_classes, source.input_shape, source.task) == (
@@ -65,9 +66,9 @@ def test_the_targets_say_what_is_learned(
     np.savez(tmp_path / "data.npz", X=inputs, y=targets)
     source = opened(tmp_path)
     assert (source.task, source.num_classes, source.num_outputs) == (task, classes, outputs)
-    flags = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "save_dir": str(tmp_path / "run")}
-    sets = ["model.args.width=8"]
-    assert run_training(1, **flags, sets=sets, epochs=1, num_workers=0).summary["status"] == "completed"
+    flags: dict[str, Any] = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "epochs": 1}
+    ended = run_training(1, **flags, num_workers=0, save_dir=str(tmp_path / "run"), sets=["model.args.width=8"])
+    assert ended.summary["status"] == "completed"
 
 
 @pytest.mark.parametrize(

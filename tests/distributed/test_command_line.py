@@ -18,7 +18,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from tests.distributed.launcher import alone, finished, ran, started, torchrun
 
-SMALL = {"multi_gpu": "ddp", "model": "mlp", "global_batch_size": 128, "epochs": 2, "log_interval": 2}
+SMALL: dict[str, Any] = {"multi_gpu": "ddp", "model": "mlp", "global_batch_size": 128, "epochs": 2, "log_interval": 2}
 SAMPLES = 1258  # of the 1,797 digits, 10 % are for validation and 20 % for the test
 LONG = SMALL | {
     "data": "tests.support.user_code:tensors",
@@ -305,8 +305,8 @@ def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
     """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
     loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
-    flags = {"model": "tests.support.failing_model:net", "save_dir": "run", "checkpoint_every": 1000} | loaders
-    ended = ran(torchrun(2, restarts=3, **flags), tmp_path, **environ)
+    flags: dict[str, Any] = {"model": "tests.support.failing_model:net", "save_dir": "run"} | loaders
+    ended = ran(torchrun(2, restarts=3, checkpoint_every=1000, **flags), tmp_path, **environ)
     assert ended.returncode == 1
     run = tmp_path / "run"
     assert len(events(run, "start")) == 2, "attempts 3 and 4 ended before they touched anything"

@@ -197,7 +197,7 @@ def test_equal_bits_on_any_number_of_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("model", ["mlp", "convnet", "har-convnet"])
 def test_every_model_optimizer_and_format(model: str, optimizer: str, amp: str, tmp_path: Path) -> None:
-    data = {"data": "har", "samples": 40, "more": har(tmp_path)} if model == "har-convnet" else {}
+    data: dict[str, Any] = {"data": "har", "samples": 40, "more": har(tmp_path)} if model == "har-convnet" else {}
     cells = [
         Cell(model, optimizer=optimizer, amp=amp, global_batch=batch, steps=8, **data)  # type: ignore[arg-type]
         for batch in (30, 25, 48)  # 8, 7 and 12 micro-batches
@@ -243,7 +243,7 @@ def working(size: int, config: Config) -> Iterator[list[Any]]:
     def rank(number: int) -> None:
         launch_env = None
         if size > 1:
-            place = {"rank": number, "size": size, "local_rank": number, "local_size": size}
+            place: dict[str, Any] = {"rank": number, "size": size, "local_rank": number, "local_size": size}
             launch_env = LaunchEnv(**place, address="localhost", port=port, attempt=0, agent_store=False)
         choice = Placement("ddp" if launch_env else "single", (device,), 0, "a test")
         engine_run(config, choice, launch_env, Console("silent"), on_fatal_error=lambda error: None)

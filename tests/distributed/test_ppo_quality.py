@@ -32,6 +32,6 @@ def test_a_pole_is_balanced_within_300_000_steps(workers: int, seed: int, tmp_pa
 @pytest.mark.quality
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_velocities_it_takes_a_memory(seed: int, tmp_path: Path) -> None:
-    request = {"config": "ppo_cartpole_masked", "seed": seed, "multi_gpu": "none"}
+    request: dict[str, Any] = {"config": "ppo_cartpole_masked", "seed": seed, "multi_gpu": "none"}
     assert reached(tmp_path / "lstm", **request) >= 400
     assert reached(tmp_path / "mlp", **request, model="actor-critic") < 200

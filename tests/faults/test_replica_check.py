@@ -1,6 +1,7 @@
 """Replicas that differ are found, and named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,8 +105,8 @@ def test_so_does_what_the_optimizer_keeps() -> None:
 
 @pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])
 def test_no_checkpoint_is_written_of_replicas_that_differ(tmp_path: Path, how: str, where: str) -> None:
-    flags = {"model": "tests.support.failing_model:net", "save_dir": str(tmp_path / "run"), "checkpoint_every": "2"}
-    ended = run_training(2, **flags, batch_size=5, epochs=2, sets=[f"model.args.how={how}"])
+    flags: dict[str, Any] = {"save_dir": str(tmp_path / "run"), "checkpoint_every": 2, "batch_size": 5, "epochs": 2}
+    ended = run_training(2, model="tests.support.failing_model:net", sets=[f"model.args.how={how}"], **flags)
     assert "the replicas differ at step 4: rank" in ended.error
     assert f" differs in {where}" in ended.error
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def shown(gpus: Callable[[int], str]) -> Callable[[], object]:
 def test_each_rank_may_see_one_gpu_of_its_own(tmp_path: Path) -> None:
     """A whole run with gradients from both; alone(…) has compiled the library before the forks."""
     alone(lambda sim: None)
-    run = {"max_steps": 6, "exact": True, "amp": "off", "batch_size": 10, "global_batch_size": 20}
+    run: dict[str, Any] = {"max_steps": 6, "exact": True, "amp": "off", "batch_size": 10, "global_batch_size": 20}
     ended = anywhere.run_training(2, prepare=shown(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run)
     assert not ended.error, ended.error
     assert (ended.summary["strategy"], ended.summary["world_size"]) == ("ddp", 2)

@@ -23,7 +23,7 @@ SMALL = {
 VIT = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4}
 
 
-def built(architecture: str, offered: dict[str, Any] = LM, **settings: Any) -> nn.Module:
+def built(architecture: str, offered: dict[str, Any] = LM, /, **settings: Any) -> nn.Module:
     return build_model(ModelConfig(args={"architecture": architecture} | settings), "transformers", offered)
 
 
@@ -99,8 +99,8 @@ def test_an_image_network_learns_classes_with_the_same_bits_on_two_workers(
     images[np.arange(60), classes] += 150  # the brightest channel is the class
     np.savez("images.npz", X=images, y=classes)
     sets = ["model.architecture=vit", *(f"model.{name}={value}" for name, value in VIT.items())]
-    flags = {"data": "npz", "data_dir": ".", "model": "transformers", "task": "classification", "exact": True}
-    run = {"epochs": 15, "base_lr": "1e-2", "global_batch_size": 12, "batch_size": 4}
+    flags: dict[str, Any] = {"data": "npz", "data_dir": ".", "model": "transformers", "task": "classification"}
+    run: dict[str, Any] = {"epochs": 15, "base_lr": "1e-2", "global_batch_size": 12, "batch_size": 4, "exact": True}
     ends = [run_training(workers, **flags, **run, sets=sets, save_dir=f"{workers}") for workers in (1, 2)]
     assert not ends[0].error + ends[1].error
     assert ends[0].summary["fingerprint"] == ends[1].summary["fingerprint"]

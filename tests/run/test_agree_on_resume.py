@@ -192,7 +192,7 @@ def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alon
     monkeypatch.chdir(tmp_path)
     home, agent = Path("checkpoints/tests.support.user_code-tensors"), tmp_path / "agent"
     agent.mkdir()
-    flags = {"batch_size": 10, "max_steps": 4}
+    flags: dict[str, Any] = {"batch_size": 10, "max_steps": 4}
     assert run_training(2, save_dir=str(home / "stranger"), **flags).error == ""
     (home / "stranger/summary.json").unlink()
     strangers = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
@@ -229,7 +229,7 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_left_as_it_is(
 ) -> None:
     """best.pt is the last good thing in it."""
     monkeypatch.chdir(tmp_path)
-    flags = {"batch_size": 30, "save_dir": "run"}
+    flags: dict[str, Any] = {"batch_size": 30, "save_dir": "run"}
     assert run_training(epochs=2, **flags).error == ""
     for state in Path("run/checkpoints").glob("*/state.pt"):
         state.write_bytes(state.read_bytes()[:-1])

@@ -68,7 +68,7 @@ def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
 
 @pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
 def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str) -> None:
-    late = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
+    late: dict[str, Any] = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
     first = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late)
     assert "rank 1 ran out of memory at step" in first.error
     again = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late, attempt=1)
@@ -230,7 +230,8 @@ def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it
 @pytest.mark.parametrize("workers", [2, 1])
 def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None:
     """On as many workers and on fewer, with and without a checkpoint to go on from."""
-    late = {"sets": ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"], "checkpoint_every": every}
+    sets = ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"]
+    late: dict[str, Any] = {"sets": sets, "checkpoint_every": every}
     assert "rank 1 ran out of memory at step 1" in run_training(2, **AUTO, **late).error
     assert run_training(workers, **AUTO, **late, attempt=1).error == ""
     assert run_training(1, **AUTO | {"max_steps": 7, "epochs": 4}, **late).error == ""

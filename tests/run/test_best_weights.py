@@ -24,7 +24,9 @@ from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import Ended, run_training
 
-RUN = {"global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run"}
+RUN: dict[str, Any] = {
+    "global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,7 @@ RISING = [0.1, 0.2, 0.3, 0.4]
 FIRST_PASS = {"OWN_DEED": "0:2:SIGKILL"}  # the first one is the rehearsal's
 
 
-def scored(scores: list[float], workers: int = 1, **flags: Any) -> Ended:
+def scored(scores: list[float], workers: int = 1, /, **flags: Any) -> Ended:
     """A run whose evaluations, from where it begins, have these scores; an epoch has six steps, and a checkpoint."""
     Path("scores.json").write_text(json.dumps(scores))
     environ = flags.pop("environ", None)

@@ -149,7 +149,7 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
 
 
 def test_a_longer_run_has_all_its_patience_again() -> None:
-    patient = {"early_stopping_patience": 2, "epochs": 5}
+    patient: dict[str, Any] = {"early_stopping_patience": 2, "epochs": 5}
     assert judged([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
     longer = judged([0.1, 0.1], **patient | {"epochs": 9}).summary
     assert (longer["epochs"], longer["best"]["epoch"]) == (5, 1)

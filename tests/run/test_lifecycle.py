@@ -6,6 +6,7 @@ import re
 import shutil
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,8 +90,8 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speak
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    flags = {"save_dir": str(folder), "batch_size": 10, "epochs": 2, "log_interval": 3, "freeze": ["2.weight"]}
-    flags["data"] = "tests.support.user_code:wide"
+    flags: dict[str, Any] = {"save_dir": str(folder), "batch_size": 10, "epochs": 2, "log_interval": 3}
+    flags |= {"data": "tests.support.user_code:wide", "freeze": ["2.weight"]}
     ended = run_training(
         3, screen="verbose", environ={"OWN_DEED": "1:6:SIGCONT"}, **flags
     )  # rank 1 says so, and goes on

@@ -147,7 +147,9 @@ def test_other_data_is_refused() -> None:
 
 def arrays(folder: str, **changed: float) -> dict[str, Any]:
     """A dataset in a folder, of which the first number of some arrays is another; the flags that name it."""
-    found = {f"X_{split}": numpy.linspace(0, 1, 120).reshape(40, 3) for split in ("train", "val", "test")}
+    found: dict[str, Any] = {
+        f"X_{split}": numpy.linspace(0, 1, 120).reshape(40, 3) for split in ("train", "val", "test")
+    }
     found |= {name.replace("X", "y"): numpy.arange(40) % 2 for name in found}
     for name, value in changed.items():
         found[name].flat[0] = value

@@ -93,8 +93,8 @@ def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_pe
 ) -> None:
     for room in (train_log, startup):
         monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
-    flags = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model", "epochs": 2}
-    flags |= {"batch_size": 10, "log_interval": 3}  # an epoch
+    flags: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
+    flags |= {"epochs": 2, "batch_size": 10, "log_interval": 3}  # an epoch
     sets = ["model.depth=1", "model.width=16", "model.heads=2"]
     assert not run_training(2, save_dir=str(tmp_path), num_workers=0, **flags, sets=sets).error
     line = last_line(tmp_path)
@@ -107,8 +107,8 @@ def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_pe
 
 def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
     """Twenty milliseconds in each of rank 1's passes, and nothing on the wire."""
-    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "36", "log_interval": "12", "batch_size": "10"}
-    run_training(2, **flags | {"model": "tests.support.user_code:slow_rank"})
+    flags: dict[str, Any] = {"save_dir": str(tmp_path / "a"), "max_steps": "36", "log_interval": "12"}
+    run_training(2, batch_size="10", **flags | {"model": "tests.support.user_code:slow_rank"})
     line = last_line(tmp_path / "a")
     fast, slow = line["own_ms"]
     assert 15 < slow - fast < 60
@@ -120,7 +120,7 @@ def test_a_slow_rank_is_a_straggler(tmp_path: Path) -> None:
 
 def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
     """Ten samples of a millisecond each in every step."""
-    flags = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
+    flags: dict[str, Any] = {"save_dir": str(tmp_path / "a"), "max_steps": "9", "log_interval": "3", "batch_size": "10"}
     run_training(1, **flags | {"data": "tests.support.user_code:SlowItems", "num_workers": "0"})
     line = last_line(tmp_path / "a")
     assert 10 < line["data_wait_share"] * line["step_ms"] < 80
@@ -147,17 +147,17 @@ def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, worke
 
 def test_tokens_that_do_not_count_do_not_hide_the_noise(tmp_path: Path) -> None:
     """Half of the tokens count: the loss is divided by all of them at first, and the gradient set right afterwards."""
-    flags = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model", "lr": 1e-4}
+    flags: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
     flags |= {"batch_size": 5, "grad_accum_steps": 2, "max_steps": 6, "log_interval": 1, "save_dir": str(tmp_path)}
-    run_training(1, **flags, sets=["model.depth=1", "model.width=16", "model.heads=2"])
+    run_training(1, **flags, lr=1e-4, sets=["model.depth=1", "model.width=16", "model.heads=2"])
     assert last_line(tmp_path)["noise_scale"] > 0.1
 
 
 def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> None:
     """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
-    flags = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30", "weight_decay": "0"}
+    flags: dict[str, Any] = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30"}
     flags |= {"model": "tests.run.test_micro_batch_profile:plain", "warmup_epochs": "0", "schedule": "constant"}
-    ended = run_training(2, save_dir=str(tmp_path), **flags)
+    ended = run_training(2, save_dir=str(tmp_path), weight_decay="0", **flags)
     assert not ended.error
     line = last_line(tmp_path)
     model = plain((6,), 3)

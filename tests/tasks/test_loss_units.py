@@ -17,7 +17,7 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences
 
-TEXT = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
+TEXT: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
 SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
 RUN = TEXT | {"global_batch_size": 20, "batch_size": 3, "epochs": 2, "log_interval": 1, "lr": 0.01, "sets": SMALL}
 

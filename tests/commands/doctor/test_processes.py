@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from multigpu_cli.commands.doctor.processes import find_gpu_processes
 
@@ -26,7 +27,7 @@ def test_orphaned_workers_are_found(tmp_path: Path) -> None:
 
 
 def test_a_real_process_is_described() -> None:
-    here = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    here: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], **here) as child:
         assert child.stdout
         child.stdout.readline()  # for a moment after it begins, a process has no command line

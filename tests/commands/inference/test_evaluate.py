@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_a_policy_plays_the_episodes_of_the_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    acting = {
+    acting: dict[str, Any] = {
         "data": "tests.support.toy_env:corridor",
         "task": "ppo",
         "model": "actor-critic",

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     Path("text").mkdir()
     Path("text/input.txt").write_text("abcdef\n" * 300)
-    flags = {"data": "text", "data_dir": "text", "model": "gpt", "save_dir": "run", "num_workers": 0}
+    flags: dict[str, Any] = {"data": "text", "data_dir": "text", "model": "gpt", "save_dir": "run", "num_workers": 0}
     sets = ["data.block=12", "model.depth=1", "model.width=16", "model.heads=2"]
     assert not run_training(1, **flags, sets=sets, epochs=5, base_lr="2e-2").error
     return "run"

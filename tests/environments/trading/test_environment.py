@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,7 @@ def actions(steps, count, seed=0, symbols=3):
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_every_environment_is_the_same_as_a_plain_loop(window, fill):
     market = build(PRICES, window=5, period=10, turbulence_window=30, turbulence=0.8, fill=fill)
-    rules = {"cash": 60_000.0, "cost": 0.004, "window": window}  # little cash: purchases have to shrink
+    rules: dict[str, Any] = {"cash": 60_000.0, "cost": 0.004, "window": window}  # little cash: purchases have to shrink
     group = trading(range(6), market, length=90, dtype=torch.float64, **rules)
     observation = group.reset()
     begins = [TRAIN[0] + make_key(7, number, 0) % (TRAIN[1] - TRAIN[0] - 90 + 1) for number in range(6)]
@@ -137,7 +139,7 @@ def test_an_episode_is_cut_off_and_the_next_one_begins_with_nothing_but_cash():
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("at", [0, 7, 64, 71])  # at the beginning, within, and where new days are looked up
 def test_it_goes_on_exactly_from_its_state(window, recording, at):
-    rules = {"window": window, "recording": recording, "length": 80}
+    rules: dict[str, Any] = {"window": window, "recording": recording, "length": 80}
     whole, resumed = trading(**rules), trading(**rules)
     whole.reset()
     for action in actions(at, 4):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.errors import RequestError
 
 PRICES = draw_prices(1, symbols=3, days=300)
-SMALL = {"period": 10, "turbulence_window": 30}
+SMALL: dict[str, Any] = {"period": 10, "turbulence_window": 30}
 
 
 def shuffled_after(prices, day, seed=0):

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from multigpu_cli.errors import RequestError
 from tests.environments.trading.csv_files import lines, write
 
 CPU = torch.device("cpu")
-SMALL = {"made_days": 200, "period": 5, "turbulence_window": 20}
+SMALL: dict[str, Any] = {"made_days": 200, "period": 5, "turbulence_window": 20}
 
 
 def asked(split="train", data_dir=None, numbers=range(2), seed=1, **args):
@@ -37,7 +39,7 @@ def test_held_out_splits_are_played_once_from_their_first_date_to_their_last(spl
 
 def test_the_files_of_a_folder_are_traded(tmp_path):
     folder = write(tmp_path, A=lines(60), B=lines(60, price=50))
-    args = {"period": 3, "turbulence": None, "val_from": "2020-02-10", "test_from": "2020-02-20"}
+    args: dict[str, Any] = {"period": 3, "turbulence": None, "val_from": "2020-02-10", "test_from": "2020-02-20"}
     found = asked("val", folder, **args)
     assert found.market.symbols == ("A", "B")
     assert str(found.market.dates[found.market.days["val"][0]]) == "2020-02-10"

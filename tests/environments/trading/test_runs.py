@@ -8,8 +8,10 @@ from tests.support.run_training import run_training
 
 SMALL = ["made_days=160", "symbols=2", "period=5", "turbulence_window=20", "length=24", "window=3"]
 SETS = [*(f"data.args.{each}" for each in SMALL), "task.args.rollout=16", "task.args.evaluate_episodes=1"]
-TRADING = {"data": "trading", "task": "ppo", "model": "clstm-actor-critic", "num_envs": 4, "env_group": 2}
-STEADY = {"lr": 1e-3, "schedule": "constant", "warmup_epochs": 0, "exact": True}
+TRADING: dict[str, Any] = {
+    "data": "trading", "task": "ppo", "model": "clstm-actor-critic", "num_envs": 4, "env_group": 2,
+}  # fmt: skip
+STEADY: dict[str, Any] = {"lr": 1e-3, "schedule": "constant", "warmup_epochs": 0, "exact": True}
 FEW = ["model.args.features=4", "model.args.hidden=4", "task.args.minibatches=1"]
 
 

@@ -80,8 +80,8 @@ def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
         live: dict[str, str] = {}
         engine.save_checkpoint = noted
 
-    flags = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9", "ema": "0.9"}
-    ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, **flags)
+    flags: dict[str, Any] = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9"}
+    ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, ema="0.9", **flags)
     assert not ended.error
     live = json.loads((tmp_path / "live.json").read_text())
     written = {file.parent.name: fingerprint(read_weights(file)) for file in tmp_path.glob("run/**/step_*/state.pt")}

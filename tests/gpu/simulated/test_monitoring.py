@@ -76,9 +76,9 @@ class Seeds(nn.Module):
 
 
 def test_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
-    flags = {"multi_gpu": "dp", "max_steps": 3, "data": "tests.support.user_code:tensors", "batch_size": 6}
+    flags: dict[str, Any] = {"max_steps": 3, "batch_size": 6, "data": "tests.support.user_code:tensors"}
     flags |= {"model": "tests.gpu.simulated.test_monitoring:Seeds", "save_dir": str(tmp_path / "run")}
-    ended = trained(1, **flags, sets=[f"model.args.file={tmp_path / 'seeds'}"])
+    ended = trained(1, multi_gpu="dp", **flags, sets=[f"model.args.file={tmp_path / 'seeds'}"])
     assert (ended.error, ended.summary["strategy"]) == ("", "dp")
     seeds = [tuple(map(int, line.split())) for line in (tmp_path / "seeds").read_text().splitlines()][-3:]
     assert len({number for pair in seeds for number in pair}) == 6, "each GPU in each step"
@@ -97,7 +97,7 @@ def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:
         dist.ProcessGroup.abort = noted(dist.ProcessGroup.abort, "aborted")  # type: ignore[method-assign]
         dist.destroy_process_group = noted(dist.destroy_process_group, "destroyed")
 
-    flags = {
+    flags: dict[str, Any] = {
         "model": "tests.support.oom_model:net",
         "data": "tests.support.user_code:tensors",
         "batch_size": 10,

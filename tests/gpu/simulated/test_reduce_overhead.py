@@ -44,7 +44,7 @@ def test_with_exact_it_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_replicas_of_data_parallel_are_not_compiled(mode: str) -> None:
     """Those on other GPUs would run what was compiled for the weights of the first."""
-    run = {"multi_gpu": "dp", "compile": mode, "save_dir": "run", "batch_size": 5}
+    run: dict[str, Any] = {"multi_gpu": "dp", "compile": mode, "save_dir": "run", "batch_size": 5}
     ended = trained(prepare=use_stand_in, **run)
     assert ended.kind == "RequestError", ended.error
     assert ended.error.startswith(f"--compile {mode} together with --multi-gpu dp: ")

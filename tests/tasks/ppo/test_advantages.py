@@ -56,7 +56,7 @@ def test_advantages_are_those_of_the_definition(dtype: torch.dtype, within: floa
 
 def test_termination_is_worth_nothing_and_truncation_what_the_critic_says() -> None:
     one = torch.ones(1, 1)
-    told = {"rewards": one, "values": 0 * one, "after": 100 * one[0], "cut_values": 10 * one}
+    told: dict[str, Any] = {"rewards": one, "values": 0 * one, "after": 100 * one[0], "cut_values": 10 * one}
     never, now = one < 0, one > 0
 
     def advantage(terminated: Tensor, truncated: Tensor) -> float:
