@@ -36,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("here")
 
 
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's working directory is its own empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Callable[[str], Path]:
     """The folder of a real dataset by name (har, fashion-mnist, …), or a skip that says where it was looked for."""

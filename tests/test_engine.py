@@ -23,16 +23,12 @@ from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {
     "save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05,
 }  # fmt: skip
 
 PAUSE = {"OWN_PAUSE": "0.02"}  # so that ranks and checkpoints are not all done before the kill
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def events(kind: str, folder: str = "run") -> list[dict[str, Any]]:

@@ -23,10 +23,7 @@ from multigpu_cli.config.resume_rules import flatten_settings, replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def asked(save_dir: str | None = None, resume: str = "auto", recipe: str | None = None, **changed: Any) -> Config:

@@ -1,5 +1,4 @@
 import os
-import select
 import signal
 import stat
 import tempfile
@@ -18,7 +17,7 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.map_style_fetcher import run_in_process
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
-from tests.support.fork import exit_code
+from tests.support.fork import exit_code, wait_for_end
 
 LONG = "a-folder-with-a-long-name/" * 4  # as a scheduler's job folder: a Unix socket has room for 107 bytes in all
 
@@ -65,8 +64,7 @@ def test_no_loader_outlives_a_trainer_that_was_killed(begin: Callable[[int], Loa
     os.close(write)
     process = int.from_bytes(os.read(read, 4))
     try:
-        assert select.select([read], [], [], 12)[0], "the pipe ends when the loader is gone"
-        assert os.read(read, 1) == b""
+        wait_for_end(read, 12)
     finally:
         os.close(read)
         with suppress(ProcessLookupError):

@@ -8,6 +8,7 @@ import pytest
 from multigpu_cli.monitor import journal
 from tests.support.run_training import Ended, run_training
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"global_batch_size": 12, "batch_size": 4, "max_steps": 2, "log_interval": 1, "lr": 0.01}
 HABITS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "caches made at the first pass": ({"model": "tests.support.awkward_models:caching"}, []),
@@ -39,11 +40,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "--model tests.support.awkward_models:half does not take the first batch",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def ran(flags: dict[str, Any], sets: list[str]) -> list[Ended]:

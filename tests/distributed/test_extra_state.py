@@ -13,6 +13,7 @@ from multigpu_cli.commands.inference.export import export_run
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {
     "model": "tests.support.awkward_models:telling",
     "global_batch_size": 20,
@@ -20,11 +21,6 @@ RUN: dict[str, Any] = {
     "save_dir": "run",
 }
 KEY = "layers._extra_state"
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def kept(file: str) -> Any:

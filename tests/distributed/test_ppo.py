@@ -1,6 +1,5 @@
 """PPO end to end: the same on any number of workers, and after a stop or a kill as if nothing had been."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from multigpu_cli.runtime.world import World
 from tests.support.run_training import run_training
 from tests.tasks.ppo.test_env_source import request
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SETS = [f"task.args.{word}" for word in ("rollout=14", "passes=2", "minibatches=2", "evaluate_every=3")]
 SETS.append("task.args.evaluate_episodes=3")
 RUN: dict[str, Any] = {
@@ -30,11 +30,6 @@ RUN: dict[str, Any] = {
 }
 LSTM = ["model.args.lstm=true", "task.args.normalize_observations=true", "task.args.normalize_rewards=true"]
 FIGURES = ("loss", "episode_reward", "episode_length", "kl", "entropy", "explained_variance", "value_loss")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def events(kind: str, run: str = "run") -> list[dict[str, Any]]:

@@ -14,13 +14,9 @@ from multigpu_cli.run import batch_size_finder, evaluation, oom_recovery
 from tests.run.test_micro_batch_profile import components
 from tests.support.run_training import run_training
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "global_batch_size": 20, "epochs": 2, "log_interval": 1}
 GREEDY = {"model": "tests.support.oom_model:net", "data": "tests.support.user_code:tensors"}
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def losses(folder: str) -> list[float]:

@@ -24,14 +24,10 @@ from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import Ended, run_training
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {
     "global_batch_size": 20, "batch_size": 5, "epochs": 20, "checkpoint_every": "1000", "save_dir": "run",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def events(kind: str) -> list[dict[str, Any]]:

@@ -19,14 +19,10 @@ from tests.support.fork import exit_code
 from tests.support.run_training import Ended, run_training
 from tests.test_house_rules import ROOT
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 4, "checkpoint_every": "3", "log_interval": 1}
 STEPS = 24
 NET = {"model": "tests.support.disk_fault_model:net"}
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def under(deeds: str, workers: int = 1, **flags: Any) -> Ended:

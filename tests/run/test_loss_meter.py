@@ -18,16 +18,12 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 ALONE = World(torch.device("cpu"))
 RUN: dict[str, Any] = {
     "batch_size": 5, "global_batch_size": 25, "epochs": 4, "log_interval": 4, "lr": 0.05
 }  # fmt: skip
 PER_EPOCH = [25, 25, 10]
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def lines(folder: str) -> dict[int, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import select
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,3 +22,9 @@ def exit_code(work: Callable[[], object]) -> int:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def wait_for_end(read: int, seconds: float = 10) -> None:
+    """Wait until the last process that holds the other end of a pipe is gone, and has written no more."""
+    assert select.select([read], [], [], seconds)[0], "a process still holds the pipe"
+    assert os.read(read, 1) == b""

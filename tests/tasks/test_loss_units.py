@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +16,10 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 TEXT: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
 SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
 RUN = TEXT | {"global_batch_size": 20, "batch_size": 3, "epochs": 2, "log_interval": 1, "lr": 0.01, "sets": SMALL}
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def lines(folder: str) -> list[dict[str, Any]]:

@@ -13,10 +13,7 @@ from tests.commands.several import outputs
 from tests.distributed.launcher import alone, ran
 from tests.support.run_training import run_training
 
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def run(**flags: Any) -> dict[str, Any]:

@@ -11,12 +11,8 @@ from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 from tests.runtime.test_compile import in_graphs
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"batch_size": 5, "global_batch_size": 20, "epochs": 2, "amp": "off", "num_workers": 0}
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def use_stand_in(sim: Simulated) -> None:

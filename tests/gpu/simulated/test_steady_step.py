@@ -1,7 +1,6 @@
 """Once a run is under way, the host queues work for the GPU and waits for nothing in a step."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,12 @@ from tests.gpu.simulated.gpus import trained
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 STEADY = 3  # by then optimizer states and the like are made, and DDP has dealt out its buckets
 BASE: dict[str, Any] = {"batch_size": 8, "epochs": 2, "save_dir": "run", "schedule": "constant", "warmup_epochs": 0}
 DIGITS = {"data": "digits", "model": "mlp", "batch_size": 128, "global_batch_size": 500}
 SMALL = {"sets": ["model.args.depth=1", "model.args.heads=2", "model.args.width=16"]}
 TEXT = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"} | SMALL
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def refuse_waits(sim: Simulated) -> None:
