@@ -11,8 +11,7 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
 from multigpu_cli.runtime.precision import Precision
-
-CPU = torch.device("cpu")
+from tests.support.world import CPU
 
 
 def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: int = 0) -> TrainState:

@@ -21,10 +21,10 @@ from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
+from tests.support.world import CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 
-CPU = torch.device("cpu")
 PLAN = BatchPlan(samples=37, micro_batch=4, global_batch=12, workers=1)
 
 

@@ -46,10 +46,10 @@ from multigpu_cli.runtime.torch_settings import enable_determinism
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
+from tests.support.world import ALONE
 
 SCRIPT = Path(main_multi_gpu.__file__)
 WORKERS = (2, 3, 4, 5, 7, 8)
-ALONE = World(torch.device("cpu"))
 KEPT = ("step", "split", "samples", "loss", "mean_loss", "grad_norm", "lr", "accuracy")
 
 

@@ -9,9 +9,9 @@ import torch
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.environments.gym import GymGroup, group
 from multigpu_cli.errors import RequestError
+from tests.support.world import CPU
 
 gymnasium = pytest.importorskip("gymnasium")
-CPU = torch.device("cpu")
 
 
 def cartpole(*numbers: int, hide: Any = ()) -> GymGroup:

@@ -3,8 +3,7 @@ import torch
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
-
-CPU = torch.device("cpu")
+from tests.support.world import CPU
 
 
 def after(text: str, policy: str = "skip", *, fp16: bool = False) -> NonfiniteGuard:

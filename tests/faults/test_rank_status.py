@@ -1,15 +1,14 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from multigpu_cli.faults.rank_status import RankExit, RankExits, read_previous_cause
 from multigpu_cli.runtime.restart_records import PreviousAttempt, read_previous_attempt
 from multigpu_cli.runtime.world import World
+from tests.support.world import CPU
 
 END = RankExit(0, "forward, 3 steps done", "ValueError: bad", "stack", False, samples=[])
-CPU = torch.device("cpu")
 COUNTED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}
 
 

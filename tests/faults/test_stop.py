@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from multigpu_cli.faults import stop
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-
-ALONE = World(torch.device("cpu"))
+from tests.support.world import ALONE
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

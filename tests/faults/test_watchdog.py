@@ -20,8 +20,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.runtime.world import World
 from tests.support.fork import exit_code
 from tests.support.run_training import run_training
-
-ALONE = World(torch.device("cpu"))
+from tests.support.world import ALONE
 
 
 def moved(watch: Watchdog, logs: Path, pauses: list[float]) -> None:

@@ -7,8 +7,7 @@ import torch
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-
-ALONE = World(torch.device("cpu"))
+from tests.support.world import ALONE
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.compile import compile_model
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 NAMED: dict[str, Any] = {"model": "tests.run.test_build:Late", "data": "tests.run.test_build:Pictures"}
 
 

@@ -17,9 +17,9 @@ from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences
+from tests.support.world import ALONE
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
-ALONE = World(torch.device("cpu"))
 RUN: dict[str, Any] = {
     "batch_size": 5, "global_batch_size": 25, "epochs": 4, "log_interval": 4, "lr": 0.05
 }  # fmt: skip

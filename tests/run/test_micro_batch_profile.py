@@ -13,8 +13,7 @@ from multigpu_cli.run.micro_batch_profile import profile_micro_batch
 from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
-
-CPU = torch.device("cpu")
+from tests.support.world import CPU
 
 
 def plain(input_shape: tuple[int, ...], num_classes: int, width: int = 16) -> nn.Module:

@@ -18,8 +18,8 @@ from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors
+from tests.support.world import ALONE
 
-ALONE = World(torch.device("cpu"))
 SINGLE = Placement("single", (ALONE.device,), 0, "a test")
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net", "save_dir": "run"}
 

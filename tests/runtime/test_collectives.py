@@ -18,8 +18,7 @@ from multigpu_cli.runtime.collectives import (
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-
-ALONE = World(torch.device("cpu"))
+from tests.support.world import ALONE
 
 
 def verbs(world: World) -> dict[str, Any]:

@@ -2,7 +2,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import (
@@ -11,8 +10,7 @@ from multigpu_cli.runtime.collectives import (
 from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-
-ALONE = World(torch.device("cpu"))
+from tests.support.world import ALONE
 
 
 def failing(*guilty: int, kind: type[TrainingError] = RequestError) -> Callable[[World], list[Any]]:

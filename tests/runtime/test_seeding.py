@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from multigpu_cli.runtime.seeding import seed_everything, seed_micro_batch, seed_weights
-
-CPU = torch.device("cpu")
+from tests.support.world import CPU
 
 
 def drawn() -> tuple[float, float, float]:

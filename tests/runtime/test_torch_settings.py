@@ -3,8 +3,6 @@ import torch
 
 from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels, set_threads_per_rank
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
 def test_only_gpus_try_kernels_out(kind: str, wanted: tuple[bool, str], monkeypatch: pytest.MonkeyPatch) -> None:

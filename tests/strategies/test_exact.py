@@ -16,8 +16,8 @@ from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.reduction_tree import ReductionTree
 from tests.strategies.one_step import network, reduce_step
 from tests.support.ranks import run_on_each_rank
+from tests.support.world import ALONE
 
-ALONE = World(torch.device("cpu"))
 LEAVES = range(1, 18)
 
 

@@ -17,9 +17,7 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import RENAMED, BatchMetrics, Task
 from multigpu_cli.tasks.classification import Classification
 from tests.support.ranks import run_on_each_rank
-
-CPU = torch.device("cpu")
-ALONE = World(CPU)
+from tests.support.world import ALONE, CPU
 
 
 def split(count: int) -> TensorDataset:

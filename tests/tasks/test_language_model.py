@@ -15,8 +15,8 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.language_model import LanguageModel
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import sentences
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 VAL = sentences("val", 3)
 same = nn.Identity()
 

@@ -11,8 +11,8 @@ from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.multi_label import MultiLabel
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 NAMES = ("red", "round", "rare", "never")
 
 

@@ -14,8 +14,7 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.regression import Regression
 from tests.support.ranks import run_on_each_rank
-
-CPU = torch.device("cpu")
+from tests.support.world import CPU
 
 
 def drawn(*shape: int) -> tuple[Tensor, Tensor]:

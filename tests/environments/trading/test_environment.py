@@ -11,8 +11,8 @@ from multigpu_cli.environments.trading.market import build
 from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.planning.rng_keys import make_key
 from tests.environments.trading.test_market import shuffled_after
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 PRICES = draw_prices(1, symbols=3, days=300)
 MARKET = build(PRICES, window=5, period=10, turbulence_window=30, turbulence=0.8)
 TRAIN = MARKET.days["train"]

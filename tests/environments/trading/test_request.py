@@ -7,8 +7,8 @@ import torch
 from multigpu_cli.environments.trading.request import group
 from multigpu_cli.errors import RequestError
 from tests.environments.trading.csv_files import lines, write
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"made_days": 200, "period": 5, "turbulence_window": 20}
 
 

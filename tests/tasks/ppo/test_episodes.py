@@ -9,9 +9,8 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo import episodes
 from multigpu_cli.tasks.ppo.episodes import Episodes
 from multigpu_cli.tasks.ppo.policy import build_policy
+from tests.support.world import CPU
 from tests.tasks.ppo.test_env_source import opened
-
-CPU = torch.device("cpu")
 
 
 def rightwards(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,8 @@ from multigpu_cli.environments.base import Discrete
 from multigpu_cli.tasks.ppo.policy import build_policy
 from multigpu_cli.tasks.ppo.rollout import Collector
 from tests.support.toy_env import Corridor
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 POLICY = build_policy(Discrete(2))
 
 

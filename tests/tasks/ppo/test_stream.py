@@ -13,8 +13,8 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.ppo.env_source import open_environments
 from multigpu_cli.tasks.ppo.task import PPO
+from tests.support.world import CPU
 
-CPU = torch.device("cpu")
 GROUP, STEPS, PARTS = 4, 8, 2
 
 

@@ -1,0 +1,8 @@
+"""A process that works alone, on the CPU."""
+
+import torch
+
+from multigpu_cli.runtime.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(CPU)
