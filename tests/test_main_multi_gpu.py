@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def door(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr(main_multi_gpu.time, "sleep", taken.append)
+    monkeypatch.setattr(time, "sleep", taken.append)
     return taken
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_a_job_that_fails_costs_no_other_its_rows_and_may_be_tried_again(call: A
 def test_a_call_ends_in_time_and_the_next_one_goes_on(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each measurement takes 100 s, that of ResNet for ever."""
     clock = Clock()
-    monkeypatch.setattr(gpu.time, "monotonic", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
 
     def slow(turn: Turn, data: Any, seconds: float, *, tiny: bool) -> dict[str, Any]:
         clock.pass_by(100 if turn.job == "gpt2" else seconds)
@@ -150,7 +151,7 @@ def test_the_limit_has_what_ours_sets_and_warms_up_outside_of_its_clock(monkeypa
     job, cpu = jobs(tiny=True)["gpt2"], torch.device("cpu")
     monkeypatch.setattr(gpu_side, "enable_fast_kernels", lambda device: done.append("fast"))
     monkeypatch.setattr(gpu_side, "_plain_step", lambda *_: lambda: done.append("step"))
-    monkeypatch.setattr(gpu_side.time, "perf_counter", lambda: done.append("clock") or float(len(done)))
+    monkeypatch.setattr(time, "perf_counter", lambda: done.append("clock") or float(len(done)))
     assert gpu_side._limit(job, cpu)["steps"] == 4
     timed = done[len(done) - done[::-1].index("clock") - 6 :][:6]
     assert (done[0], timed) == ("fast", ["clock", *["step"] * 4, "clock"])

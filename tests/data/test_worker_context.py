@@ -16,8 +16,9 @@ from multigpu_cli.data import worker_context
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.map_style_fetcher import run_in_process
 from multigpu_cli.errors import RequestError
-from tests.data.test_loader import CPU, PLAN, Noisy, epoch, source
+from tests.data.test_loader import PLAN, Noisy, epoch, source
 from tests.support.fork import exit_code, wait_for_end
+from tests.support.world import CPU
 
 LONG = "a-folder-with-a-long-name/" * 4  # as a scheduler's job folder: a Unix socket has room for 107 bytes in all
 
@@ -100,6 +101,6 @@ def nothing_writable(folder: str, mode: int) -> bool:
 
 
 def test_where_no_path_is_short_enough_the_door_says_so(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_context.os, "access", nothing_writable)  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "access", nothing_writable)
     with pytest.raises(RequestError, match=r"(?s)TMPDIR=.* is too long .* at most 75 bytes, or --num-workers 0"):
         loader()

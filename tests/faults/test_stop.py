@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from multigpu_cli.faults import stop
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
+from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
@@ -69,16 +71,15 @@ def meetings(
 
     def work(world: World) -> list[Any]:
         clock = [100.0]
-        stop.time.monotonic = lambda: clock[0]  # type: ignore[attr-defined]  # a forked process of its own
+        time.monotonic = lambda: clock[0]  # a forked process of its own
         heard = []
         met: list[int] = []
-        original = stop.all_reduce_max
 
         def counted(world: World, values: list[float]) -> list[float]:
             met.append(current[0])
-            return original(world, values)
+            return all_reduce_max(world, values)
 
-        stop.all_reduce_max = counted  # type: ignore[assignment]
+        patch.object(stop, "all_reduce_max", counted).start()
         current = [0]
         agreement = StopConsensus(world)
         for step in steps:

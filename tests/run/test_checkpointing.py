@@ -67,7 +67,7 @@ def test_a_run_saves_by_the_minute(
         clock[0] += 30.0
         return clock[0]
 
-    monkeypatch.setattr(checkpointing.time, "monotonic", staticmethod(ticking))
+    monkeypatch.setattr("multigpu_cli.run.checkpointing.time.monotonic", staticmethod(ticking))
     steps = 48 // workers
     slow = {"OWN_PAUSE": "0.08"} if workers > 1 else {}
     assert run_training(workers, **RUN, checkpoint_every="1m", keep="99", environ=slow).error == ""

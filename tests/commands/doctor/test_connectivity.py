@@ -94,5 +94,5 @@ def test_outcomes_are_told_apart(
     def connect(place: tuple[str, int], **_: Any) -> socket.socket:
         raise error if place[1] == 4000 or closed is None else closed
 
-    monkeypatch.setattr(connectivity.socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     assert probe_connection("10.0.0.9", 4000) == probe_port("10.0.0.9", 4000) == ConnectionResult(outcome)

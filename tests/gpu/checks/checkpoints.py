@@ -5,6 +5,7 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from multigpu_cli import engine
 from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.monitor import journal
+from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.runtime.device_placement import Placement
 from tests.gpu.front_door import ALONE, command, figures, run, same_weights
 from tests.gpu.in_process import train
@@ -29,21 +31,17 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         live: dict[int, list[Tensor]] = {}
-        real = engine.save_checkpoint
 
-        def save(run: Any, live: dict[int, list[Tensor]] = live, real: Any = real) -> None:
+        def save(run: Any, live: dict[int, list[Tensor]] = live) -> None:
             torch.cuda.synchronize()
             parts = [run.state.model.state_dict(), run.state.average.state_dict(), run.state.optimizer.state_dict()]
             live[run.progress.step] = [tensor.detach().cpu().clone() for tensor in iterate_tensors(parts)]
-            real(run)
+            save_checkpoint(run)
 
-        engine.save_checkpoint = save
-        try:
+        with patch.object(engine, "save_checkpoint", save):
             flags = {"model": "mlp", "max_steps": "70", "checkpoint_every": str(_EVERY), "keep": "100", "ema": "0.9"}
             sets = (f"model.args.width={width}", "model.args.depth=4")
             train(folder / str(number), Placement("single", (device,), 0, "one GPU"), sets, **flags)
-        finally:
-            engine.save_checkpoint = real
         for step, tensors in live.items():
             _same_bytes(folder / str(number) / "checkpoints" / f"step_{step:08d}", tensors)
         assert len(live) >= 70 // _EVERY, f"checkpoints of steps {list(live)}"

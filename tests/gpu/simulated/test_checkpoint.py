@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weig
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
+from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, trained
 from tests.gpu.simulated.install import Simulated
@@ -70,15 +72,13 @@ def test_every_copy_is_on_the_stream_that_is_waited_for(number: int) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
     def look(sim: Simulated) -> None:
-        save = engine.save_checkpoint
-
         def noted(run: Any) -> None:
             live[f"step_{run.progress.step}"] = fingerprint(run.state.model.state_dict())
             (tmp_path / "live.json").write_text(json.dumps(live))
-            save(run)
+            save_checkpoint(run)
 
         live: dict[str, str] = {}
-        engine.save_checkpoint = noted
+        patch.object(engine, "save_checkpoint", noted).start()
 
     flags: dict[str, Any] = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9"}
     ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, ema="0.9", **flags)
