@@ -141,7 +141,7 @@ class Kernels:
             self.gaps = idle_share(
                 (event.time_range.start, event.time_range.end)
                 for event in self._profile.events() or ()
-                if event.device_type == torch.autograd.DeviceType.CUDA
+                if event.device_type.name == "CUDA"
             )
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.paired_timing import Row, alternate, program, row
-from benchmarks.ppo_reference_loop import PASSES, STEPS, updates
+from benchmarks.ppo_reference_loop import PARTS, PASSES, STEPS, updates
 from benchmarks.step_overhead import assembled
-from benchmarks.suite import PARTS
 from multigpu_cli.engine import fit
 
 ID, ENVIRONMENTS = "CartPole-v1", 8

@@ -9,7 +9,7 @@ images, labels = load_digits(return_X_y=True)
 dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

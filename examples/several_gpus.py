@@ -11,15 +11,16 @@ images, labels = load_digits(return_X_y=True)
 dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     criterion = nn.CrossEntropyLoss()
     train_loader = DataLoader(dataset, batch_size=32, shuffle=True)
 
-    run = {"num_epochs": 10, "global_batch_size": 32, "save_dir": "runs/digits"}
-    results = train_with_multi_gpu(model, train_loader, optimizer, criterion, **run)
+    results = train_with_multi_gpu(
+        model, train_loader, optimizer, criterion, num_epochs=10, global_batch_size=32, save_dir="runs/digits"
+    )
     print(f"final loss {results['final_loss']:.3f}")
 
 

@@ -306,8 +306,9 @@ def test_an_attempt_after_a_crash_in_a_later_step_trains(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{OWN_RUN_ID}1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    trainer.answer = OSError("disk gone")
-    trainer.answer.failed_at = 3
+    error: Any = OSError("disk gone")
+    error.failed_at = 3
+    trainer.answer = error
     assert door().code == 1
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     trainer.answer = {"status": "completed"}

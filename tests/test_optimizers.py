@@ -78,7 +78,7 @@ def value(module: nn.Module) -> float:
     return float(next(module.parameters()).detach())
 
 
-def constant(start: float) -> nn.Module:
+def constant(start: float) -> nn.Linear:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, start)
     return model
@@ -179,7 +179,8 @@ def test_torchs_own_arguments_are_passed_on() -> None:
 
 
 def test_amsgrad_and_maximize_are_torchs_own_step() -> None:
-    for args in ({"amsgrad": True}, {"maximize": True}):
+    ways: list[dict[str, Any]] = [{"amsgrad": True}, {"maximize": True}]
+    for args in ways:
         ours, theirs = network(), network()
         first = build_optimizer(ours, OptimizerConfig(args=args))
         second = torch.optim.AdamW(build_optimizer(theirs, OptimizerConfig(args=args)).param_groups, fused=True, **args)

@@ -42,7 +42,7 @@ def test_every_name_is_there_and_says_what_it_does() -> None:
         assert name.strip() in dir(train_multi_gpu)
         assert "*args" not in str(inspect.signature(getattr(train_multi_gpu, name.strip()))), name
     with pytest.raises(RequestError, match="a MultiGPUConfig is not a Config\n  try: train_with_multi_gpu"):
-        train_multi_gpu.train(train_multi_gpu.MultiGPUConfig())
+        train_multi_gpu.train(train_multi_gpu.MultiGPUConfig())  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         train_multi_gpu.__getattr__("trian")
 

@@ -64,7 +64,8 @@ def test_the_long_form_trains_as_one_process_does(tmp_path: Path) -> None:
     """static_graph with accumulation, a worker that is idle in an epoch's last step, buckets, half precision."""
     long = {"static_graph": True, "bucket_cap_mb": 25, "reduce_bucket_size": 25 * 1024 * 1024, "recovery_timeout": 300}
     half = {"use_fp16_allreduce": True, "fp16_compression": True, "checkpoint_frequency": 1000}
-    cut = {"global_batch_size": 12, "training_mode": "ddp", "find_unused_parameters": False, "persistent_workers": True}
+    cut: dict[str, Any] = {"global_batch_size": 12, "training_mode": "ddp", "persistent_workers": True}
+    cut["find_unused_parameters"] = False
 
     def on_two(more: dict[str, Any]) -> Any:
         return run_on_each_rank(

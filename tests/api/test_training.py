@@ -195,7 +195,8 @@ def test_a_wrong_request_says_what_is_wrong(ask: Callable[[Path], Any], said: st
 @pytest.mark.slow
 def test_processes_are_started_where_several_are_asked_for(tmp_path: Path) -> None:
     ends = []
-    for more in ({}, {"strategy": "ddp", "world_size": 2}):
+    ways: list[dict[str, Any]] = [{}, {"strategy": "ddp", "world_size": 2}]
+    for more in ways:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train_with_multi_gpu(

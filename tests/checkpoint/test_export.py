@@ -150,7 +150,7 @@ def test_a_network_that_computes_something_else_is_not_left_there(
 
 def test_a_difference_counts_beside_the_greatest_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 3)).eval()
-    nn.init.constant_(model[0].bias, 1e4)
+    nn.init.constant_(model.get_parameter("0.bias"), 1e4)
     monkeypatch.setattr(export, "_run_pt2", lambda _: lambda inputs: model(inputs) + 0.5)
     assert export_network(model, torch.randn(5, 4), tmp_path / "net.pt2") == pytest.approx(0.5, abs=1e-2)
 

@@ -2,6 +2,7 @@ import io
 import pickle
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.support.malicious_files import Evil
 
 
 def test_a_state_comes_back() -> None:
-    state = {"w": torch.arange(4.0), "n": [1, None, "x", 2.5], "deep": {"flag": True}}
+    state: dict[str, Any] = {"w": torch.arange(4.0), "n": [1, None, "x", 2.5], "deep": {"flag": True}}
     found = deserialize(serialize(state), "state.pt")
     assert torch.equal(found.pop("w"), state.pop("w"))
     assert found == state

@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifes
 from multigpu_cli.checkpoint.store import Store
 from tests.support.fork import exit_code
 
-STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}
+STATE: dict[str, Any] = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}
 FACTS = {"settings": {"epochs": 3}, "pins": {"lr": 0.004}, "world_size": 2}
 
 
@@ -38,7 +38,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, passed_over) == (120, [])
     assert found.folder == tmp_path / "checkpoints" / "step_00000120"
-    assert torch.equal(found.state()["model"]["weight"], STATE["model"]["weight"])  # type: ignore[call-overload]
+    assert torch.equal(found.state()["model"]["weight"], STATE["model"]["weight"])
     assert sorted(path.name for path in found.folder.iterdir()) == [MANIFEST, "state.pt"]
     assert (found.folder / "state.pt").stat().st_size == size
 
@@ -235,6 +235,7 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
             break
         assert ended == -signal.SIGKILL
     assert ended == 0
+    assert found is not None
     assert found.step == 20
     assert moment > 6, "and there were moments at which it was killed"
 

@@ -22,7 +22,7 @@ PINS = {
     "model": "convnet",
     "task": "classification",
 }
-OTHER = {  # a valid value for each setting that is not its default
+OTHER: dict[str, Any] = {  # a valid value for each setting that is not its default
     "multi_gpu": "ddp",
     "gpu_ids": [0, 1],
     "nproc_per_node": 2,

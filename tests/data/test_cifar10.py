@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ def folder(tmp_path):
 
 
 def test_records_become_images_with_their_labels(folder):
-    source = load(str(folder), "flatten", seed=1)
+    source: Any = load(str(folder), "flatten", seed=1)
     assert [len(part) for part in (source.train, source.val, source.test)] == [90, 10, PER_FILE]
     record = np.frombuffer((folder / "test_batch.bin").read_bytes(), np.uint8)[3073 * 3 : 3073 * 4]
     image, label = source.test[3]
@@ -35,7 +37,7 @@ def test_records_become_images_with_their_labels(folder):
 
 
 def test_the_parent_folder_will_do_and_the_test_file_is_never_trained_on(folder):
-    source = load(str(folder.parent), "flatten", seed=1)
+    source: Any = load(str(folder.parent), "flatten", seed=1)
     trained = {image.numpy().tobytes() for part in (source.train, source.val) for image in part.tensors[0]}
     assert len(trained) == 5 * PER_FILE
     assert not trained & {image.numpy().tobytes() for image in source.test.tensors[0]}
@@ -45,19 +47,19 @@ def test_the_parent_folder_will_do_and_the_test_file_is_never_trained_on(folder)
     ("mode", "shape"), [("flatten", (3, 32, 32)), ("average", (1, 32, 32)), ("first", (1, 32, 32))]
 )
 def test_modes(folder, mode, shape):
-    source = load(str(folder), mode, seed=1)
+    source: Any = load(str(folder), mode, seed=1)
     assert source.input_shape == shape == source.prepare(source.train.tensors[0][:2]).shape[1:]
 
 
 def test_statistics_come_from_the_training_part_alone(folder):
-    source = load(str(folder), "flatten", seed=1)
+    source: Any = load(str(folder), "flatten", seed=1)
     met = source.prepare(source.train.tensors[0])
     torch.testing.assert_close(met.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
     assert source.prepare(source.test.tensors[0]).mean((0, 2, 3)).abs().max() > 1e-4
 
 
 def test_augmentation_crops_and_mirrors_training_images(folder):
-    source = load(str(folder), "flatten", seed=1)
+    source: Any = load(str(folder), "flatten", seed=1)
     images = source.train.tensors[0][:50]
     assert source.augment(images, KeyedRandom(1, 0, torch.arange(50))).shape == images.shape
     assert load(str(folder), "flatten", seed=1, augment=False).augment is None

@@ -75,7 +75,7 @@ class Ragged:
     """Samples of 1, 2 or 3 numbers; the fourth is broken."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.ones(index % 4) / (index % 4 != 3 or {}["broken"]), index
+        return torch.ones(index % 4) / (index % 4 != 3 or {"whole": 1}["broken"]), index
 
     def __len__(self) -> int:
         return 12

@@ -1,6 +1,7 @@
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ def test_a_file_that_is_not_there_is_named(folder):
 def test_the_real_uci_har(tmp_path):
     with tarfile.open(REAL) as archive:
         archive.extractall(tmp_path, filter="data")
-    source = load(str(tmp_path), "flatten", seed=1)
+    source: Any = load(str(tmp_path), "flatten", seed=1)
     assert len(source.train) + len(source.val) == 7352
     assert len(source.test) == 2947
     assert source.test.tensors[1].bincount().tolist() == [496, 471, 420, 491, 532, 537]

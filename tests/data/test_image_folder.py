@@ -68,7 +68,7 @@ def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> N
 
     def seen(split: Any, epoch: int, processes: int = 0) -> torch.Tensor:
         loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
-        batch = next(loader.iter_training_batches([torch.arange(8)], epoch)).inputs
+        batch: torch.Tensor = next(loader.iter_training_batches([torch.arange(8)], epoch)).inputs
         loader.close()
         return batch
 

@@ -2,10 +2,12 @@ import gzip
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.mnist import fashion_mnist, mnist
@@ -31,7 +33,7 @@ def write(folder, *, zipped=False, spelling="-idx"):
 
 
 def test_images_keep_their_labels_and_stay_bytes(tmp_path):
-    source = mnist(str(write(tmp_path)), "flatten", seed=1)
+    source: Any = mnist(str(write(tmp_path)), "flatten", seed=1)
     assert [len(part) for part in (source.train, source.val, source.test)] == [90, 10, 20]
     content = np.frombuffer((tmp_path / "t10k-images-idx3-ubyte").read_bytes(), np.uint8)[16:].reshape(-1, 1, 28, 28)
     assert torch.equal(source.test.tensors[0], torch.from_numpy(content.copy()))
@@ -46,22 +48,25 @@ def test_images_keep_their_labels_and_stay_bytes(tmp_path):
 @pytest.mark.parametrize(("zipped", "spelling"), [(False, "-idx"), (True, "-idx"), (False, ".idx")])
 def test_gzipped_or_not_in_the_folders_of_the_wild(tmp_path, place, zipped, spelling):
     write(tmp_path / place, zipped=zipped, spelling=spelling)
-    assert len(mnist(str(tmp_path), "flatten", seed=1).test) == 20
+    source: Any = mnist(str(tmp_path), "flatten", seed=1)
+    assert len(source.test) == 20
 
 
 def test_the_validation_part_is_chosen_by_seed(tmp_path):
-    first, second = (mnist(str(write(tmp_path)), "flatten", seed).val.tensors[0] for seed in (1, 2))
-    assert not torch.equal(first, second)
+    first, second = (mnist(str(write(tmp_path)), "flatten", seed).val for seed in (1, 2))
+    assert isinstance(first, TensorDataset)
+    assert isinstance(second, TensorDataset)
+    assert not torch.equal(first.tensors[0], second.tensors[0])
 
 
 def test_fashion_mnist_has_its_own_names_and_mirrors(tmp_path):
-    source = fashion_mnist(str(write(tmp_path)), "flatten", seed=1)
+    source: Any = fashion_mnist(str(write(tmp_path)), "flatten", seed=1)
     assert source.class_names[0] == "T-shirt/top"
     assert source.class_names[9] == "Ankle boot"
     images = source.train.tensors[0]
     draws = KeyedRandom(1, 0, torch.arange(len(images)))
-    plain = mnist(str(tmp_path), "flatten", seed=1).augment(images, draws)
-    mirrored = (source.augment(images, draws) == plain.flip(-1)).flatten(1).all(1)
+    plain: Any = mnist(str(tmp_path), "flatten", seed=1)
+    mirrored = (source.augment(images, draws) == plain.augment(images, draws).flip(-1)).flatten(1).all(1)
     assert 25 < mirrored.sum() < 65
 
 
@@ -132,7 +137,7 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
     not REAL.is_dir(), reason=f"Fashion-MNIST is not in {REAL} (MULTIGPU_TEST_DATA names the folder above)"
 )
 def test_the_real_fashion_mnist():
-    source = fashion_mnist(str(REAL), "flatten", seed=1)
+    source: Any = fashion_mnist(str(REAL), "flatten", seed=1)
     assert [len(part) for part in (source.train, source.val, source.test)] == [54_000, 6_000, 10_000]
     assert source.test.tensors[1].bincount().tolist() == [1000] * 10
     met = source.prepare(source.train.tensors[0][:2000])

@@ -81,7 +81,7 @@ def test_the_targets_say_what_is_learned(
         ({"X": X, "y": np.array([None] * 50)}, "Object arrays cannot be loaded"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], named: str) -> None:
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, Any], named: str) -> None:
     np.savez(tmp_path / "data.npz", **arrays)
     with pytest.raises(RequestError, match=named):
         opened(tmp_path)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ SMALL = {"train": 500, "val": 100, "test": 300}
 
 
 def nearest_class_accuracy(difficulty):
-    source = load("flatten", 1, shape=[1, 8, 8], classes=5, difficulty=difficulty, **SMALL)
+    source: Any = load("flatten", 1, shape=[1, 8, 8], classes=5, difficulty=difficulty, **SMALL)
     images, labels = source.train.tensors
     met = source.prepare(images).flatten(1)
     centres = torch.stack([met[labels == label].mean(0) for label in range(5)])
@@ -19,7 +21,7 @@ def nearest_class_accuracy(difficulty):
 
 @pytest.mark.parametrize("shape", [(20,), (2, 9), (3, 6, 5), (1, 2, 3, 4)])
 def test_any_shape_and_class_count(shape):
-    source = load("flatten", 1, shape=shape, classes=3, **SMALL)
+    source: Any = load("flatten", 1, shape=shape, classes=3, **SMALL)
     assert source.train.tensors[0].shape == (500, *shape)
     assert source.input_shape == shape
     assert source.train.tensors[0].dtype == torch.uint8
@@ -28,7 +30,8 @@ def test_any_shape_and_class_count(shape):
 
 
 def test_the_seed_decides_every_sample_and_the_parts_differ():
-    first, same, other = (load("flatten", seed, shape=[3, 8, 8], **SMALL) for seed in (1, 1, 2))
+    sources: list[Any] = [load("flatten", seed, shape=[3, 8, 8], **SMALL) for seed in (1, 1, 2)]
+    first, same, other = sources
     assert torch.equal(first.train.tensors[0], same.train.tensors[0])
     assert torch.equal(first.test.tensors[1], same.test.tensors[1])
     assert not torch.equal(first.train.tensors[0], other.train.tensors[0])
@@ -43,7 +46,7 @@ def test_classes_can_be_learned_and_difficulty_counts():
 
 
 def test_parts_can_be_left_out_and_modes_join_channels():
-    source = load("average", 1, shape=[3, 8, 8], train=50, val=0, test=0)
+    source: Any = load("average", 1, shape=[3, 8, 8], train=50, val=0, test=0)
     assert source.val is None
     assert source.test is None
     assert source.input_shape == (1, 8, 8)

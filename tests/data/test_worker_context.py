@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def is_stuck_at_its_start(_: int) -> Loader:
         os.write(writer, b"x")
         time.sleep(60)
 
-    signal_handling._set_worker_signal_handlers = wait
+    patch.object(signal_handling, "_set_worker_signal_handlers", wait).start()
     served = loader()
     os.read(reader, 1)
     return served

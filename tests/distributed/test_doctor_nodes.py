@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def three(tmp_path: Path) -> Iterator[list[Host]]:
         yield found
 
 
-def run_checks(machines: list[Host], *words: str, **environ: str) -> tuple[list[int], str]:
+def run_checks(machines: list[Host], *words: str, **environ: Any) -> tuple[list[int], str]:
     """Exit codes of the agents, and what the job said."""
     command = torchrun(str(len(machines)), machines[0], "doctor", "--save-dir", "run", *words)
     agents = [host.start(command, **{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environ) for host in machines]

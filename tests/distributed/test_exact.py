@@ -199,7 +199,7 @@ def test_equal_bits_on_any_number_of_workers(tmp_path: Path) -> None:
 def test_every_model_optimizer_and_format(model: str, optimizer: str, amp: str, tmp_path: Path) -> None:
     data: dict[str, Any] = {"data": "har", "samples": 40, "more": har(tmp_path)} if model == "har-convnet" else {}
     cells = [
-        Cell(model, optimizer=optimizer, amp=amp, global_batch=batch, steps=8, **data)  # type: ignore[arg-type]
+        Cell(model, optimizer=optimizer, amp=amp, global_batch=batch, steps=8, **data)
         for batch in (30, 25, 48)  # 8, 7 and 12 micro-batches
     ]
     assert_equal_bits(cells, tmp_path, WORKERS)

@@ -29,7 +29,7 @@ FLAGS: dict[str, Any] = {
 }
 FLAGS |= {"global_batch_size": 12, "batch_size": 2, "checkpoint_every": "5", "log_interval": 1, "trace_samples": True}
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-ELASTIC = {
+ELASTIC: dict[str, Any] = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "OWN_PAUSE": "0.1",
 }  # without the first, torch 2.13 lets nobody join

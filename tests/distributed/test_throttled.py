@@ -31,7 +31,7 @@ def exposed_ms(folder: Path, *, throttled: bool) -> float:
     in_a_namespace(flags, throttled=throttled)
     events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
     lines: list[dict[str, Any]] = [event for event in events if event["event"] == "train"][1:]
-    return statistics.median(line["comm_share"] * line["step_ms"] for line in lines)
+    return float(statistics.median(line["comm_share"] * line["step_ms"] for line in lines))
 
 
 def test_a_slow_wire_is_communication(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def verdict(
     model = model or network()
     if world.rank == change_on:
         with torch.no_grad():
-            model[2].weight[0, 0] = torch.nextafter(model[2].weight[0, 0], torch.tensor(9.0))
+            weight = model.get_parameter("2.weight")
+            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
     try:
         check_replicas(model, world, 7, optimizer)
     except TrainingError as error:
@@ -56,7 +57,7 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
     def differs(world: World) -> bool:
         model = network().to(dtype)
         if world.rank:
-            model[0].bias.data[1] = 3.0
+            model.get_parameter("0.bias").data[1] = 3.0
         try:
             check_replicas(model, world, 1)
         except TrainingError:
@@ -69,7 +70,7 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
 def test_statistics_count_as_weights_do() -> None:
     def said(world: World) -> str:
         model = network()
-        model[1].num_batches_tracked += world.rank == 1
+        model.get_buffer("1.num_batches_tracked").add_(int(world.rank == 1))
         return verdict(world, None, model)
 
     assert all("rank 1 differs in 1.num_batches_tracked" in text for text in run_on_each_rank(3, said))
@@ -92,7 +93,7 @@ def test_so_does_what_the_optimizer_keeps() -> None:
             optimizer.step()
         found.append(verdict(world, None, model, optimizer))
         if world.rank == 1:
-            square = optimizer.state[model[2].weight]["exp_avg_sq"]
+            square = optimizer.state[model.get_parameter("2.weight")]["exp_avg_sq"]
             square[0, 0] = torch.nextafter(square[0, 0], torch.tensor(9.0))
         found.append(verdict(world, None, model, optimizer))
         return found

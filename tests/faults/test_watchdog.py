@@ -5,6 +5,7 @@ import subprocess
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,19 @@ def moved(watch: Watchdog, logs: Path, pauses: list[float]) -> None:
         time.sleep(pause)
 
 
+def write_to(file: Path) -> Callable[[TrainingError], None]:
+    def write(error: TrainingError) -> None:
+        file.write_text(str(error))
+
+    return write
+
+
 def watched(folder: Path, pauses: list[float]) -> tuple[int, str]:
     """How a process ends whose run moves like this and whose watch waits 0.3 s; and its last words."""
     words = folder / "words"
 
     def work() -> None:
-        with Watchdog(ALONE, 0.3, lambda error: words.write_text(str(error)) and None) as watch:
+        with Watchdog(ALONE, 0.3, write_to(words)) as watch:
             moved(watch, folder / "logs", pauses)
 
     code = exit_code(work)
@@ -133,7 +141,7 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
         return World(torch.device("cpu"), rank, 2, rank, 2, store=dist.PrefixStore("attempt-0", client))
 
     def waits() -> None:
-        with Watchdog(world(0), 5, lambda error: words.write_text(str(error)) and None) as watch:
+        with Watchdog(world(0), 5, write_to(words)) as watch:
             watch.start(0, tmp_path)
             watch.set_position(0, "reduction")
             time.sleep(20)
@@ -162,7 +170,7 @@ def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeyp
 
     def waits() -> None:
         cut_off = World(torch.device("cpu"), 1, 2, 0, 1, store=Unplugged())  # type: ignore[arg-type]
-        with Watchdog(cut_off, 0.5, lambda error: words.write_text(str(error)) and None) as watch:
+        with Watchdog(cut_off, 0.5, write_to(words)) as watch:
             watch.start(0, tmp_path)
             watch.set_position(1, "reduction")
             time.sleep(20)

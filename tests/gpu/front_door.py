@@ -14,7 +14,8 @@ from tests.gpu.machine import ROOT, patience, simulated
 
 FRONT_DOOR = str(ROOT / "main_multi_gpu.py")
 ALONE = ("--multi-gpu", "none")
-DIGITS = {"epochs": "2", "model": "mlp"} if simulated() else {"epochs": "6"}  # there kernels run on the CPU
+# A simulated GPU computes on the CPU.
+DIGITS: dict[str, Any] = {"epochs": "2", "model": "mlp"} if simulated() else {"epochs": "6"}
 GOOD_ENOUGH = 0.7 if simulated() else 0.93  # test accuracy reached with room to spare; a broken path stays far below
 _LONGEST = patience(170)  # seconds; a check has more
 

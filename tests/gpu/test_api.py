@@ -69,6 +69,7 @@ def test_memory_that_ran_out_is_given_back_and_the_error_says_what_to_do() -> No
                 manager.handle_error(error)
         except torch.OutOfMemoryError as error:
             return error.__notes__, manager.errors[0]["remedy"], torch.cuda.memory_reserved()
+        pytest.fail("the error was not raised again")
 
     notes, remedy, reserved = alone(work)
     assert notes == [f"try: {remedy}"]

@@ -54,7 +54,7 @@ class _Place:
         self.world = world
 
 
-def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
+def _before(owner: Any, name: str, look: Callable[..., object]) -> None:
     real = getattr(owner, name)
 
     def wrapped(*given: Any, **named: Any) -> Any:
@@ -64,7 +64,7 @@ def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _in_step(run: Any, place: str, fail: Callable[[Any], None]) -> None:
+def _in_step(run: Any, place: str, fail: Callable[[Any], object]) -> None:
     if place == "forward":
         run.state.model.register_forward_pre_hook(lambda *_: fail(run))
     elif place == "after the optimizer":

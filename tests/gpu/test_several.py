@@ -33,7 +33,7 @@ def overflowing(sim: Simulated) -> None:
                 hook.remove()
         return real(run, layout, work)
 
-    engine.train_step = step  # type: ignore[assignment]
+    engine.train_step = step
 
 
 def test_an_fp16_overflow_on_one_rank_is_a_skipped_step_on_all(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Actor-critics: shapes, and a memory that ends where an episode does."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ def test_outputs_for_discrete_and_real_actions() -> None:
     observations, begun = torch.randn(5, 3, 2, 4), torch.zeros(5, 3)
     outputs, values, memory = build((2, 4), 3, Discrete(3))(observations, begun, torch.zeros(3, 0))
     assert (outputs.shape, values.shape, memory.shape) == ((5, 3, 3), (5, 3), (3, 0))
-    model = build_lstm((2, 4), 6, Box((3,), -1.0, 1.0), hidden=7)
+    model: Any = build_lstm((2, 4), 6, Box((3,), -1.0, 1.0), hidden=7)
     outputs, values, memory = model(observations, begun, torch.zeros(3, 14))
     assert (outputs.shape, values.shape, memory.shape, model.memory_size) == ((5, 3, 6), (5, 3), (3, 14), 14)
     assert outputs[..., 3:].unique().tolist() == [0.0], "the logarithm of a deviation of 1"
@@ -40,5 +42,5 @@ def test_a_memory_is_forgotten_where_an_episode_begins_and_nowhere_else() -> Non
     torch.testing.assert_close(found, torch.stack(rows))
     torch.testing.assert_close(last, state)
     torch.stack(rows).square().sum().backward()
-    for mine, other in zip(gradients, cell.parameters(), strict=True):
-        torch.testing.assert_close(mine, other.grad)
+    for gradient, other in zip(gradients, cell.parameters(), strict=True):
+        torch.testing.assert_close(gradient, other.grad)

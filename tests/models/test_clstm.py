@@ -1,5 +1,7 @@
 """Cascaded LSTMs: what the extractor reads, and who learns how fast."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from multigpu_cli.optimizers import build_optimizer, set_rate
 
 @pytest.mark.parametrize("shape", [(6, 4), (4,)])
 def test_outputs_and_memory(shape: tuple[int, ...]) -> None:
-    model = build(shape, 4, Box((2,), -1.0, 1.0), features=8, hidden=5)
+    model: Any = build(shape, 4, Box((2,), -1.0, 1.0), features=8, hidden=5)
     memory = torch.randn(3, model.memory_size)
     outputs, values, after = model(torch.randn(7, 3, *shape), torch.zeros(7, 3), memory)
     assert (outputs.shape, values.shape, after.shape) == ((7, 3, 4), (7, 3), (3, 20))
@@ -29,14 +31,14 @@ def test_the_extractor_reads_the_whole_window_and_actor_and_critic_remember_for_
     assert not observations.grad[0, 1].any()
     assert bool(memory.grad[0, :10].any())
     assert not memory.grad[0, 10:].any()
-    memory.grad = None
+    memory.grad.zero_()
     values[0, 0].backward()
     assert not memory.grad[0, :10].any()
     assert bool(memory.grad[0, 10:].any())
 
 
 def test_the_extractor_may_learn_more_slowly() -> None:
-    model = build((6, 4), 3, Discrete(3), features=8, hidden=5, extractor_rate=0.25)
+    model: Any = build((6, 4), 3, Discrete(3), features=8, hidden=5, extractor_rate=0.25)
     optimizer = build_optimizer(model, OptimizerConfig())
     set_rate(optimizer, 0.1)
     extractor = {id(parameter) for parameter in model.extractor.parameters()}

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ def test_a_silent_channel_gives_finite_logits_and_gradients():
     model = build((2, 32), 3)
     signals = torch.zeros(4, 2, 32, requires_grad=True)
     model(signals).sum().backward()
+    assert signals.grad is not None
     assert signals.grad.isfinite().all()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("shape", [(128,), (9, 15), (1, 28, 28)])
@@ -33,7 +35,7 @@ def test_what_is_no_signal_is_refused(shape):
 
 def test_how_strong_a_signal_is_reaches_the_decision_although_features_are_normalised():
     torch.manual_seed(0)
-    model = build((1, 64), 2).eval()
+    model: Any = build((1, 64), 2).eval()
     signals = torch.randn(5, 1, 64)
     signals -= signals.mean(-1, keepdim=True)
     torch.testing.assert_close(model.features(2 * signals), model.features(signals), atol=1e-3, rtol=1e-3)

@@ -10,7 +10,7 @@ def test_samples_of_any_shape_are_flattened():
 
 
 def test_width_depth_and_dropout_are_the_users():
-    layers = list(build((4,), 3, width=7, depth=3, dropout=0.4))
+    layers = list(build((4,), 3, width=7, depth=3, dropout=0.4).children())
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     assert [(layer.in_features, layer.out_features) for layer in linear] == [(4, 7), (7, 7), (7, 7), (7, 3)]
     assert [layer.p for layer in layers if isinstance(layer, nn.Dropout)] == [0.4] * 3

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ def test_it_is_the_network_of_the_paper():
 
 @pytest.mark.parametrize(("side", "met"), [(32, (32, 4)), (63, (63, 8)), (64, (16, 2)), (8, (8, 2)), (4, (4, 2))])
 def test_the_stem_and_the_strides_suit_the_images(side, met):
-    model = resnet18((3, side, side), 10, width=4).eval()
+    model: Any = resnet18((3, side, side), 10, width=4).eval()
     images = torch.randn(2, 3, side, side)
     after_stem = model.stem(images)
     assert (after_stem.shape[-1], model.stages(after_stem).shape[-1]) == met

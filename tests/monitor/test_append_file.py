@@ -1,7 +1,6 @@
 import os
 import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,7 +124,11 @@ def test_complaints_may_come_from_any_thread(tmp_path: Path, disk: Disk) -> None
     """A checkpoint is journalled by the thread that wrote it."""
     said: list[str] = []
     file = AppendFile(tmp_path / "a", said.append)
-    write: Callable[[], None] = lambda: [file.add("x" * 20) for _ in range(50)] and None  # noqa: E731
+
+    def write() -> None:
+        for _ in range(50):
+            file.add("x" * 20)
+
     threads = [threading.Thread(target=write) for _ in range(3)]
     for thread in threads:
         thread.start()

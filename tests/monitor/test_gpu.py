@@ -75,7 +75,7 @@ def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.
         def nvmlInit(self) -> None:
             raise self.NVMLError("Driver Not Loaded")
 
-    monkeypatch.setitem(sys.modules, "pynvml", Broken([]))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", Broken([]))
     with pytest.raises(NoNvml, match="Driver Not Loaded"):
         open_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", None)

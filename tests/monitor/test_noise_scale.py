@@ -58,7 +58,7 @@ def test_where_the_signal_drowns_nothing_is_said() -> None:
     assert ratio([(1.0, 1.0)] * 4) is None
     assert ratio([(-1.0, 1.0)] * 9) is None
     assert ratio([(1.0, 4.0)] * 9) == (4.0, 0.0)
-    assert ratio([(1.0, -4.0)] * 9) == (0.0, pytest.approx(math.sqrt(2)))
+    assert ratio([(1.0, -4.0)] * 9) == pytest.approx((0.0, math.sqrt(2)))
 
 
 def test_the_meter_undoes_what_the_loss_was_multiplied_by() -> None:

@@ -124,8 +124,8 @@ def test_any_name_of_a_setting_is_shown(tmp_path: Path) -> None:
 def write_a_run(folder: Path) -> None:
     with TensorBoard(folder) as board, Journal(None, [board]) as journal:
         for step in range(1, 60):
-            rates = {"samples_per_second": 900.0 + step, "step_ms": 30.0, "data_wait_share": 0.1, "mfu": 0.4}
-            rates |= {"noise_scale": 50.0 + step, "own_ms": [29.0, 30.0], "episode_reward": step}
+            rates: dict[str, Any] = {"samples_per_second": 900.0 + step, "step_ms": 30.0, "data_wait_share": 0.1}
+            rates |= {"mfu": 0.4, "noise_scale": 50.0 + step, "own_ms": [29.0, 30.0], "episode_reward": step}
             rates |= {f"gpu_{name}": [step, None] for name in ("utilisation", "temperature", "power")}
             rates["cpu_utilisation"] = [90.0, 80.0]
             journal.write(

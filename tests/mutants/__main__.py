@@ -99,7 +99,7 @@ def play(asked: argparse.Namespace, mutations: list[Mutation], results: Results)
     def due(mutation: Mutation) -> bool:
         result = results.of(mutation)
         if asked.only:
-            return number[mutation] == asked.only
+            return bool(number[mutation] == asked.only)
         within = mutation.file.startswith(f"multigpu_cli/{asked.room}")
         fresh = not result or result.verdict == "broken" or (asked.again and result.verdict == "survived")
         return within and fresh and key(mutation) not in known

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,8 +133,9 @@ def test_a_given_global_batch_stays_and_accumulation_follows(workers: int, accum
     ],
 )
 def test_a_plan_that_leaves_nothing_to_do_is_refused(asked: dict[str, int], named: list[str]) -> None:
+    usual: dict[str, Any] = {"samples": 500, "micro_batch": 16, "workers": 4}
     with pytest.raises(RequestError) as refused:
-        plan_batches(**{"samples": 500, "micro_batch": 16, "workers": 4} | asked)
+        plan_batches(**usual | asked)
     assert all(word in refused.value.problem for word in named)
     assert refused.value.remedy
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import plan_schedule, resolve_learning_rate
@@ -13,7 +14,8 @@ def planned(
     idle: tuple[str, ...] = (),
     **batch: int,
 ) -> Plan:
-    batches = plan_batches(**{"samples": 1000, "micro_batch": 16, "workers": 4} | batch)
+    usual: dict[str, Any] = {"samples": 1000, "micro_batch": 16, "workers": 4}
+    batches = plan_batches(**usual | batch)
     rate = resolve_learning_rate(
         given=None, base=1e-3, base_batch=32, global_batch=batches.global_batch, rule="sqrt", optimizer="adamw"
     )

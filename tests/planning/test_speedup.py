@@ -134,13 +134,13 @@ def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
 def test_a_wire_is_found_again_from_its_times() -> None:
     wire = Link("known", 2e-5, 3e9, "")
     points = [(float(size), wire.all_reduce(size, 4)) for size in (8, 2**18, 2**24)]
-    assert fit_ring_model(points, 4) == (pytest.approx(2e-5), pytest.approx(3e9))
+    assert fit_ring_model(points, 4) == pytest.approx((2e-5, 3e9))
 
 
 @pytest.mark.parametrize("sizes", [(8.0, 8.0), (716.0, 264.0), (8.0, 2.0**20, 2.0**24)])
 def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tuple[float, ...]) -> None:
     """Times that do not grow with the size are latency; those that grow faster than it are bytes alone."""
-    assert fit_ring_model([(size, 2e-3) for size in sizes], 2) == (pytest.approx(1e-3), inf)
+    assert fit_ring_model([(size, 2e-3) for size in sizes], 2) == pytest.approx((1e-3, inf))
     falling = [(size, 1e-3 * (2 - size / 2**24)) for size in sizes]
     latency, bandwidth = fit_ring_model(falling, 2)
     assert (0.5e-3 <= latency <= 1e-3, bandwidth) == (True, inf)

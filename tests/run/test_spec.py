@@ -32,7 +32,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def spec(workers: int = 1, **flags: Any) -> RunSpec:
+def spec(workers: int = 1, /, **flags: Any) -> RunSpec:
     """A request as `workers` self-launched CPU processes would settle it, or one alone."""
     choice = Placement("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
     return resolve_spec(resolve(OWN | flags, [], None), choice, ALONE)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from multigpu_cli.data.data_source import DataSource
@@ -39,7 +39,7 @@ def test_the_plan_names_what_moves_the_rate() -> None:
 
 
 def test_an_optimizer_moves_what_learns_and_nothing_else() -> None:
-    def refused(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
+    def refused(model: nn.Module, parameters: Iterable[Tensor]) -> str:
         optimizer = torch.optim.SGD(parameters, 0.1)
         try:
             assert UserObjects(SOURCE, model, optimizer=optimizer).prepare_optimizer(model) is optimizer

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_what_is_chosen_in_one_process(
     ],
 )
 def test_gpu_ids_and_process_counts_are_followed(
-    mode: str, asked: dict[str, object], strategy: str, devices: list[str], launch: int
+    mode: str, asked: dict[str, Any], strategy: str, devices: list[str], launch: int
 ) -> None:
     choice = chosen(mode, gpus=4, **asked)
     assert (choice.strategy, names(choice), choice.num_processes_to_launch) == (strategy, devices, launch)

@@ -23,7 +23,7 @@ def failing(*guilty: int, kind: type[TrainingError] = RequestError) -> Callable[
             return "done"
 
         try:
-            outcome = [run_on_all_ranks(world, half)]
+            outcome: list[Any] = [run_on_all_ranks(world, half)]
         except TrainingError as error:
             outcome = [type(error).__name__, error.problem, error.remedy, error.exit_code]
         return [outcome, all_reduce_max(world, [1.0])]  # everybody is still in step

@@ -69,7 +69,7 @@ def test_what_the_gpu_waits_for_samples_counts(device: Device) -> None:
         device.queue(0.1)
         with watch:
             device.host.pass_by(0.15)
-    assert watch.read() == (pytest.approx(6 * 0.05), 6)
+    assert watch.read() == pytest.approx((6 * 0.05, 6))
     assert watch.read() == (0.0, 0)
 
 
@@ -78,7 +78,7 @@ def test_of_very_many_waits_the_last_ones_stand_for_all(device: Device) -> None:
     for _ in range(2000):
         with watch:
             device.host.pass_by(0.001)
-    assert watch.read() == (pytest.approx(2), 2000)
+    assert watch.read() == pytest.approx((2, 2000))
     assert watch._pairs.maxlen is not None
 
 
@@ -89,4 +89,4 @@ def test_on_the_cpu_it_is_the_hosts_clock() -> None:
         clock.pass_by(5)
         watch.__enter__()  # begins anew
         clock.pass_by(0.25)
-    assert watch.read() == (pytest.approx(0.25), 1)
+    assert watch.read() == pytest.approx((0.25, 1))

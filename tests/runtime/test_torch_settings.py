@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,7 +31,8 @@ def test_threads_are_shared_out() -> None:
 
 def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    benchmark, fill = torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory
     try:
         enable_determinism()
         assert torch.are_deterministic_algorithms_enabled()
@@ -37,4 +40,4 @@ def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.Mo
             torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory = benchmark, fill
+        torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = benchmark, fill

@@ -48,7 +48,8 @@ def steps(
             found.append(state(model))
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    assert parameter.grad is not None
+                    parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
         return found
 
@@ -91,6 +92,9 @@ def test_forward_leaves_buffers_to_the_end_of_the_step() -> None:
 
 def test_buffers_that_forward_replaces_stay_alike() -> None:
     class Replacing(torch.nn.Module):
+        mean: torch.Tensor
+        fresh: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.inner = network()
@@ -304,7 +308,7 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
             pieces.append(len([node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]))
             return graph.forward
 
-        model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)
+        model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)  # type: ignore[arg-type]
         model.full_batch_size = lambda: 8
         strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
         with strategy.accumulate(last=True):

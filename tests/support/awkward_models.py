@@ -16,6 +16,8 @@ from tests.support.oom_model import refuse
 class Caching(nn.Module):
     """Makes at its first forward pass what it needs: a layer's weights, a table, and a mask as long as the batch."""
 
+    phase: Tensor | None
+
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.layer, self.classify = nn.LazyLinear(8), nn.Linear(8, num_classes)

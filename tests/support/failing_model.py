@@ -61,6 +61,7 @@ class Forgetful(nn.Sequential):
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes += self.training
         layer = self[1]
+        assert isinstance(layer, nn.Linear)
         bias = layer.bias.detach() if self.training and self.passes >= self.at else layer.bias
         return functional.linear(self[0](inputs), layer.weight, bias)
 

@@ -93,9 +93,9 @@ class Host:
         """The host loses power: all its processes are gone at once."""
         until = time.monotonic() + 10
         while (left := self.processes()) and time.monotonic() < until:
-            for process in left:
+            for pid in left:
                 with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         for process in self._started:
             process.wait()

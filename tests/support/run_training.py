@@ -3,7 +3,6 @@
 import faulthandler
 import gc
 import os
-import sys
 import time
 import traceback
 import warnings
@@ -165,7 +164,7 @@ def _rank(
 ) -> None:
     gc.freeze()  # garbage of the parent's may own threads, which are not in this process and cannot be joined here
     flags, sets, recipe, dry_run, screen, apart, prepare = request
-    faulthandler.dump_traceback_later(_SECONDS - 20, file=sys.__stderr__)  # where it stands, if it hangs
+    faulthandler.dump_traceback_later(_SECONDS - 20, file=2)  # where it stands, if it hangs
     os.environ.update(environ | agent.variables(rank, attempt))
     if apart:
         os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})

@@ -134,7 +134,8 @@ def test_out_of_memory_on_one_rank_is_known_to_all() -> None:
         test = TensorDataset(torch.zeros(8, 2), torch.arange(8).float())
         source = DataSource(train=test, val=None, test=test, input_shape=(2,), num_classes=0)
         loader = Loader(test, source, DataConfig(), device=CPU, seed=1)
-        task, model, found = Scarce(source, TaskConfig()), nn.Linear(2, 2).train(), []
+        task, model = Scarce(source, TaskConfig()), nn.Linear(2, 2).train()
+        found: list[Any] = []
         for size in (4, 2):
             try:
                 found.append(task.evaluate(model, loader, world, Precision("off", CPU), size).metrics["loss"])

@@ -151,11 +151,12 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert order == ["single 1", "ddp 2", "dp 2"] * 3, "interleaved"
     one, two, dp = found.rungs
     assert (one.median, two.median, dp.median) == (11.0, 12.5, 20.0)
-    assert (two.shares["wire"], two.shares["compute"]) == (pytest.approx(0.2), pytest.approx(0.75))
+    assert (two.shares["wire"], two.shares["compute"]) == pytest.approx((0.2, 0.75))
     assert dp.shares["wire"] == 0.7, "there is nothing else to go by"
     assert (two.utilisation, dp.utilisation, dp.error) == (90, None, None)
     assert two.speedup == pytest.approx(2 * 11 / 12.5)
     assert two.efficiency == pytest.approx(11 / 12.5)
+    assert two.forecast_ms is not None
     assert two.error == pytest.approx(two.forecast_ms / 12.5 - 1)
     assert found.knob.startswith("the wire")
     assert found.about["steps"] == 16, "what the windows of the runs made of ten"

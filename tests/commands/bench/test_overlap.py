@@ -69,8 +69,11 @@ def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypa
             components, _ = build_probed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
             if not apart:  # every step is DDP's own
                 strategy = components.strategy
-                real = strategy.accumulate
-                strategy.accumulate = lambda *, last, real=real: real(last=True)  # type: ignore[method-assign]
+
+                def accumulate(*, last: bool, real: Any = strategy.accumulate) -> Any:
+                    return real(last=True)
+
+                strategy.accumulate = accumulate  # type: ignore[method-assign]
                 monkeypatch.setattr(overlap_module, "_reduce_gradients", lambda *_: (0.0, 0.0))
             compare_reductions(components, 4)
             found.append(torch.cat([p.detach().flatten() for p in components.trainable_parameters]).tolist())

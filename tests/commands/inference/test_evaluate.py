@@ -29,7 +29,7 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("run")
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main_multi_gpu.run(["evaluate", *words]) == 0
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 

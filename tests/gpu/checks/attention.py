@@ -9,8 +9,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.gpu.front_door import ALONE, figures, losses, run, sets, words
 from tests.gpu.in_process import check_device, train
 
-_TOKENS = {"data": "tests.gpu.networks:tokens", "model": "gpt", "task": "language-model", "batch_size": "16"}
-_LENGTH = {"epochs": "1000", "max_steps": "60", "base_lr": "3e-3", "log_interval": "1"}
+_TOKENS: dict[str, Any] = {
+    "data": "tests.gpu.networks:tokens",
+    "model": "gpt",
+    "task": "language-model",
+    "batch_size": "16",
+}
+_LENGTH: dict[str, Any] = {"epochs": "1000", "max_steps": "60", "base_lr": "3e-3", "log_interval": "1"}
 _SIZE = ("model.args.width=256", "model.args.depth=2", "model.args.heads=4")
 _START = log(64)  # the loss of guessing
 

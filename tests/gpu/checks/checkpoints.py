@@ -72,7 +72,7 @@ def stopped_and_resumed(folder: Path) -> dict[str, Any]:
 
 
 def _interrupted(folder: Path, number: signal.Signals, code: int) -> dict[str, Any]:
-    flags = (*ALONE, "--exact", "--epochs", "8", "--checkpoint-every", "20", "--log-interval", "1")
+    flags: tuple[str, ...] = (*ALONE, "--exact", "--epochs", "8", "--checkpoint-every", "20", "--log-interval", "1")
     flags += ("--model", "tests.gpu.networks:at_pass")
     whole = run(folder / "whole", *flags)
     parts = folder / "parts"

@@ -29,7 +29,12 @@ _WAYS = {
 
 def none_in_steady_steps(folder: Path) -> dict[str, Any]:
     """Train in each way; no epoch, log line or checkpoint ends within the steps that are watched."""
-    lasting = {"max_steps": str(_STEPS), "epochs": "1000", "log_interval": "1000", "checkpoint_every": "100000"}
+    lasting: dict[str, Any] = {
+        "max_steps": str(_STEPS),
+        "epochs": "1000",
+        "log_interval": "1000",
+        "checkpoint_every": "100000",
+    }
     failed, watched = {}, {}
     for name, (choice, flags) in _WAYS.items():
         with _watching() as steps:

@@ -4,11 +4,13 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
@@ -19,17 +21,13 @@ from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 def one_nccl_rank(folder: Path) -> dict[str, Any]:
     """Under torchrun; and in this process, where the backend of the group can be seen."""
     seen: list[str] = []
-    real = engine.train_step
 
     def step(*given: Any) -> Any:
         seen.append(dist.get_backend())
-        return real(*given)
+        return train_step(*given)
 
-    engine.train_step = step
-    try:
+    with patch.object(engine, "train_step", step):
         check_device(train(folder / "here", ONE_RANK, max_steps="20", amp="bf16"), "ddp", "bf16")
-    finally:
-        engine.train_step = real
     assert set(seen) == {"nccl"}, f"backend {set(seen)}"
     done = run(folder / "torchrun", *words(DIGITS), "--multi-gpu", "ddp", "--amp", "bf16", ranks=1)
     return holds(done, "ddp", "bf16") | {"backend": "nccl"}

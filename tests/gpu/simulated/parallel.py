@@ -14,14 +14,14 @@ def put_in_place(device: Any) -> None:
     c10d: Any = dist.distributed_c10d
     group = device.ProcessGroupNCCL
     group.Options = device.NcclOptions
-    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = group  # type: ignore[attr-defined]
+    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = group  # type: ignore[misc]
     c10d._NCCL_AVAILABLE = True
     group._group_start = group._group_end = lambda self: None
     dist.ProcessGroup.abort = lambda self: self.shutdown()  # type: ignore[method-assign]
     c10d.default_pg_nccl_timeout = dist.constants.default_pg_nccl_timeout = timedelta(minutes=10)
     for name, function in {"_broadcast": _broadcast, "_scatter": _scatter, "_gather": _gather}.items():
         setattr(torch._C, name, function)
-    torch._C._broadcast_coalesced = _broadcast_coalesced  # type: ignore[attr-defined]
+    torch._C._broadcast_coalesced = _broadcast_coalesced
 
 
 def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
@@ -40,5 +40,5 @@ def _scatter(
 
 
 def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
-    home = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
+    home = "cpu" if destination == -1 else "cuda" if destination is None else f"cuda:{destination}"
     return torch.cat([tensor.to(home) for tensor in tensors], dim)

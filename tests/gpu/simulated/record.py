@@ -79,7 +79,7 @@ def _place() -> str:
         for folder in _OURS:
             if folder in name and "/tests/" not in name:
                 return _line(f"{folder[1:]}{name.rpartition(folder)[2]}", frame)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return _line(innermost.f_code.co_filename, innermost)
 
 

@@ -20,9 +20,9 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> "Stream":
         if known:
-            return super().__new__(cls, **known)  # type: ignore[call-overload, no-any-return]
+            return super().__new__(cls, **known)
         number = torch.cuda._utils._get_device_index(device, optional=True)
-        return super().__new__(cls, torch.device("cuda", number), priority=priority)  # type: ignore[no-any-return]
+        return super().__new__(cls, torch.device("cuda", number), priority=priority)
 
     @property
     def cuda_stream(self) -> int:
@@ -37,6 +37,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """As torch.cuda.Event: of the device on which it is recorded first."""
 
+    _timed: bool
+
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
         made: Event = super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
         made._timed = enable_timing
@@ -49,11 +51,11 @@ class Event(torch.Event):
     def wait(self, stream: Any = None) -> None:
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
-    def elapsed_time(self, end: "Event") -> float:
+    def elapsed_time(self, end: Any) -> float:
         """Milliseconds; the host's clock, since kernels run as they are launched."""
         if not self._timed or not end._timed:
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
-        return 1e3 * (end._at - self._at)
+        return float(1e3 * (end._at - self._at))
 
 
 def put_in_place(device: Any, machine: Machine, visible: list[int]) -> None:
@@ -65,7 +67,7 @@ def put_in_place(device: Any, machine: Machine, visible: list[int]) -> None:
     """
     for name, function in (_device(device, len(visible)) | _memory(device)).items():
         setattr(torch._C, name, function)
-    torch._C._has_cuda = True  # type: ignore[misc]
+    torch._C._has_cuda = True
     torch.version.cuda = "12.8"
     cuda: Any = torch.cuda
     cuda._exchange_device = cuda._maybe_exchange_device = device.exchange_device
@@ -158,7 +160,7 @@ def _copy_deeply() -> None:
 
     def __deepcopy__(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if not self.is_cuda or type(self) is not torch.Tensor:
-            return theirs(self, memo)  # type: ignore[no-any-return, no-untyped-call]
+            return theirs(self, memo)  # type: ignore[no-any-return]
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]

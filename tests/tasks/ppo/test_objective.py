@@ -37,7 +37,7 @@ def by_definition(now: list[float], then: list[float], settings: PPOSettings) ->
 def test_losses_are_those_of_the_definition(value_clip: float, dtype: torch.dtype, within: float) -> None:
     settings = PPOSettings(value_clip=value_clip, clip=0.1)
     then, now = story(dtype)
-    found, figures = losses(*now, then, settings)
+    found, figures = losses(now[0], now[1], now[2], then, settings)
     rows = zip(now.T.tolist(), torch.stack(then[1:]).T.tolist(), strict=True)
     truth = torch.tensor([by_definition(new, old, settings) for new, old in rows], dtype=torch.float64).T
     both = torch.cat([found[None], figures]).double()

@@ -58,7 +58,7 @@ def test_a_rollout_is_what_happened() -> None:
     assert bool(rollout.terminated.any())
     assert torch.equal(rollout.after, seen[:, 0])
     torch.testing.assert_close(rollout.log_probabilities, torch.full((40, 3), 0.5).log())
-    assert (ended[0], ended[2]) == (episodes, lengths)
+    assert (float(ended[0]), float(ended[2])) == (episodes, lengths)
 
 
 def test_what_an_episode_was_cut_off_from_is_judged_with_the_memory_of_that_episode() -> None:

@@ -160,7 +160,7 @@ def test_a_pass_that_moves_the_policy_too_far_ends_the_epoch() -> None:
     for number, (_, work) in enumerate(made.rollouts.epoch(plan, 0, 0, 0, 1)):
         for batch in work:
             if number:  # the first pass's second step moves
-                made.rollouts._model.inner.weight.data.normal_()
+                made.rollouts._model.get_parameter("inner.weight").data.normal_()
             made.loss_sum(made.rollouts._model, batch)
         told.append(made.rollouts.next_step(number, plan))
     assert told == [1, 4]

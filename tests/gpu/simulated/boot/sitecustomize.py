@@ -16,7 +16,7 @@ if os.environ.get("SIMULATED_CUDA"):
         def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
             if name != "torch":
                 return None
-            sys.meta_path.remove(_AfterTorch)  # type: ignore[arg-type]
+            sys.meta_path.remove(_AfterTorch)
             spec = importlib.util.find_spec("torch")
             loader: Any = spec.loader if spec else None
             if loader is not None:
@@ -31,4 +31,4 @@ if os.environ.get("SIMULATED_CUDA"):
                 loader.exec_module = exec_module
             return spec
 
-    sys.meta_path.insert(0, _AfterTorch)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AfterTorch)
