@@ -54,7 +54,7 @@ def test_doctor_says_that_a_gpu_is_full() -> None:
         return [(each.name, each.evidence) for each in found if "memory is full" in each.evidence]
 
     told = alone(work, Machine((Gpu(), Gpu(memory=200 * MIB))))
-    assert told == [("host to GPU 1", "its memory is full: 256 MiB of it could not be had")]
+    assert told == [("host to GPU 1", "its memory is full: 256 MiB could not be allocated")]
 
 
 def test_doctor_says_what_a_micro_batch_takes() -> None:
