@@ -157,11 +157,8 @@ class MultiGPUConfig:
         if faults:
             raise combine_errors(faults)
         config = replace(replace_settings(Config(), explicit), explicit=frozenset(explicit))
-        broken = rules.find_rule_errors(
-            config, datasets=(), environments=(), models=(), tasks=(), environ={}, untold=["data"]
-        )
-        if broken:
-            raise to_python_error(combine_errors(broken))
+        if errors := rules.find_rule_errors(config, rules.RuleContext(), invalid_keys=["data"]):
+            raise to_python_error(combine_errors(errors))
         return config
 
     @property

@@ -1,4 +1,4 @@
-"""The best weights so far, beside the state of each checkpoint that counts on them: best.pt may be of a later step."""
+"""Keeps the best weights so far beside each checkpoint, since best.pt may be of a later step."""
 
 import os
 from collections.abc import Iterable, Sequence

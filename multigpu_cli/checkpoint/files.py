@@ -13,7 +13,7 @@ Moved = Callable[[], None]
 
 
 def ignore_progress() -> None:
-    """Nobody wants to hear of progress."""
+    """The default where progress is not followed."""
 
 
 def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:

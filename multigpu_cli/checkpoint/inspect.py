@@ -1,4 +1,4 @@
-"""All that a run folder holds of checkpoints and weights, each judged without loading it; without torch."""
+"""Lists the checkpoints and weights of a run folder, each checked without loading it; without torch."""
 
 import pickletools
 import re

@@ -1,4 +1,4 @@
-"""Who owns a run folder: one process group at a time."""
+"""The lock of a run folder, which one run at a time owns."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether it is still as it was written; without torch."""
+"""The manifest of a checkpoint, and the check whether its files are intact; without torch."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A state as bytes and back: only tensors and plain values, so that no code runs from a file."""
+"""Serializes a state, and reads back only tensors and plain values, so that no code runs from a file."""
 
 import io
 from collections.abc import Iterator

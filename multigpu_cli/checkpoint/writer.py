@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the training: one background thread, at most one job in flight."""
+"""Writes checkpoints in a background thread while training continues; at most one job in flight."""
 
 import threading
 import time

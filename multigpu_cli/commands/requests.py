@@ -65,8 +65,8 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
     if readable:
         config = rules.drop_launcher_settings(config, filed, environ)
-        names = {"datasets": DATASETS, "environments": ENVIRONMENTS, "models": MODELS, "tasks": TASKS}
-        faults += rules.find_rule_errors(config, **names, environ=environ, untold=broken)
+        context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ)
+        faults += rules.find_rule_errors(config, context, invalid_keys=broken)
     if wrong or faults:
         raise combine_errors([*wrong, *faults])
     return config

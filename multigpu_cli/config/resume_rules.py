@@ -1,4 +1,4 @@
-"""What a checkpoint pins, and how the words of a new command meet it."""
+"""What a checkpoint pins, and how the settings of a new command are merged with those of the run."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

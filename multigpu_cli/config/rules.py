@@ -1,4 +1,4 @@
-"""What settings must hold together, checked at the door, all at once and without torch.
+"""The rules between settings, all checked before a run begins, without torch.
 
 What needs the devices, the dataset or the number of workers is checked by planning and the engine.
 """
@@ -20,15 +20,15 @@ class RuleContext(NamedTuple):
     """What the rules know besides the settings.
 
     Attributes:
-        datasets, environments, models, tasks: the built-in names.
-        environ: the process environment.
+        datasets, environments, models, tasks: the built-in names; one with a colon is the user's own, not looked up.
+        environ: the process environment, for what torchrun has set.
     """
 
-    datasets: Collection[str]
-    environments: Collection[str]
-    models: Collection[str]
-    tasks: Collection[str]
-    environ: Mapping[str, str]
+    datasets: Collection[str] = ()
+    environments: Collection[str] = ()
+    models: Collection[str] = ()
+    tasks: Collection[str] = ()
+    environ: Mapping[str, str] = {}
 
 
 class Rule(NamedTuple):
@@ -38,27 +38,15 @@ class Rule(NamedTuple):
     check: Callable[[Config, RuleContext], Iterator[RequestError]]
 
 
-def find_rule_errors(
-    config: Config,
-    *,
-    datasets: Collection[str],
-    environments: Collection[str],
-    models: Collection[str],
-    tasks: Collection[str],
-    environ: Mapping[str, str],
-    untold: Collection[str] = (),
-) -> list[RequestError]:
+def find_rule_errors(config: Config, context: RuleContext, *, invalid_keys: Collection[str] = ()) -> list[RequestError]:
     """Every rule that a request breaks.
 
     Args:
         config: the resolved settings.
-        datasets, environments, models, tasks: the built-in names; one with a colon is the user's own, not looked up.
-        environ: the process environment, for what torchrun has set.
-        untold: keys whose values are unfit and were reported already.
+        invalid_keys: keys whose values are invalid and were reported already.
     """
-    facts = RuleContext(datasets, environments, models, tasks, environ)
-    rules = [rule for rule in RULES if not set(rule.keys.split()) & set(untold)]
-    return [fault for rule in rules for fault in rule.check(config, facts)]
+    rules = [rule for rule in RULES if not set(rule.keys.split()) & set(invalid_keys)]
+    return [error for rule in rules for error in rule.check(config, context)]
 
 
 def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
@@ -71,8 +59,8 @@ def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapp
     """
 
     def faults(config: Config) -> int:
-        facts = RuleContext((), (), (), (), environ)
-        return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, facts))
+        context = RuleContext(environ=environ)
+        return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, context))
 
     said = any(key in config.explicit and key not in filed for key in _WHERE)
     for key in _WHERE if said or launcher_rules.is_launched(environ) else ():

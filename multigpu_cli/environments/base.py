@@ -1,4 +1,4 @@
-"""What an environment is to the rest of the program: a group of a fixed size that is stepped as one batch."""
+"""`EnvironmentGroup`: the interface of a fixed number of environments that are stepped as one batch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The network that a run trains, as the user asked for it."""
+"""Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
 
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatch

@@ -1,4 +1,4 @@
-"""Observations brought to mean 0 and deviation 1 by statistics that are kept with the weights."""
+"""Normalizes observations to mean 0 and deviation 1 by statistics that are saved with the weights."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What training takes of one device's memory: measured parts added up for any micro-batch."""
+"""The device memory of a training, from measured parts, for any micro-batch size."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What more workers bring: a forecast from the times of one worker and a model of the wire.
+"""Forecasts the speed-up by more workers from the times of one worker and a model of the link.
 
 The reduction: DDP's buckets become ready one after the other during the last backward pass and are reduced in that
 order, so only what is left when backward ends delays the step (Li et al., "PyTorch Distributed", VLDB 2020). A ring

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.launcher_rules import OWN_RUN_ID
-from multigpu_cli.config.rules import drop_launcher_settings, find_rule_errors
+from multigpu_cli.config.rules import RuleContext, drop_launcher_settings, find_rule_errors
 from multigpu_cli.config.sources import gather, resolve
 
-NAMES: dict[str, Any] = {
-    "datasets": ["digits", "har"],
-    "environments": ["gym"],
-    "models": ["mlp"],
-    "tasks": ["classification", "ppo"],
-}
 TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "2",
@@ -28,8 +22,12 @@ TORCHRUN = {
 }
 
 
+def context(environ: Mapping[str, str]) -> RuleContext:
+    return RuleContext(["digits", "har"], ["gym"], ["mlp"], ["classification", "ppo"], environ)
+
+
 def said(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
-    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), environ=environ or {}, **NAMES))
+    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), context(environ or {})))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:
     request = gather({"epochs": "0", "warmup_epochs": "30", "data": "digitz"}, (), None)
-    faults = find_rule_errors(request.config, environ={}, untold=request.invalid_keys, **NAMES)
+    faults = find_rule_errors(request.config, context({}), invalid_keys=request.invalid_keys)
     assert [str(fault).split(":")[0] for fault in faults] == ["--data digitz"]
 
 
@@ -178,4 +176,4 @@ def test_where_a_file_says_it_ran_gives_way(
     request = gather(flags, (), str(tmp_path / "config.yaml"))
     config = drop_launcher_settings(request.config, request.file_keys, environ)
     assert {key: config.get(key) for key in left} == left
-    assert find_rule_errors(config, environ=environ, **NAMES) == []
+    assert find_rule_errors(config, context(environ)) == []

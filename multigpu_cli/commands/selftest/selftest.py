@@ -212,9 +212,7 @@ def _choose_devices(config: Config) -> Placement:
 def _why_no_exact(config: Config) -> str:
     """Why --exact can't be used with these settings; empty where it can."""
     tried = replace_settings(config, {"exact": True})
-    faults = rules.find_rule_errors(
-        tried, datasets=DATASETS, environments=ENVIRONMENTS, models=MODELS, tasks=TASKS, environ={}
-    )
+    faults = rules.find_rule_errors(tried, rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS))
     return faults[0].problem if faults else ""
 
 

@@ -1,4 +1,4 @@
-"""What a trading environment is made of: tables with a row for each day, and which days belong to which split."""
+"""The market data of trading environments: tables with a row per day, and the days of each split."""
 
 from dataclasses import dataclass
 from datetime import date

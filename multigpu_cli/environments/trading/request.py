@@ -1,4 +1,4 @@
-"""From what a user asks for (--data trading, --data-dir, data.args) to a group of trading environments."""
+"""Builds a group of trading environments from --data-dir and data.args."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
