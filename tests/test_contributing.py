@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.walkthrough import ROOT, Block, blocks, script
 from tests.test_house_rules import RULES
-from tests.test_readme import NO_COMMANDS, copied, is_reason, run
+from tests.test_readme import NO_COMMANDS, copy_project, is_reason, run
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -24,7 +24,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 def test_a_dataset_a_model_a_task_and_a_strategy_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, output = run(script(runnable()), copied(tmp_path))
+    code, output = run(script(runnable()), copy_project(tmp_path))
     assert code == 0, output[-6000:]
     assert re.search(r"linear on counts .*, poisson", output), output[-6000:]
     assert "mae" in output

@@ -40,7 +40,7 @@ def curve(folder: str = "run") -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events("train", folder)}
 
 
-def traced(folder: str = "run") -> dict[int, list[int]]:
+def read_trace(folder: str = "run") -> dict[int, list[int]]:
     lines = map(json.loads, Path(folder, "samples.jsonl").read_text().splitlines())
     return {line["step"]: line["samples"] for line in lines}
 
@@ -101,10 +101,10 @@ def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
 def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> None:
     run_training(**RUN, trace_samples=True)
     run_training(workers, **RUN | {"save_dir": "other"}, trace_samples=True)
-    assert traced("other") == traced()
-    assert len(traced()) == 12
+    assert read_trace("other") == read_trace()
+    assert len(read_trace()) == 12
     for epoch in range(4):
-        seen = [sample for step in range(3 * epoch + 1, 3 * epoch + 4) for sample in traced()[step]]
+        seen = [sample for step in range(3 * epoch + 1, 3 * epoch + 4) for sample in read_trace()[step]]
         assert sorted(seen) == list(range(60))
 
 
@@ -141,7 +141,7 @@ def test_a_stopped_run_goes_on_where_it_was() -> None:
     assert resumed["final"] == undisturbed["final"]
     assert resumed["best"] == undisturbed["best"]
     assert curve() == curve("whole")
-    assert traced() == traced("whole")
+    assert read_trace() == read_trace("whole")
     assert events("resume") == [events("resume")[0] | {"step": 5, "from_world_size": 1, "world_size": 1}]
     assert (resumed["samples"], resumed["steps"]) == (240, 12)
     assert resumed["resumed_from"] == "run/checkpoints/step_00000005"

@@ -14,7 +14,7 @@ from multigpu_cli.config.schema import SETTINGS
 from tests.support import generate_docs
 from tests.support.generate_docs import COMMAND, PARTS, flag_table
 from tests.support.walkthrough import Block, blocks
-from tests.test_readme import NO_COMMANDS, copied, is_reason, run
+from tests.test_readme import NO_COMMANDS, copy_project, is_reason, run
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE, REFERENCE, README = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md", ROOT / "README.md"
@@ -241,15 +241,15 @@ def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
 def test_the_blocks_of_a_chapter_run(section: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And say what the guide shows: each line of the text block that follows one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    project = copied(tmp_path)
+    project = copy_project(tmp_path)
     for guide, block in sections()[section]:
         code, output = run(block.text, project)
         assert code == 0, f"{guide.name}:{block.line}\n{block.text}\n{output[-6000:]}"
         said = {" ".join(line.split()) for line in output.splitlines()}
-        assert [line for line in expected(guide, block) if line not in said] == [], output[-6000:]
+        assert [line for line in find_expected_lines(guide, block) if line not in said] == [], output[-6000:]
 
 
-def expected(guide: Path, block: Block) -> list[str]:
+def find_expected_lines(guide: Path, block: Block) -> list[str]:
     """The lines of the text block that directly follows a bash block."""
     after = guide.read_text().split("\n", block.line - 1)[-1].partition(block.text)[2].removeprefix("```").lstrip()
     shown_next = re.match(r"```text\n(.*?)^```", after, re.MULTILINE | re.DOTALL)
@@ -257,7 +257,7 @@ def expected(guide: Path, block: Block) -> list[str]:
 
 
 def test_shown_output_is_found() -> None:
-    shown_blocks = [block for guide, block in runnable() if expected(guide, block)]
+    shown_blocks = [block for guide, block in runnable() if find_expected_lines(guide, block)]
     assert len(shown_blocks) >= 2
 
 

@@ -19,7 +19,7 @@ def hooks() -> list[dict[str, Any]]:
     return repo["hooks"]  # type: ignore[no-any-return]
 
 
-def linted() -> list[list[str]]:
+def list_lint_commands() -> list[list[str]]:
     """The commands of `make lint`, without those that install."""
     dry = ["make", "--dry-run", "--no-print-directory", "lint", "VENV=.venv", "--assume-old=.venv/.installed-dev"]
     lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -36,7 +36,7 @@ def called_by_hand(words: list[str]) -> str:
 def test_the_hooks_are_the_commands_of_make_lint() -> None:
     called = {hook["name"]: shlex.split(hook["entry"]) for hook in hooks()}
     assert [hook["language"] for hook in hooks()] == ["system"] * len(called)
-    assert list(called) == [called_by_hand(words) for words in linted()]
+    assert list(called) == [called_by_hand(words) for words in list_lint_commands()]
     for words in called.values():
         assert words[0].startswith(".venv/bin/")
         assert (Path(sys.executable).parent / Path(words[0]).name).exists(), words
@@ -44,7 +44,7 @@ def test_the_hooks_are_the_commands_of_make_lint() -> None:
 
 def test_the_shell_files_are_those_of_make_lint() -> None:
     pattern = next(hook["files"] for hook in hooks() if hook["id"] == "shellcheck")
-    files = linted()[-1][1:]
+    files = list_lint_commands()[-1][1:]
     assert files
     assert [file for file in files if not re.search(pattern, file)] == []
     assert not re.search(pattern, "tests/test_habits.py")

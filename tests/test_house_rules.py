@@ -59,7 +59,7 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported(node: ast.AST, path: str) -> list[str]:
+def find_imports(node: ast.AST, path: str) -> list[str]:
     """The dotted names that an import statement may load; `from a import b` may load a.b."""
     if isinstance(node, ast.Import):
         return [name.name for name in node.names]
@@ -70,7 +70,7 @@ def imported(node: ast.AST, path: str) -> list[str]:
     return [f"{base}.{name.name}" for name in node.names]
 
 
-def called(node: ast.AST) -> str:
+def name_callee(node: ast.AST) -> str:
     """The dotted text of what a call calls, or ''."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
@@ -89,7 +89,7 @@ def imports_point_down(tree: Tree) -> Iterator[str]:
                 yield f"{path}: room {room!r} has no floor"
             continue
         for node in ast.walk(module):
-            for name in imported(node, path):
+            for name in find_imports(node, path):
                 other = room_of(name)
                 if other is not None and other != room and FLOOR.get(other, 99) >= FLOOR[room]:
                     yield f"{path}:{node.lineno}: {room} imports {name}"  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def low_floors_know_no_torch(tree: Tree) -> Iterator[str]:
     for path, module in product(tree):
         late = {id(inner) for node in ast.walk(module) if is_function(node) for inner in ast.walk(node)}
         for node in ast.walk(module):
-            heavy = {name.partition(".")[0] for name in imported(node, path)} & {"torch", "numpy", "sklearn"}
+            heavy = {name.partition(".")[0] for name in find_imports(node, path)} & {"torch", "numpy", "sklearn"}
             excused = path == "main_multi_gpu.py" and id(node) in late
             if heavy and room_of(module_of(path)) in WITHOUT_TORCH and not excused:
                 yield f"{path}: imports {', '.join(sorted(heavy))}"
@@ -140,7 +140,7 @@ def only_the_console_prints(tree: Tree) -> Iterator[str]:
             yield from (
                 f"{path}:{node.lineno}"  # type: ignore[attr-defined]
                 for node in ast.walk(module)
-                if called(node) in {"print", "sys.stdout.write", "sys.stderr.write"}
+                if name_callee(node) in {"print", "sys.stdout.write", "sys.stderr.write"}
             )
 
 
@@ -151,14 +151,14 @@ def the_environment_is_read_in_one_place(tree: Tree) -> Iterator[str]:
         excused = {id(node.func.value) for node in ast.walk(module) if sets_up_a_library(node)}  # type: ignore[attr-defined]
         for node in ast.walk(module):
             reads = isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"}
-            if (reads and id(node) not in excused) or {"os.environ", "os.getenv"} & set(imported(node, path)):
+            if (reads and id(node) not in excused) or {"os.environ", "os.getenv"} & set(find_imports(node, path)):
                 yield f"{path}:{node.lineno}"  # type: ignore[attr-defined]
 
 
 def sets_up_a_library(node: ast.AST) -> bool:
     """Whether a call gives a library a setting that it takes from nowhere but the environment: cuBLAS's workspace."""
     name = node.args[0] if isinstance(node, ast.Call) and node.args else None
-    return called(node) == "os.environ.setdefault" and ast.unparse(name or node) == "'CUBLAS_WORKSPACE_CONFIG'"
+    return name_callee(node) == "os.environ.setdefault" and ast.unparse(name or node) == "'CUBLAS_WORKSPACE_CONFIG'"
 
 
 def loading_runs_no_code(tree: Tree) -> Iterator[str]:
@@ -167,10 +167,12 @@ def loading_runs_no_code(tree: Tree) -> Iterator[str]:
     pickles = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
     for path, module in product(tree):
         for node in ast.walk(module):
-            unsafe = called(node) in code
-            unsafe |= called(node) == "torch.load" and keyword(node, "weights_only") is not True
+            unsafe = name_callee(node) in code
+            unsafe |= name_callee(node) == "torch.load" and keyword(node, "weights_only") is not True
             unsafe |= keyword(node, "shell") is True or keyword(node, "allow_pickle") is True
-            unsafe |= any(name == "torch.load" or name.partition(".")[0] in pickles for name in imported(node, path))
+            unsafe |= any(
+                name == "torch.load" or name.partition(".")[0] in pickles for name in find_imports(node, path)
+            )
             if unsafe:
                 yield f"{path}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
 

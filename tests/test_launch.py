@@ -52,11 +52,11 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Agent:
     return stand_in
 
 
-def asked(**flags: Any) -> Config:
+def make_config(**flags: Any) -> Config:
     return resolve(flags, [], None)
 
 
-def left(status: str) -> Callable[[], None]:
+def leave_summary(status: str) -> Callable[[], None]:
     """Workers that leave a summary in the folder `run`."""
 
     def end() -> None:
@@ -67,8 +67,8 @@ def left(status: str) -> Callable[[], None]:
 
 
 def test_the_workers_get_the_front_door_and_the_explicit_settings(agent: Agent) -> None:
-    agent.ending = left("completed")
-    assert self_launch(asked(save_dir="run", lr=0.5, epochs=3), ON_CPU, "json") == {"status": "completed"}
+    agent.ending = leave_summary("completed")
+    assert self_launch(make_config(save_dir="run", lr=0.5, epochs=3), ON_CPU, "json") == {"status": "completed"}
     assert Path(agent.words[0]).name == "main_multi_gpu.py"
     assert "--json" in agent.words
     assert agent.request == {"save_dir": "run", "resume": "auto", "lr": 0.5, "epochs": 3} | {
@@ -77,21 +77,21 @@ def test_the_workers_get_the_front_door_and_the_explicit_settings(agent: Agent) 
 
 
 def test_all_attempts_mean_the_same_new_folder(agent: Agent) -> None:
-    self_launch(asked(), ON_CPU, "normal")
+    self_launch(make_config(), ON_CPU, "normal")
     first = agent.request["save_dir"]
-    self_launch(asked(), ON_CPU, "normal")
+    self_launch(make_config(), ON_CPU, "normal")
     assert first.startswith("checkpoints/digits/")
     assert agent.request["save_dir"] != first
     assert not {"--json", "--quiet", "--verbose"} & set(agent.words)
 
 
 def test_never_is_settled_here_and_not_said_again_to_a_restarted_worker(agent: Agent) -> None:
-    self_launch(asked(resume="never", save_dir="run"), ON_CPU, "normal")
+    self_launch(make_config(resume="never", save_dir="run"), ON_CPU, "normal")
     assert agent.request["resume"] == "auto"
 
 
 def test_the_agent_is_told_how_many_and_that_they_are_ours(agent: Agent) -> None:
-    self_launch(asked(max_restarts=3), ON_CPU, "normal")
+    self_launch(make_config(max_restarts=3), ON_CPU, "normal")
     config = agent.config
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 3)
     assert config.rdzv_endpoint == "localhost:0", "a free port"
@@ -109,12 +109,12 @@ def test_workers_see_only_the_chosen_gpus(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if before:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    self_launch(asked(), ON_GPUS, "normal")
+    self_launch(make_config(), ON_GPUS, "normal")
     assert agent.visible == inside
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before, "as it was, for whoever goes on in this process"
 
 
-def failed(*ends: tuple[int, int]) -> Callable[[], None]:
+def fail_workers(*ends: tuple[int, int]) -> Callable[[], None]:
     """Workers that ended with these exit codes at these seconds."""
 
     def end() -> None:
@@ -137,17 +137,17 @@ def failed(*ends: tuple[int, int]) -> Callable[[], None]:
     ],
 )
 def test_the_code_of_the_first_that_ended_is_ours(agent: Agent, ends: list[tuple[int, int]], code: int) -> None:
-    agent.ending = failed(*ends)
+    agent.ending = fail_workers(*ends)
     with pytest.raises(WorkersFailed) as ended:
-        self_launch(asked(), ON_CPU, "normal")
+        self_launch(make_config(), ON_CPU, "normal")
     assert ended.value.exit_code == code
     assert str(ended.value) == "", "they have told the user why"
 
 
 def test_a_worker_that_was_killed_could_not_say_so_itself(agent: Agent) -> None:
-    agent.ending = failed((-15, 3), (-9, 1))
+    agent.ending = fail_workers((-15, 3), (-9, 1))
     with pytest.raises(WorkersFailed, match="rank 1 was ended by SIGKILL") as ended:
-        self_launch(asked(), ON_CPU, "normal")
+        self_launch(make_config(), ON_CPU, "normal")
     assert ended.value.exit_code == 1
 
 
@@ -160,32 +160,32 @@ def test_its_last_words_are_said_for_it_unless_another_rank_has_done_so(
         Path("run/logs/rank_1.log").write_text("--- rank 1, attempt 1\nterminate called\n")
         if reported:
             Path("run/logs/crash_0.txt").touch()
-        failed((-15, 3), (-6, 1))()
+        fail_workers((-15, 3), (-6, 1))()
 
     agent.ending = end
     with pytest.raises(WorkersFailed, match="rank 1 was ended by SIGABRT") as ended:
-        self_launch(asked(save_dir="run"), ON_CPU, "normal")
+        self_launch(make_config(save_dir="run"), ON_CPU, "normal")
     assert ("(run/logs/rank_1.log):\n  terminate called\n  try: " in str(ended.value)) is quoted
 
 
-def interrupted(status: str) -> Callable[[], None]:
+def interrupt_after(status: str) -> Callable[[], None]:
     def end() -> None:
-        left(status)()
+        leave_summary(status)()
         raise SignalException("told to stop", signal.SIGTERM)
 
     return end
 
 
 def test_a_signal_that_stopped_the_workers_in_good_order_is_no_failure(agent: Agent) -> None:
-    agent.ending = interrupted("stopped")
-    assert self_launch(asked(save_dir="run"), ON_CPU, "normal") == {"status": "stopped"}
+    agent.ending = interrupt_after("stopped")
+    assert self_launch(make_config(save_dir="run"), ON_CPU, "normal") == {"status": "stopped"}
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 1), ("completed", 128 + signal.SIGTERM)])
 def test_a_signal_that_did_not_is_one(agent: Agent, status: str, code: int) -> None:
-    agent.ending = interrupted(status)
+    agent.ending = interrupt_after(status)
     with pytest.raises(WorkersFailed) as ended:
-        self_launch(asked(save_dir="run"), ON_CPU, "normal")
+        self_launch(make_config(save_dir="run"), ON_CPU, "normal")
     assert ended.value.exit_code == code
 
 
@@ -226,22 +226,22 @@ def test_workers_that_ran_out_of_memory_are_started_again_with_smaller_micro_bat
     def out_of_memory_twice() -> None:
         size = next(sizes, None)
         if size is None:
-            return left("completed")()
+            return leave_summary("completed")()
         Path("run").mkdir(exist_ok=True)
         write_note(Path("run"), {"batch_size": size})
-        return failed((1, 1), (-15, 2))()
+        return fail_workers((1, 1), (-15, 2))()
 
     agent.ending = out_of_memory_twice
-    assert self_launch(asked(save_dir="run"), ON_CPU, "normal") == {"status": "completed"}
+    assert self_launch(make_config(save_dir="run"), ON_CPU, "normal") == {"status": "completed"}
     assert next(sizes, None) is None
 
 
 def test_other_failures_beside_an_old_note_are_not(agent: Agent) -> None:
     Path("run").mkdir()
     write_note(Path("run"), {"batch_size": 8})
-    agent.ending = failed((1, 1), (-15, 2))
+    agent.ending = fail_workers((1, 1), (-15, 2))
     with pytest.raises(WorkersFailed):
-        self_launch(asked(save_dir="run"), ON_CPU, "normal")
+        self_launch(make_config(save_dir="run"), ON_CPU, "normal")
 
 
 def fail_on_rank_1() -> None:

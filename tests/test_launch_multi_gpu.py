@@ -155,7 +155,7 @@ def desk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
         child.close(force=True)
 
 
-def answered(child: Any, *pairs: tuple[str, str]) -> None:
+def answer_questions(child: Any, *pairs: tuple[str, str]) -> None:
     """Wait for each question, then answer it."""
     for question, answer in pairs:
         child.expect_exact(f"{question}")
@@ -163,7 +163,7 @@ def answered(child: Any, *pairs: tuple[str, str]) -> None:
         child.sendline(answer)
 
 
-def ended(child: Any) -> int:
+def wait_for_exit(child: Any) -> int:
     """The exit code, after the last words."""
     child.expect(pexpect.EOF)
     child.close()
@@ -182,15 +182,15 @@ def test_enter_alone_trains_with_ddp_on_the_idle_gpus(desk: Desk) -> None:
     child = desk.ask()
     child.expect_exact("1 of 80 GiB    97 %  in use")
     child.expect_exact("Recommended here: ddp (3 GPUs can share it).")
-    answered(child, ("Mode [ddp]", ""), ("How many GPUs [3]", ""), ("Which of them [0,1,3]", ""), *ENTER[1:3])
+    answer_questions(child, ("Mode [ddp]", ""), ("How many GPUs [3]", ""), ("Which of them [0,1,3]", ""), *ENTER[1:3])
     child.expect(r"effective batch +96: 32 per device, 1 accumulated, workers: 3")
     child.expect(r"learning rate +0.00777 \(sqrt rule, from 0.001 at batch size 32\)")
     child.expect_exact("CUDA_VISIBLE_DEVICES=0,1,3 torchrun --standalone --nproc_per_node=3 \\")
-    answered(child, ENTER[3])
+    answer_questions(child, ENTER[3])
     child.expect_exact("training")
     child.expect_exact("checkpoints/digits/RUN")
     child.expect_exact("tensorboard --logdir checkpoints/digits/RUN/tensorboard")
-    assert ended(child) == 0
+    assert wait_for_exit(child) == 0
     assert desk.run == {
         "through": "torchrun --standalone --nproc_per_node=3",
         "argv": ["--multi-gpu", "ddp", "--config", "digits", "--save-dir", "checkpoints/digits/RUN"],
@@ -201,13 +201,13 @@ def test_enter_alone_trains_with_ddp_on_the_idle_gpus(desk: Desk) -> None:
 @machine("desk", [[IDLE.format(number) for number in range(8)]], indirect=True)
 def test_eight_gpus_fit_on_80_columns(desk: Desk) -> None:
     child = desk.ask()
-    answered(child, ENTER[0], ("How many GPUs [8]", ""), *ENTER[1:3])
+    answer_questions(child, ENTER[0], ("How many GPUs [8]", ""), *ENTER[1:3])
     child.expect_exact("Start the training?")
     assert max(len(line) for line in child.before.splitlines()) <= 80
     assert "\x1b" not in child.before
     child.expect_exact(": ")
     child.sendline()
-    assert ended(child) == 0
+    assert wait_for_exit(child) == 0
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}  # all of them, so no question which
 
 
@@ -215,8 +215,8 @@ def test_eight_gpus_fit_on_80_columns(desk: Desk) -> None:
 def test_without_gpus_two_processes_share_the_cpu(desk: Desk) -> None:
     child = desk.ask()
     child.expect_exact("0 GPUs to use")
-    answered(child, ("Mode [", "ddp"), ("How many CPU processes [2]", ""), *ENTER[1:])
-    assert ended(child) == 0
+    answer_questions(child, ("Mode [", "ddp"), ("How many CPU processes [2]", ""), *ENTER[1:])
+    assert wait_for_exit(child) == 0
     assert desk.run["through"] == "torchrun --standalone --nproc_per_node=2"
     assert desk.run["cuda"] == {}
 
@@ -232,8 +232,8 @@ def test_a_driver_in_trouble_is_named(desk: Desk) -> None:
 @machine("desk", [[IDLE.format(0)], ["0, NVIDIA GB10, [N/A], [N/A], [N/A]"]], indirect=True)
 def test_one_gpu_is_used_by_one_process(desk: Desk) -> None:
     child = desk.ask()
-    answered(child, ("Mode [single]", ""), *ENTER[1:])
-    assert ended(child) == 0
+    answer_questions(child, ("Mode [single]", ""), *ENTER[1:])
+    assert wait_for_exit(child) == 0
     assert desk.run["through"] == ""
     assert desk.run["argv"][:2] == ["--multi-gpu", "none"]
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "0"}
@@ -241,18 +241,18 @@ def test_one_gpu_is_used_by_one_process(desk: Desk) -> None:
 
 def test_dp_names_its_gpus_by_flag(desk: Desk) -> None:
     child = desk.ask()
-    answered(child, ("Mode [ddp]", "2"), ("How many GPUs [3]", "2"), ("Which of them [0,1]", "0 3"), *ENTER[1:])
-    assert ended(child) == 0
+    answer_questions(child, ("Mode [ddp]", "2"), ("How many GPUs [3]", "2"), ("Which of them [0,1]", "0 3"), *ENTER[1:])
+    assert wait_for_exit(child) == 0
     assert desk.run["argv"][:4] == ["--multi-gpu", "dp", "--gpu-ids", "0,3"]
     assert (desk.run["through"], desk.run["cuda"]) == ("", {})
 
 
 def test_single_takes_the_gpu_that_is_named_and_says_if_it_is_in_use(desk: Desk) -> None:
     child = desk.ask()
-    answered(child, ("Mode [ddp]", "SINGLE"), ("Which of them [0]", "2"))
+    answer_questions(child, ("Mode [ddp]", "SINGLE"), ("Which of them [0]", "2"))
     child.expect_exact("Note: GPU 2 is in use by others.")
-    answered(child, *ENTER[1:])
-    assert ended(child) == 0
+    answer_questions(child, *ENTER[1:])
+    assert wait_for_exit(child) == 0
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "2"}
 
 
@@ -336,11 +336,11 @@ def test_wrong_answers_are_asked_again_with_the_reason(desk: Desk) -> None:
     ]
     for question, answers, reason, right in wrong:
         for answer in answers:
-            answered(child, (question, answer))
+            answer_questions(child, (question, answer))
             child.expect_exact(reason)
         if right is not None:
-            answered(child, (question, right))
-    assert ended(child) == 0
+            answer_questions(child, (question, right))
+    assert wait_for_exit(child) == 0
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "3,0"}
     assert desk.run["argv"][2:6] == ["--config", "digits", "--batch-size", "16"]
     assert not (desk.folder / "pwned").exists()
@@ -348,42 +348,42 @@ def test_wrong_answers_are_asked_again_with_the_reason(desk: Desk) -> None:
 
 def test_dp_on_one_gpu_is_refused_with_the_reason(desk: Desk) -> None:
     child = desk.ask("--gpus", "3")
-    answered(child, ("Mode [single]", "dp"))
+    answer_questions(child, ("Mode [single]", "dp"))
     child.expect_exact("dp needs two GPUs or more; usable here: 4, asked for: 1")
 
 
 def test_the_dataset_folder_is_asked_for_where_the_trainer_misses_it(desk: Desk) -> None:
     (desk.folder / "my data").mkdir()
     child = desk.ask("--mode", "ddp", "--gpus", "0,1")
-    answered(child, ("Recipe [digits]", "har"))
+    answer_questions(child, ("Recipe [digits]", "har"))
     child.expect_exact("--data har needs --data-dir")
-    answered(child, ("Folder that holds the dataset", "nowhere"))
+    answer_questions(child, ("Folder that holds the dataset", "nowhere"))
     child.expect_exact("there is no such folder")
-    answered(child, ("Folder that holds the dataset", "~/my data"), *ENTER[2:])
-    assert ended(child) == 0
+    answer_questions(child, ("Folder that holds the dataset", "~/my data"), *ENTER[2:])
+    assert wait_for_exit(child) == 0
     argv = desk.run["argv"]
     assert argv[argv.index("--data-dir") + 1] == str(desk.folder / "my data")
 
 
 def test_memory_is_measured_where_one_asks_for_it(desk: Desk) -> None:
     child = desk.ask("--mode", "ddp", "--gpus", "0,1", "--config", "digits")
-    answered(child, (BATCH, "m"))
+    answer_questions(child, (BATCH, "m"))
     child.expect_exact("memory   4.40 MiB a device: 1.11 MiB weights")
     child.expect_exact("9 tenths of them would hold micro-batches of 1000")
     assert "measured 1.00" not in child.before
-    answered(child, (BATCH, "64"), ENTER[3])
-    assert ended(child) == 0
+    answer_questions(child, (BATCH, "64"), ENTER[3])
+    assert wait_for_exit(child) == 0
     assert "64" in desk.run["argv"]
 
 
 def test_a_batch_that_the_trainer_refuses_is_asked_again(desk: Desk) -> None:
     child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits")
-    answered(child, (BATCH, "5000"))
+    answer_questions(child, (BATCH, "5000"))
     child.expect_exact("--batch-size 5000: larger than the dataset")
-    answered(child, ("Batch size per device", "64"))
+    answer_questions(child, ("Batch size per device", "64"))
     child.expect_exact("64: 64 per device")
-    answered(child, ENTER[3])
-    assert ended(child) == 0
+    answer_questions(child, ENTER[3])
+    assert wait_for_exit(child) == 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--save-dir", "checkpoints/digits/RUN"]], ids=["newest", "named"])
@@ -394,22 +394,22 @@ def test_a_run_that_is_there_is_continued_or_left_alone(desk: Desk, answer: str,
     (run / "config.yaml").touch()
     child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits", *flags)
     child.expect_exact("goes on from step 120")
-    answered(child, ("Continue it?", answer), *(ENTER[2:] if answer else ENTER[3:]))
-    assert ended(child) == 0
+    answer_questions(child, ("Continue it?", answer), *(ENTER[2:] if answer else ENTER[3:]))
+    assert wait_for_exit(child) == 0
     assert desk.run["argv"][4:] == ["--save-dir", f"checkpoints/digits/{folder}"]
 
 
 def test_resume_auto_still_asks_the_rest(desk: Desk) -> None:
     child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits", "--resume", "auto")
-    answered(child, *ENTER[2:])
-    assert ended(child) == 0
+    answer_questions(child, *ENTER[2:])
+    assert wait_for_exit(child) == 0
 
 
 def test_no_is_an_answer(desk: Desk) -> None:
     child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits", "--batch-size", "8")
-    answered(child, ("Start the training? [y]", "n"))
+    answer_questions(child, ("Start the training? [y]", "n"))
     child.expect_exact("Not started; the command above does the same.")
-    assert ended(child) == 130
+    assert wait_for_exit(child) == 130
     assert desk.idle
 
 
@@ -422,8 +422,8 @@ EVERY_FLAG += ["--save-dir", "a folder; touch pwned", "--resume", "auto"]
 def test_flags_answer_in_advance_and_the_rest_reaches_the_trainer_untouched(desk: Desk) -> None:
     rest = ["--epochs", "3", "--set", "a b=$(touch pwned)", "", "--yes", "--", "'"]
     child = desk.ask(*EVERY_FLAG, "--", *rest)
-    answered(child, ENTER[3])
-    assert ended(child) == 0
+    answer_questions(child, ENTER[3])
+    assert wait_for_exit(child) == 0
     assert desk.run["through"] == "torchrun --standalone --nproc_per_node=2"
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "1,0"}
     flags = ["--config", "har", "--data-dir", ".", "--batch-size", "16", "--save-dir", "a folder; touch pwned"]
@@ -537,11 +537,11 @@ def test_help_names_every_flag(desk: Desk) -> None:
 def test_ctrl_c_at_a_question_leaves_with_one_line(desk: Desk, question: str) -> None:
     child = desk.ask("--nproc", "2")
     if question != "Mode [ddp]":
-        answered(child, ("Mode [ddp]", ""))
+        answer_questions(child, ("Mode [ddp]", ""))
     child.expect_exact(question)
     child.expect_exact(": ")
     child.sendintr()
-    assert ended(child) == 130
+    assert wait_for_exit(child) == 130
     assert child.before.replace("^C", "").split("\r\n") == ["", "Cancelled; nothing was started.", ""]
     assert desk.idle
 
@@ -553,7 +553,7 @@ def test_ctrl_c_while_the_trainer_plans_leaves_too(desk: Desk) -> None:
         time.sleep(0.05)
     child.sendintr()
     child.expect_exact("Cancelled; nothing was started.")
-    assert ended(child) == 130
+    assert wait_for_exit(child) == 130
     assert "Traceback" not in child.before
 
 
@@ -562,7 +562,7 @@ def test_the_end_of_the_input_leaves_with_one_line(desk: Desk) -> None:
     child.expect_exact("Mode [ddp]")
     child.expect_exact(": ")
     child.sendeof()
-    assert ended(child) == 2
+    assert wait_for_exit(child) == 2
     assert child.before.strip() == 'launch_multi_gpu.sh: the input ended at "Mode"; nothing was started.'
 
 
@@ -573,7 +573,7 @@ def test_ctrl_c_reaches_the_trainer_once_and_its_exit_code_returns(desk: Desk) -
     child.expect_exact(f"signals [{signal.SIGINT.value}]")
     child.expect_exact("Training was stopped (exit code 75).")
     child.expect_exact("The same command continues from the last checkpoint.")
-    assert ended(child) == 75
+    assert wait_for_exit(child) == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -22,39 +22,39 @@ from examples.lesson.gradients import SAMPLES, data, difference, gradient, netwo
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.walkthrough import ROOT, Block, blocks
-from tests.test_readme import copied, run
+from tests.test_readme import copy_project, run
 
 LESSON = ROOT / "docs" / "lesson.md"
 SCRIPT = re.compile(r"examples/lesson/(\w+)\.py$", re.MULTILINE)
 
 
-def shown() -> dict[str, list[str]]:
+def read_outputs() -> dict[str, list[str]]:
     """What the lesson shows, line by line, below the block that runs a script."""
     pages = list(blocks(LESSON.read_text()))
     below = {block: after.text.splitlines() for block, after in pairwise(pages)}
     return {found[1]: lines for block, lines in below.items() if (found := SCRIPT.search(block.text))}
 
 
-def printed(main: Callable[..., None], *arguments: int) -> list[str]:
+def capture_lines(main: Callable[..., None], *arguments: int) -> list[str]:
     with redirect_stdout(io.StringIO()) as out:
         main(*arguments)
     return out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("script", shown())
+@pytest.mark.parametrize("script", read_outputs())
 def test_a_script_prints_what_the_lesson_shows(script: str) -> None:
     main = import_module(f"examples.lesson.{script}").main
     if signature(main).parameters:
-        lines, *others = run_on_each_rank(2, lambda world: printed(main, world.rank, world.size))
+        lines, *others = run_on_each_rank(2, lambda world: capture_lines(main, world.rank, world.size))
         assert others == [[]]
     else:
-        lines = printed(main)
-    assert lines == shown()[script]
+        lines = capture_lines(main)
+    assert lines == read_outputs()[script]
 
 
 def test_every_script_of_the_lesson_is_shown() -> None:
     scripts = {file.stem for file in (ROOT / "examples" / "lesson").glob("*.py")}
-    assert scripts - {"slow_data"} == set(shown())
+    assert scripts - {"slow_data"} == set(read_outputs())
 
 
 def of_the_trainer() -> list[Block]:
@@ -64,7 +64,7 @@ def of_the_trainer() -> list[Block]:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", of_the_trainer(), ids=lambda block: block.text.split("--out ")[1].strip())
 def test_the_measurements_of_the_lesson_run(block: Block, tmp_path: Path) -> None:
-    code, output = run(block.text, copied(tmp_path))
+    code, output = run(block.text, copy_project(tmp_path))
     assert code == 0, output[-3000:]
 
 
@@ -88,7 +88,7 @@ def gradients(model: nn.Module) -> Iterator[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-def accumulated(world: World) -> tuple[int, list[str]]:
+def accumulate_windows(world: World) -> tuple[int, list[str]]:
     """Reductions, and how far each window's gradient is from that of all its samples on one process."""
     torch.manual_seed(0)
     alone = nn.Linear(8, 1)
@@ -110,10 +110,10 @@ def accumulated(world: World) -> tuple[int, list[str]]:
 
 
 def test_solution_2_steps_at_the_end_of_each_window_by_what_it_holds() -> None:
-    assert run_on_each_rank(2, accumulated) == [(3, ["rounding"] * 3)] * 2
+    assert run_on_each_rank(2, accumulate_windows) == [(3, ["rounding"] * 3)] * 2
 
 
-def evaluated(world: World) -> tuple[float, int]:
+def evaluate_share(world: World) -> tuple[float, int]:
     """The loss over all samples, and how many there were."""
     inputs, targets = (part[:7] for part in data())
     share = Subset(TensorDataset(inputs, targets), range(world.rank, 7, world.size))
@@ -129,4 +129,4 @@ def test_solution_3_counts_each_sample_once() -> None:
     inputs, targets = (part[:7] for part in data())
     with torch.no_grad():
         expected = float(mse_loss(network()(inputs), targets))
-    assert run_on_each_rank(2, evaluated) == [(pytest.approx(expected), 7)] * 2
+    assert run_on_each_rank(2, evaluate_share) == [(pytest.approx(expected), 7)] * 2

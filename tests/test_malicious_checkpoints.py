@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from tests.support.malicious_files import poison, poisoned
+from tests.support.malicious_files import poison, poison_and_sign
 from tests.support.run_training import run_training
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 30}
@@ -17,7 +17,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What an attack would make. Beside it lies a run whose checkpoint and best.pt are poisoned."""
     monkeypatch.chdir(tmp_path)
     assert run_training(**RUN, epochs=1).error == ""
-    poisoned(Path("run/checkpoints/step_00000002"), tmp_path / "attacked")
+    poison_and_sign(Path("run/checkpoints/step_00000002"), tmp_path / "attacked")
     poison(Path("run/best.pt"), tmp_path / "attacked", {"model": {}, "config": {}})
     return tmp_path / "attacked"
 

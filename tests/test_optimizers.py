@@ -16,14 +16,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 3))
 
 
-def built(name: str, model: nn.Module, decay: float = 0.1) -> torch.optim.Optimizer:
+def build(name: str, model: nn.Module, decay: float = 0.1) -> torch.optim.Optimizer:
     return build_optimizer(model, OptimizerConfig(name=name, weight_decay=decay))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_only_matrices_and_kernels_decay(name: str) -> None:
     model = network()
-    decaying, plain = built(name, model).param_groups
+    decaying, plain = build(name, model).param_groups
     assert (decaying["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert [p is q for p, q in zip(decaying["params"], (model[0].weight, model[3].weight), strict=True)] == [True] * 2
     assert {p.ndim for p in plain["params"]} == {1}
@@ -35,13 +35,13 @@ def test_frozen_parameters_are_left_out_and_no_group_is_empty(name: str) -> None
     model = network()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter is model[3].bias)
-    [only] = built(name, model).param_groups
+    [only] = build(name, model).param_groups
     assert only["params"] == [model[3].bias]
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_every_group_gets_the_rate_of_the_schedule(name: str) -> None:
-    optimizer = built(name, network())
+    optimizer = build(name, network())
     assert all(group["lr"] == 0.0 for group in optimizer.param_groups), "nothing moves before a rate is set"
     set_rate(optimizer, 0.25)
     assert all(group["lr"] == 0.25 for group in optimizer.param_groups)
@@ -57,7 +57,7 @@ def test_every_group_gets_the_rate_of_the_schedule(name: str) -> None:
 def test_it_is_the_textbook_optimizer(name: str, reference: object) -> None:
     ours, plain = (nn.Sequential(network()[0], nn.Flatten(), nn.Linear(8, 3)).double() for _ in range(2))
     plain.load_state_dict(ours.state_dict())
-    optimizer = built(name, ours)
+    optimizer = build(name, ours)
     set_rate(optimizer, 0.01)
     groups = [
         {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -149,7 +149,7 @@ def test_a_skipped_step_is_told_by_a_tensor() -> None:
     """What runtime/precision.py relies on: fused optimizers look at `found_inf`, also on CPU."""
     for name in ("adamw", "sgd"):
         model = network()
-        optimizer = built(name, model)
+        optimizer = build(name, model)
         set_rate(optimizer, 0.1)
         before = fingerprint(model.state_dict())
         for parameter in model.parameters():
@@ -164,7 +164,7 @@ def test_a_skipped_step_is_told_by_a_tensor() -> None:
 
 def test_momentum_begins_at_zero() -> None:
     model = network()
-    optimizer = built("sgd", model)
+    optimizer = build("sgd", model)
     momenta: list[Tensor] = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     assert all(float(m.abs().max()) == 0.0 for m in momenta)
 
@@ -210,7 +210,7 @@ def test_arguments_that_torch_does_not_take_are_refused(args: dict[str, Any], na
 def test_our_step_is_torchs_to_the_last_bit() -> None:
     """With skipped steps, parameters that have no gradient now and then, and a state that went through a checkpoint."""
     ours, theirs = network(), network()
-    first = built("adamw", ours)
+    first = build("adamw", ours)
     second = torch.optim.AdamW(build_optimizer(theirs, OptimizerConfig(weight_decay=0.1)).param_groups, fused=True)
     for number, skipped in enumerate([0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]):
         for model, optimizer in ((ours, first), (theirs, second)):
@@ -223,7 +223,7 @@ def test_our_step_is_torchs_to_the_last_bit() -> None:
             optimizer.step()
         if number == 2:
             state = first.state_dict()
-            first = built("adamw", ours)
+            first = build("adamw", ours)
             first.load_state_dict(state)
     assert fingerprint(ours.state_dict()) == fingerprint(theirs.state_dict())
     steps = [[float(state["step"]) for state in optimizer.state.values()] for optimizer in (first, second)]
@@ -251,11 +251,11 @@ def test_a_state_of_another_memory_layout_is_brought_into_that_of_the_weights(na
     for later in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
         model = nn.Conv2d(4, 8, 3)
-        optimizer = built(name, model)
+        optimizer = build(name, model)
         for number in range(4):
             if number == 2:
                 model.to(memory_format=later)  # type: ignore[call-overload]
-                state, optimizer = optimizer.state_dict(), built(name, model)
+                state, optimizer = optimizer.state_dict(), build(name, model)
                 optimizer.load_state_dict(state)
             set_rate(optimizer, 0.1)
             with torch.no_grad():
@@ -271,7 +271,7 @@ def test_a_state_of_another_memory_layout_is_brought_into_that_of_the_weights(na
 def test_weights_of_16_bits_move_on_a_cpu_too(name: str, number: torch.dtype) -> None:
     """torch's fused SGD leaves them as they are; a checkpoint of a GPU says that its optimizer was a fused one."""
     model = nn.Linear(64, 64).to(number)
-    optimizer = built(name, model, 0.0)
+    optimizer = build(name, model, 0.0)
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["fused"] = True
@@ -294,7 +294,7 @@ def test_a_model_of_several_dtypes_moves_as_with_torchs_own(monkeypatch: pytest.
 
     ours, theirs = (nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    optimizer = built("adamw", ours)
+    optimizer = build("adamw", ours)
     set_rate(optimizer, 0.01)
     groups = [
         {"params": [layer.weight for layer in theirs], "weight_decay": 0.1},

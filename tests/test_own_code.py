@@ -69,7 +69,7 @@ USE = [
 LOOK = [["status", "run"], ["report", "run"], ["verify", "run", "run"], ["checkpoints", "run"]]
 
 
-def unsigned(run: Path) -> dict[str, Any]:
+def read_unsigned(run: Path) -> dict[str, Any]:
     return {name: told for name, told in read_manifest(run / CHECKPOINT).items() if name != "sha256"}
 
 
@@ -85,7 +85,7 @@ def plant(run: Path, told: dict[str, Any]) -> None:
         label.update(told)
         label["built_for"]["task"] = "language-model"  # which `sample` asks for
 
-    manifest = unsigned(run)
+    manifest = read_unsigned(run)
     write(manifest["settings"])
     manifest["pins"] |= {key: value for key, value in told.items() if key in ("model", "task")}
     sign(run, manifest)
@@ -95,7 +95,7 @@ def plant(run: Path, told: dict[str, Any]) -> None:
         torch.save(weights, run / name)
 
 
-def ended(words: list[str]) -> int:
+def run_apart(words: list[str]) -> int:
     """The exit code of a command, in a process of its own: some of these would train."""
     return exit_code(lambda: os._exit(main_multi_gpu.run(words)))
 
@@ -112,7 +112,7 @@ def test_what_only_a_file_names_is_refused_by_name(
     told, called = KINDS[kind]
     plant(run, told)
     before = everything()
-    code = ended(words)
+    code = run_apart(words)
     assert not Path("ran").exists()
     assert code == 2
     said = capfd.readouterr().err
@@ -126,7 +126,7 @@ def test_own_code_of_the_command_is_not_handed_the_name_of_another(
 ) -> None:
     """That network makes the one within it by name."""
     plant(run, {"model": "tests.support.user_code:Double", "model.args": {"network": "planted:net"}})
-    code = ended(["--save-dir", "run", "--max-steps", "3", "--model", "tests.support.user_code:Double"])
+    code = run_apart(["--save-dir", "run", "--max-steps", "3", "--model", "tests.support.user_code:Double"])
     assert not Path("ran").exists()
     assert code == 2
     assert "names code that this command does not: model.args.network=planted:net\n" in capfd.readouterr().err
@@ -138,14 +138,14 @@ def test_who_only_looks_runs_nothing(run: Path, words: list[str]) -> None:
     plant(run, everywhere)
     words_of_the_run = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(words_of_the_run.replace("name: synthetic", "name: planted:tensors"))
-    assert ended(words) == 0
+    assert run_apart(words) == 0
     assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("place", ["run", "run/last.pt", f"run/{CHECKPOINT}"])
 def test_a_network_that_writes_is_no_other(run: Path, place: str, capfd: pytest.CaptureFixture[str]) -> None:
     plant(run, {"model": "planted:net"})
-    assert ended(["sample", place, "--prompt", "a"]) == 2
+    assert run_apart(["sample", place, "--prompt", "a"]) == 2
     assert "names code that this command does not: --model planted:net\n" in capfd.readouterr().err
     assert not Path("ran").exists()
 
@@ -154,37 +154,39 @@ def test_the_network_that_weights_say_they_were_built_for_is_named_by_a_file_too
     weights = torch.load(run / "last.pt", weights_only=True)
     weights["config"]["built_for"] |= {"model": "planted:net", "task": "language-model"}
     torch.save(weights | {"config": weights["config"] | {"model": None}}, run / "last.pt")
-    assert ended(["sample", "run/last.pt", "--prompt", "a"]) == 2
+    assert run_apart(["sample", "run/last.pt", "--prompt", "a"]) == 2
     assert not Path("ran").exists()
 
 
 def test_a_pin_can_name_no_more_than_the_settings(run: Path) -> None:
-    manifest = unsigned(run)
+    manifest = read_unsigned(run)
     manifest["pins"] |= {"model": "planted:net", "own_code": True}
     sign(run, manifest)
     for words in ([], ["--model", "mlp"]):
-        assert ended(["--save-dir", "run", *words]) == 2
+        assert run_apart(["--save-dir", "run", *words]) == 2
     assert not Path("ran").exists()
 
 
 def test_a_pin_does_not_hide_what_the_settings_name(run: Path) -> None:
-    manifest = unsigned(run)
+    manifest = read_unsigned(run)
     manifest["settings"] |= {"data": "planted:tensors"}
     manifest["pins"] |= {"data": "synthetic"}
     sign(run, manifest)
-    ended(["--save-dir", "run", "--dry-run"])
+    run_apart(["--save-dir", "run", "--dry-run"])
     assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("words", [["--own-code"], ["--model", "planted:net"]])
 def test_what_the_command_names_or_allows_runs(run: Path, words: list[str]) -> None:
     plant(run, {"model": "planted:net"})
-    assert ended(["--save-dir", "run", "--max-steps", "3", *words]) == 0
+    assert run_apart(["--save-dir", "run", "--max-steps", "3", *words]) == 0
     assert Path("ran").exists()
     assert "own_code" not in Path("run/config.yaml").read_text(), "it is of one command"
     Path("ran").unlink()
-    assert ended(["--save-dir", "run", "--max-steps", "4"]) == 2
-    assert ended(["--config", "run/config.yaml", "--save-dir", "run", "--max-steps", "4"]) == 0, "a file of the command"
+    assert run_apart(["--save-dir", "run", "--max-steps", "4"]) == 2
+    assert run_apart(["--config", "run/config.yaml", "--save-dir", "run", "--max-steps", "4"]) == 0, (
+        "a file of the command"
+    )
 
 
 def test_all_workers_refuse_it(run: Path) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.walkthrough import ROOT, Block, blocks, script, walked
+from tests.support.walkthrough import ROOT, Block, blocks, list_walked_blocks, script
 
 README = ROOT / "README.md"
 SECONDS = 300
@@ -35,7 +35,7 @@ def runnable() -> list[Block]:
     return [block for block in of_the_readme() if block.language == "bash" and not block.not_run]
 
 
-def copied(folder: Path) -> Path:
+def copy_project(folder: Path) -> Path:
     """A copy of the project to run in."""
     unwanted = shutil.ignore_patterns(".git", ".venv*", "checkpoints", "build", "*.egg-info", "__pycache__", ".*_cache")
     return Path(shutil.copytree(ROOT, folder / "project", ignore=unwanted))
@@ -72,7 +72,7 @@ def test_commands_stand_in_bash_blocks() -> None:
 
 def test_the_blocks_run_one_after_the_other(tmp_path: Path) -> None:
     """In one shell, as a reader types them."""
-    code, output = run(script(runnable()), copied(tmp_path))
+    code, output = run(script(runnable()), copy_project(tmp_path))
     assert code == 0, output[-6000:]
     assert re.search(r"^same: [0-9a-f]{64}$", output, re.MULTILINE)
     assert (tmp_path / "project/runs/mine/report/report.html").is_file()
@@ -104,7 +104,7 @@ def test_blocks_are_found_with_their_reasons() -> None:
 
 def test_the_walkthrough_takes_all_that_a_reader_can_type(tmp_path: Path) -> None:
     text = README.read_text()
-    chosen = walked(text)
+    chosen = list_walked_blocks(text)
     assert chosen[0].text.startswith("make quickstart")
     assert {block.line for block in runnable()} < {block.line for block in chosen}
     assert "make test" not in script(chosen)

@@ -43,7 +43,7 @@ def name_of(recipe: Path) -> str:
     return str(data["name"] if isinstance(data, dict) else data)
 
 
-def shortened(recipe: Path, folder: Path) -> dict[str, Any]:
+def shorten_recipe(recipe: Path, folder: Path) -> dict[str, Any]:
     """The settings that make a recipe brief; only the length and the data are not its own."""
     name = name_of(recipe)
     data = {"data_dir": str(FILES[name](folder / "data"))} if name in FILES else {}
@@ -58,7 +58,7 @@ def test_there_are_recipes() -> None:
 def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     sets = [*([] if "ppo" in recipe.stem else ["drop_last=false"]), *SMALLER.get(recipe.stem, [])]
     own: dict[str, Any] = {"data": None, "model": None}  # the recipe's, not those of the other tests
-    ended = run_training(recipe=str(recipe), sets=sets, **own, **shortened(recipe, tmp_path))
+    ended = run_training(recipe=str(recipe), sets=sets, **own, **shorten_recipe(recipe, tmp_path))
     assert ended.error == ""
     summary = ended.summary
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
@@ -79,7 +79,7 @@ def test_gpt2_124m_steps_at_its_full_size(tmp_path: Path) -> None:
     recipe = ROOT / "configs" / "gpt2_124m.yaml"
     small = ["data.args.block=16", "data.args.windows=4", "batch_size=1", "global_batch_size=1", "keep=1"]
     words = ["--config", str(recipe), "--multi-gpu", "none", "--json"]
-    for name, value in shortened(recipe, tmp_path).items():
+    for name, value in shorten_recipe(recipe, tmp_path).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     for setting in ("drop_last=false", "warmup_epochs=0", "compile=off", *small):
         words += ["--set", setting]

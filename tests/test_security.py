@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 import main_multi_gpu
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-from tests.test_house_rules import imported, product, whole_tree
+from tests.test_house_rules import find_imports, product, whole_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "SECURITY.md").read_text()
@@ -58,7 +58,7 @@ def test_nothing_here_speaks_http() -> None:
         f"{path}: {name}"
         for path, module in product(whole_tree())
         for node in ast.walk(module)
-        for name in imported(node, path)
+        for name in find_imports(node, path)
         if name.partition(".")[0] in TALKS
     ]
     assert found == []

@@ -77,7 +77,7 @@ def test_the_long_form_trains_as_one_process_does(tmp_path: Path) -> None:
     assert on_two(long | half) == [pytest.approx(alone, abs=1e-3)] * 2
 
 
-def begun(folder: Path, **more: Any) -> MultiGPUTrainer:
+def open_trainer(folder: Path, **more: Any) -> MultiGPUTrainer:
     manager = MultiGPUTrainingManager(config(folder, **more))
     manager.setup_training(network(), Points(40))
     assert manager.trainer.run is not None
@@ -87,12 +87,12 @@ def begun(folder: Path, **more: Any) -> MultiGPUTrainer:
 def test_what_the_long_form_says_of_ddp_and_loading_reaches_torch(tmp_path: Path) -> None:
     def on_two(world: World) -> Any:
         said: dict[str, Any] = {"static_graph": True, "use_gradient_as_bucket_view": False, "bucket_cap_mb": 3}
-        with begun(tmp_path / "two", training_mode="ddp", **said) as trainer:
+        with open_trainer(tmp_path / "two", training_mode="ddp", **said) as trainer:
             ddp = trainer.run.strategy._ddp  # type: ignore[union-attr]
             return ddp.static_graph, ddp.gradient_as_bucket_view, ddp.bucket_bytes_cap / 2**20
 
     assert run_on_each_rank(2, on_two) == [(True, False, 3)] * 2
-    with begun(tmp_path / "one", num_workers=1, prefetch_factor=3) as trainer:
+    with open_trainer(tmp_path / "one", num_workers=1, prefetch_factor=3) as trainer:
         loader = trainer.run.loaders.train._fetch._loader  # type: ignore[union-attr]
         assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 

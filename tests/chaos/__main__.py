@@ -13,14 +13,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.rounds import drawn, play, state_size, undisturbed
+from tests.chaos.rounds import draw_round, play, state_size, train_undisturbed
 from tests.chaos.verdict import repeats, wrong
 
 
 def one_round(seed: int, number: int, home: Path) -> bool:
     """Play a round, say how it went in one line, and keep its folder if it went wrong."""
-    began, the_round, folder = time.monotonic(), drawn(seed, number), home / f"round-{number}"
-    reference = undisturbed(the_round.job, home, the_round.steady or 2)
+    began, the_round, folder = time.monotonic(), draw_round(seed, number), home / f"round-{number}"
+    reference = train_undisturbed(the_round.job, home, the_round.steady or 2)
     played = play(the_round, folder, state_size(reference))
     faults = wrong(the_round, played, folder, reference)
     again = ",".join(str(found.steps) for found in repeats(played, the_round.job.every)) or "no"

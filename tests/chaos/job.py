@@ -144,7 +144,7 @@ def _parent(process: int) -> int:
         return 0
 
 
-def left(mark: str) -> list[int]:
+def find_left_processes(mark: str) -> list[int]:
     """Processes of a round that are still there after a moment of grace."""
     until = time.monotonic() + GONE
     while (found := [process for process, _ in processes(mark)]) and time.monotonic() < until:
@@ -177,7 +177,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def held(run: Path) -> bool:
+def is_held(run: Path) -> bool:
     """Whether somebody still owns the run folder after a moment: a dying process lets go of its files last."""
     if not (run / ".lock").exists():
         return False

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.run_folder import read_summary
-from tests.chaos.job import Attempt, Job, end_all, held, left, lines, progress
+from tests.chaos.job import Attempt, Job, end_all, find_left_processes, is_held, lines, progress
 from tests.chaos.mischief import Deed, Harm, a_kill, a_pause, a_stop, an_early_end, checkpoints, some_harm
 
 RESTARTS = 3
@@ -103,7 +103,7 @@ class Played:
     held: bool = False
 
 
-def drawn(seed: int, number: int) -> Round:
+def draw_round(seed: int, number: int) -> Round:
     """Round `number` of a seed: always the same one."""
     dice = random.Random(f"chaos {seed} {number}")
     moving = dice.random() < 0.3
@@ -156,7 +156,7 @@ def play(drawn_round: Round, home: Path, checkpoint_size: int) -> list[Played]:
     disk.mkdir(parents=True)
     played: list[Played] = []
     damaged: set[str] = set()
-    with mounted(disk, drawn_round.fills_disk):
+    with mount(disk, drawn_round.fills_disk):
         try:
             for place, act in enumerate(drawn_round.acts):
                 played.append(_act(drawn_round, act, f"act-{place + 1}", home, mark, damaged, checkpoint_size))
@@ -185,10 +185,10 @@ def _act(
             missed.append(str(deed))
         began += deed.what == "SIGKILL"
     code = attempt.exit_code()
-    orphans = left(mark)
+    orphans = find_left_processes(mark)
     (run.parent / "filler").unlink(missing_ok=True)
     status = (read_summary(run) or {}).get("status")
-    kept, harmed = held(run), []
+    kept, harmed = is_held(run), []
     for harm in act.harms:
         possible, victim = harm.done(run)
         missed += [] if possible else [str(harm)]
@@ -198,7 +198,7 @@ def _act(
 
 
 @contextmanager
-def mounted(disk: Path, wanted: bool) -> Iterator[None]:
+def mount(disk: Path, wanted: bool) -> Iterator[None]:
     """A small disk of its own that can be filled, where it is wanted."""
     if not wanted:
         yield
@@ -215,7 +215,7 @@ def state_size(run: Path) -> int:
     return (checkpoints(run)[0] / "state.pt").stat().st_size
 
 
-def undisturbed(job: Job, home: Path, workers: int) -> Path:
+def train_undisturbed(job: Job, home: Path, workers: int) -> Path:
     """The run folder of a job that nobody disturbs; trained once."""
     folder = home / f"undisturbed-{job.name}-{workers}"
     if not folder.exists():

@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.__main__ import one_round
 from tests.chaos.job import Job
 from tests.chaos.mischief import Deed, Harm, a_kill
-from tests.chaos.rounds import JOBS, Act, Played, Round, drawn, play, state_size, undisturbed
+from tests.chaos.rounds import JOBS, Act, Played, Round, draw_round, play, state_size, train_undisturbed
 from tests.chaos.verdict import damaged_and_lost, left_over, repeated_too_much, repeats, wrong
 from tests.support.run_training import run_training
 
@@ -64,12 +64,12 @@ def test_a_short_round(short: Looked) -> None:
 
 
 def test_a_round_is_drawn_from_its_seed_alone() -> None:
-    assert drawn(3, 2) == drawn(3, 2)
-    assert len({str(drawn(3, number)) for number in range(30)}) == 30
+    assert draw_round(3, 2) == draw_round(3, 2)
+    assert len({str(draw_round(3, number)) for number in range(30)}) == 30
 
 
 def test_every_mischief_is_drawn() -> None:
-    rounds = [drawn(SEED, number) for number in range(1, 31)]
+    rounds = [draw_round(SEED, number) for number in range(1, 31)]
     acts = [act for each in rounds for act in each.acts]
     told = " ".join(map(str, rounds))
     assert {act.ends for act in acts} == {"completed", "stopped", "killed", "early", "failed"}
@@ -102,7 +102,7 @@ def test_three_workers_killed_at_random_times(seed: int, tmp_path_factory: pytes
     dice = random.Random(seed)
     three = Round(seed, JOBS[0], "torchrun", (Act(3, tuple(a_kill(dice, 3) for _ in range(3))),))
     home = tmp_path_factory.getbasetemp()
-    reference = undisturbed(three.job, home, 3)
+    reference = train_undisturbed(three.job, home, 3)
     played = play(three, home / f"three-{seed}", state_size(reference))
     assert wrong(three, played, home / f"three-{seed}", reference) == []
     assert [found.cause for found in repeats(played, three.job.every)] == ["killed"] * 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import job
-from tests.chaos.job import MARK, end_all, held, left, processes, progress, worker
+from tests.chaos.job import MARK, end_all, find_left_processes, is_held, processes, progress, worker
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def marked() -> Iterator[Callable[..., int]]:
 
 def test_a_process_left_behind_is_seen_and_ended(marked: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "GONE", 0.1)
-    assert left("a-test") == []
+    assert find_left_processes("a-test") == []
     orphan = marked(code="import os; os.setsid(); import time; print(flush=True); time.sleep(60)")
-    assert left("a-test") == [orphan]
-    assert left("another") == []
+    assert find_left_processes("a-test") == [orphan]
+    assert find_left_processes("another") == []
     end_all("a-test")
-    assert left("a-test") == []
+    assert find_left_processes("a-test") == []
 
 
 def test_a_worker_is_found_and_not_its_loaders(marked: Callable[..., int]) -> None:
@@ -51,11 +51,11 @@ def test_a_worker_is_found_and_not_its_loaders(marked: Callable[..., int]) -> No
 
 def test_a_lock_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "GONE", 0.1)
-    assert not held(tmp_path)
+    assert not is_held(tmp_path)
     with open(tmp_path / ".lock", "w") as file:
-        assert not held(tmp_path)
+        assert not is_held(tmp_path)
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert held(tmp_path)
+        assert is_held(tmp_path)
 
 
 def test_progress_counts_attempts_and_steps_of_the_last(tmp_path: Path) -> None:

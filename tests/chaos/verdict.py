@@ -120,7 +120,7 @@ def curve(run: Path) -> dict[str, dict[str, Any]]:
     return {place: {name: event.get(name) for name in (*_CURVE, "accuracy")} for place, event in found.items()}
 
 
-def traced(run: Path) -> dict[int, list[int]]:
+def read_trace(run: Path) -> dict[int, list[int]]:
     """step → its samples, sorted; the last line of a step counts."""
     return {line["step"]: sorted(line["samples"]) for line in lines(run / "samples.jsonl")}
 
@@ -140,7 +140,7 @@ def results_apart(run: Path, reference: Path, steps: int, *, same_bits: bool) ->
     for name in (*_SAME, *(_SAME_BITS if same_bits else ())):
         if ours[name] != theirs[name]:
             yield f"{name} {ours[name]} instead of {theirs[name]}"
-    mine, wanted = traced(run), traced(reference)
+    mine, wanted = read_trace(run), read_trace(reference)
     if sorted(mine) != list(range(1, steps + 1)):
         yield f"samples of {len(mine)} steps instead of {steps}"
     if other := [step for step in wanted if mine.get(step) != wanted[step]]:

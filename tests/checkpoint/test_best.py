@@ -14,14 +14,14 @@ from multigpu_cli.checkpoint.store import Store
 STATE: dict[str, Any] = {"progress": {}}
 
 
-def saved(run: Path, step: int, content: bytes = b"best") -> Path:
+def save_checkpoint(run: Path, step: int, content: bytes = b"best") -> Path:
     """A checkpoint, written while these are the best weights."""
     (run / "best.pt").write_bytes(content)
     Store(run / "checkpoints", 9).save(step, STATE, {}, BestWeights(run / "best.pt", sha256(content).hexdigest()))
     return run / f"checkpoints/step_{step:08d}"
 
 
-def found(checkpoint: Path, step: int = 1) -> bytes | None:
+def read_weights(checkpoint: Path, step: int = 1) -> bytes | None:
     return read_best(checkpoint, read_manifest(checkpoint), step)
 
 
@@ -29,25 +29,29 @@ def found(checkpoint: Path, step: int = 1) -> bytes | None:
 def test_each_checkpoint_has_the_best_of_its_time(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError("no links here")))
-    first, second, third = saved(tmp_path, 1), saved(tmp_path, 2), saved(tmp_path, 3, b"better")
-    assert [found(each) for each in (first, second, third)] == [b"best", b"best", b"better"]
+    first, second, third = (
+        save_checkpoint(tmp_path, 1),
+        save_checkpoint(tmp_path, 2),
+        save_checkpoint(tmp_path, 3, b"better"),
+    )
+    assert [read_weights(each) for each in (first, second, third)] == [b"best", b"best", b"better"]
     assert (first / BEST).samefile(second / BEST) is links
     assert not (third / BEST).samefile(tmp_path / "best.pt"), "whoever writes into best.pt must not reach it"
 
 
 def test_what_has_another_sum_is_not_taken(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, 1)
+    checkpoint = save_checkpoint(tmp_path, 1)
     (checkpoint / BEST).write_bytes(b"torn")
-    assert found(checkpoint) == b"best", "from the run folder"
+    assert read_weights(checkpoint) == b"best", "from the run folder"
     (tmp_path / "best.pt").write_bytes(b"another's")
-    assert found(checkpoint) is None
+    assert read_weights(checkpoint) is None
     best = BestWeights(tmp_path / "best.pt", sha256(b"best").hexdigest())
     Store(tmp_path / "elsewhere", 9).save(2, STATE, {}, best)
     assert "best" not in read_manifest(tmp_path / "elsewhere/step_00000002"), "nothing is kept under its name"
 
 
 def test_the_first_file_is_brought_back_from_another(tmp_path: Path) -> None:
-    checkpoint, best = saved(tmp_path, 1), tmp_path / "best.pt"
+    checkpoint, best = save_checkpoint(tmp_path, 1), tmp_path / "best.pt"
     wanted = sha256(b"best").hexdigest()
     best.unlink()
     assert restore_file([best, checkpoint / BEST], wanted)

@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import factories
-from tests.support.malicious_files import poison, poisoned
+from tests.support.malicious_files import poison, poison_and_sign
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
 FACTS = {"settings": {"seed": 1}, "pins": {"model": "mlp"}, "world_size": 1}
@@ -67,7 +67,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
     target = tmp_path / "attacked"
     run = run_in(tmp_path / "run")
-    checkpoint = poisoned(run / "checkpoints/step_00000010", target)
+    checkpoint = poison_and_sign(run / "checkpoints/step_00000010", target)
     best = poison(tmp_path / "best.pt", target, {"model": STATE, "config": {}})
     for path in (run, checkpoint, best):
         with pytest.raises(RequestError, match="no file of weights that can be loaded safely"):

@@ -10,7 +10,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError
-from tests.support.malicious_files import poison, poisoned
+from tests.support.malicious_files import poison, poison_and_sign
 
 STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1, "best": {}}}
 
@@ -97,7 +97,7 @@ def test_a_changed_or_torn_file_of_weights_is_found_by_torchs_own_checksums(run:
 def test_a_malicious_pickle_is_named_and_not_run(run: Path, tmp_path: Path) -> None:
     """All its checksums are right."""
     target = tmp_path / "attacked"
-    poisoned(run / "checkpoints/step_00000030", target)
+    poison_and_sign(run / "checkpoints/step_00000030", target)
     poison(run / "best.pt", target, {})
     assert states(run)["step_00000030"] == states(run)["best.pt"] == "damaged"
     assert "asks for posix.mkdir to be run" in reason(run, "30")

@@ -26,7 +26,7 @@ from multigpu_cli.errors import RequestError
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-def asked(save_dir: str | None = None, resume: str = "auto", recipe: str | None = None, **changed: Any) -> Config:
+def make_config(save_dir: str | None = None, resume: str = "auto", recipe: str | None = None, **changed: Any) -> Config:
     config = replace_settings(Config(recipe=recipe), changed)
     return replace(config, checkpoint=replace(config.checkpoint, save_dir=save_dir, resume=resume))
 
@@ -38,14 +38,16 @@ def run_in(folder: Path, *steps: int, config: Config | None = None, status: str 
     store = Store(folder / "checkpoints", 10)
     for step in steps:
         store.save(
-            step, {"w": torch.ones(2)}, {"settings": flatten_settings(config or asked()), "pins": {}, "world_size": 1}
+            step,
+            {"w": torch.ones(2)},
+            {"settings": flatten_settings(config or make_config()), "pins": {}, "world_size": 1},
         )
     if status:
         write_summary(folder, json.dumps({"status": status}))
     return folder
 
 
-def aged(folder: Path, seconds: int) -> None:
+def set_age(folder: Path, seconds: int) -> None:
     os.utime(folder, (1e9 - seconds, 1e9 - seconds))
 
 
@@ -59,7 +61,7 @@ def tree(folder: Path) -> set[Path]:
 
 def test_a_start_is_plain_values(tmp_path: Path) -> None:
     run_in(tmp_path / "run", 10)
-    start = choose_resume_point(asked("run"), attempt=0)
+    start = choose_resume_point(make_config("run"), attempt=0)
     assert ResumePoint(**json.loads(json.dumps(start.as_dict()))) == start
 
 
@@ -68,7 +70,7 @@ def test_a_start_is_plain_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_where_nothing_is_a_new_run_gets_a_new_folder(resume: str, tmp_path: Path) -> None:
-    starts = [choose_resume_point(asked(resume=resume), attempt=0) for _ in range(5)]
+    starts = [choose_resume_point(make_config(resume=resume), attempt=0) for _ in range(5)]
     assert len({start.folder for start in starts}) == 5
     assert all(Path(start.folder).parent == Path("checkpoints/digits") for start in starts)
     assert all((start.checkpoint, start.reason) == (None, "a new run") for start in starts)
@@ -78,9 +80,9 @@ def test_where_nothing_is_a_new_run_gets_a_new_folder(resume: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("config", "home"),
     [
-        (asked(recipe="har"), "checkpoints/har"),
-        (asked(data="synthetic"), "checkpoints/synthetic"),
-        (asked(data="my.module:load"), "checkpoints/my.module-load"),
+        (make_config(recipe="har"), "checkpoints/har"),
+        (make_config(data="synthetic"), "checkpoints/synthetic"),
+        (make_config(data="my.module:load"), "checkpoints/my.module-load"),
     ],
 )
 def test_the_folder_is_named_after_recipe_or_data(config: Config, home: str) -> None:
@@ -91,8 +93,8 @@ def test_the_newest_unfinished_run_of_the_same_configuration_goes_on() -> None:
     home = Path("checkpoints/digits")
     for age, name in enumerate(("newest", "older", "oldest")):
         run_in(home / name, 10, 20)
-        aged(home / name, age)
-    start = choose_resume_point(asked(), attempt=0)
+        set_age(home / name, age)
+    start = choose_resume_point(make_config(), attempt=0)
     assert start.folder == str(home / "newest")
     assert start.checkpoint == str(home / "newest/checkpoints/step_00000020")
     assert start.manifest is not None
@@ -103,20 +105,20 @@ def test_the_newest_unfinished_run_of_the_same_configuration_goes_on() -> None:
 def test_what_may_not_go_on_is_passed_over() -> None:
     home = Path("checkpoints/digits")
     run_in(home / "e_completed", 10, status="completed")
-    run_in(home / "d_other_rate", 10, config=asked(lr=0.5))
+    run_in(home / "d_other_rate", 10, config=make_config(lr=0.5))
     run_in(home / "c_without_checkpoint")
-    run_in(home / "b_longer", 10, config=asked(epochs=99))
+    run_in(home / "b_longer", 10, config=make_config(epochs=99))
     (home / "a_no_run").mkdir()
-    run_in(home / "right", 10, config=asked(log_interval=7, multi_gpu="ddp"), status="stopped")
+    run_in(home / "right", 10, config=make_config(log_interval=7, multi_gpu="ddp"), status="stopped")
     for age, folder in enumerate(sorted(home.iterdir())):
-        aged(folder, age)
-    assert choose_resume_point(asked(), attempt=0).folder == str(home / "right")
+        set_age(folder, age)
+    assert choose_resume_point(make_config(), attempt=0).folder == str(home / "right")
 
 
 @pytest.mark.parametrize("status", ["stopped", "failed"])
 def test_stopped_and_failed_runs_are_unfinished(status: str) -> None:
     run_in(Path("checkpoints/digits/x"), 10, status=status)
-    start = choose_resume_point(asked(), attempt=0)
+    start = choose_resume_point(make_config(), attempt=0)
     assert start.folder == "checkpoints/digits/x"
     assert start.summary == {"status": status}
 
@@ -125,28 +127,28 @@ def test_a_run_at_work_is_left_alone() -> None:
     home = Path("checkpoints/digits")
     run_in(home / "idle", 10)
     run_in(home / "at_work", 10)
-    aged(home / "idle", 100)
+    set_age(home / "idle", 100)
     with lock_folder(home / "at_work"):
-        assert choose_resume_point(asked(), attempt=0).folder == str(home / "idle")
-    aged(home / "at_work", 0)
-    assert choose_resume_point(asked(), attempt=0).folder == str(home / "at_work")
+        assert choose_resume_point(make_config(), attempt=0).folder == str(home / "idle")
+    set_age(home / "at_work", 0)
+    assert choose_resume_point(make_config(), attempt=0).folder == str(home / "at_work")
 
 
 def test_never_starts_afresh_beside_an_unfinished_run() -> None:
     run_in(Path("checkpoints/digits/x"), 10)
     for attempt in (0, 1):
-        assert choose_resume_point(asked(resume="never"), attempt=attempt).checkpoint is None
+        assert choose_resume_point(make_config(resume="never"), attempt=attempt).checkpoint is None
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> None:
     """A younger one of the same configuration is somebody else's."""
     begun, stranger = (run_in(Path("checkpoints/digits", name), 10) for name in ("begun", "stranger"))
-    aged(begun, 100)
-    start = choose_resume_point(asked(resume=resume), attempt=1, begun=[str(begun)])
+    set_age(begun, 100)
+    start = choose_resume_point(make_config(resume=resume), attempt=1, begun=[str(begun)])
     assert start.folder == str(begun)
     assert str(start.checkpoint).startswith(str(begun))
-    gone = choose_resume_point(asked(resume=resume), attempt=1, begun=["checkpoints/digits/gone"])
+    gone = choose_resume_point(make_config(resume=resume), attempt=1, begun=["checkpoints/digits/gone"])
     assert (gone.folder, gone.checkpoint) == ("checkpoints/digits/gone", None)
     assert stranger.exists()
 
@@ -157,22 +159,22 @@ def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> No
 def test_an_empty_or_missing_folder_is_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing", "deep/er"):
-        start = choose_resume_point(asked(name), attempt=0)
+        start = choose_resume_point(make_config(name), attempt=0)
         assert (start.folder, start.checkpoint, start.reason) == (name, None, "a new run")
     assert tree(tmp_path) == {tmp_path / "empty"}
 
 
 def test_a_folder_with_a_run_goes_on_whatever_its_configuration() -> None:
     """Whether the words agree is judged later, against what the checkpoint pins."""
-    run_in(Path("mine"), 10, config=asked(lr=0.5), status="completed")
-    start = choose_resume_point(asked("mine"), attempt=0)
+    run_in(Path("mine"), 10, config=make_config(lr=0.5), status="completed")
+    start = choose_resume_point(make_config("mine"), attempt=0)
     assert start.checkpoint == "mine/checkpoints/step_00000010"
     assert start.summary == {"status": "completed"}
 
 
 def test_a_folder_whose_run_has_no_checkpoint_yet_starts_over() -> None:
     run_in(Path("mine"))
-    start = choose_resume_point(asked("mine"), attempt=0)
+    start = choose_resume_point(make_config("mine"), attempt=0)
     assert start.checkpoint is None
     assert start.reason == "from the beginning: the folder has no checkpoint"
 
@@ -181,16 +183,16 @@ def test_never_into_a_folder_that_holds_a_run_is_refused_unless_this_launch_bega
     run_in(Path("mine"), 10)
     for attempt in (0, 1):
         with pytest.raises(RequestError, match="--resume never, but mine already holds a run"):
-            choose_resume_point(asked("mine", "never"), attempt=attempt)
-    assert choose_resume_point(asked("mine", "never"), attempt=1, begun=["mine"]).checkpoint is not None
-    assert choose_resume_point(asked("other", "never"), attempt=0).reason == "a new run"
+            choose_resume_point(make_config("mine", "never"), attempt=attempt)
+    assert choose_resume_point(make_config("mine", "never"), attempt=1, begun=["mine"]).checkpoint is not None
+    assert choose_resume_point(make_config("other", "never"), attempt=0).reason == "a new run"
 
 
 def test_damaged_checkpoints_are_named_and_older_ones_used() -> None:
     run_in(Path("mine"), 10, 20, 30)
     damage(Path("mine/checkpoints/step_00000030"))
     damage(Path("mine/checkpoints/step_00000020"))
-    start = choose_resume_point(asked("mine"), attempt=0)
+    start = choose_resume_point(make_config("mine"), attempt=0)
     assert start.checkpoint == "mine/checkpoints/step_00000010"
     assert len(start.warnings) == 2
     assert "step_00000030: state.pt has 4 bytes" in start.warnings[0]
@@ -208,22 +210,22 @@ def test_where_every_checkpoint_is_damaged_the_request_is_wrong(attempt: int) ->
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     for wish in wishes:
         with pytest.raises(RequestError, match="mine has 2 checkpoints, and none is whole") as refused:
-            choose_resume_point(asked("mine", **wish), attempt=attempt)
+            choose_resume_point(make_config("mine", **wish), attempt=attempt)
         told = str(refused.value)
         assert "mine/checkpoints/step_00000010: state.pt has 4 bytes instead of" in told
         assert "mine/checkpoints/step_00000020: manifest.json can't be read" in told
         for way_out in ("--resume never with another --save-dir", "--resume PATH", "--init-from mine/best.pt"):
             assert way_out in told
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
-    assert choose_resume_point(asked("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
-    assert choose_resume_point(asked("other", "never"), attempt=attempt).checkpoint is None
+    assert choose_resume_point(make_config("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
+    assert choose_resume_point(make_config("other", "never"), attempt=attempt).checkpoint is None
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_draft_is_no_checkpoint(attempt: int) -> None:
     run_in(Path("mine"))
     Path("mine/checkpoints/.draft_step_00000010").mkdir(parents=True)
-    assert choose_resume_point(asked("mine"), attempt=attempt).checkpoint is None
+    assert choose_resume_point(make_config("mine"), attempt=attempt).checkpoint is None
 
 
 def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,17 +233,17 @@ def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch
     run_in(Path("mine"), 10)
     monkeypatch.setattr(Store, "find_newest", lambda self: pytest.fail("read"))
     with lock_folder(Path("mine")), pytest.raises(RequestError, match="another run is at work in mine"):
-        choose_resume_point(asked("mine"), attempt=0)
+        choose_resume_point(make_config("mine"), attempt=0)
     with lock_folder(Path("checkpoints/digits/x")):
         Path("checkpoints/digits/x/config.yaml").write_text("")
-        assert choose_resume_point(asked(), attempt=0).reason == "a new run"
+        assert choose_resume_point(make_config(), attempt=0).reason == "a new run"
 
 
 def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
     Path("file").write_text("")
     for name in ("file", "file/inside"):
         with pytest.raises(RequestError, match=rf"--save-dir {name}: .*file"):
-            choose_resume_point(asked(name), attempt=0)
+            choose_resume_point(make_config(name), attempt=0)
 
 
 # -- --resume PATH
@@ -250,13 +252,13 @@ def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000020"])
 def test_resume_names_a_run_or_a_checkpoint(path: str) -> None:
     run_in(Path("there"), 10, 20)
-    start = choose_resume_point(asked(resume=path), attempt=0)
+    start = choose_resume_point(make_config(resume=path), attempt=0)
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000020")
 
 
 def test_resume_can_go_back_to_an_older_checkpoint() -> None:
     run_in(Path("there"), 10, 20, status="completed")
-    start = choose_resume_point(asked(resume="there/checkpoints/step_00000010"), attempt=0)
+    start = choose_resume_point(make_config(resume="there/checkpoints/step_00000010"), attempt=0)
     assert start.checkpoint == "there/checkpoints/step_00000010"
     assert start.summary is None, "so it is not taken for complete"
 
@@ -264,7 +266,7 @@ def test_resume_can_go_back_to_an_older_checkpoint() -> None:
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000010"])
 def test_with_a_save_dir_the_run_goes_on_in_another_folder(path: str) -> None:
     run_in(Path("there"), 10, status="completed")
-    start = choose_resume_point(asked("fresh", path), attempt=0)
+    start = choose_resume_point(make_config("fresh", path), attempt=0)
     assert (start.folder, start.checkpoint) == ("fresh", "there/checkpoints/step_00000010")
     assert start.summary is None
 
@@ -273,7 +275,7 @@ def test_with_a_save_dir_the_run_goes_on_in_another_folder(path: str) -> None:
 def test_resume_can_go_back_in_its_own_folder_by_either_name(save_dir: str | None) -> None:
     """Once: the same command again, or a restart, goes on where it was."""
     store = Store(run_in(Path("there"), 10, 20) / "checkpoints", 3)
-    wish = asked(save_dir, "there/checkpoints/step_00000010")
+    wish = make_config(save_dir, "there/checkpoints/step_00000010")
     start = choose_resume_point(wish, attempt=0)
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000010")
     rewind_run(start, store)
@@ -289,16 +291,16 @@ def test_the_same_command_again_goes_on_where_it_was_stopped(path: str) -> None:
     """Not from the other run's checkpoint once more: exit code 75 promises it."""
     run_in(Path("there"), 10)
     run_in(Path("fresh"), 15, status="stopped")
-    assert choose_resume_point(asked("fresh", path), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
+    assert choose_resume_point(make_config("fresh", path), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
 
 
 def test_resume_of_a_damaged_checkpoint_is_refused() -> None:
     run_in(Path("there"), 10, 20)
     damage(Path("there/checkpoints/step_00000020"))
     with pytest.raises(RequestError, match=r"step_00000020: state\.pt has 4 bytes") as refused:
-        choose_resume_point(asked(resume="there/checkpoints/step_00000020"), attempt=0)
+        choose_resume_point(make_config(resume="there/checkpoints/step_00000020"), attempt=0)
     assert "an older checkpoint" in refused.value.remedy
-    start = choose_resume_point(asked(resume="there"), attempt=0)
+    start = choose_resume_point(make_config(resume="there"), attempt=0)
     assert start.checkpoint == "there/checkpoints/step_00000010"
 
 
@@ -306,7 +308,7 @@ def test_resume_of_a_damaged_checkpoint_is_refused() -> None:
 def test_resume_of_nothing_is_refused(path: str) -> None:
     Path("empty").mkdir()
     with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
-        choose_resume_point(asked(resume=path), attempt=0)
+        choose_resume_point(make_config(resume=path), attempt=0)
 
 
 @pytest.mark.parametrize("path", ["empty", "file", "mine/journal.jsonl", "begun"])
@@ -317,21 +319,21 @@ def test_a_wrong_resume_is_refused_whatever_the_save_dir_holds(path: str) -> Non
     run_in(Path("mine"), 10, status="completed")
     Path("mine/journal.jsonl").write_text("")
     with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
-        choose_resume_point(asked("mine", path), attempt=0)
+        choose_resume_point(make_config("mine", path), attempt=0)
 
 
 def test_what_the_run_came_from_may_be_damaged_by_now() -> None:
     run_in(Path("there"), 10)
     run_in(Path("fresh"), 15, status="stopped")
     damage(Path("there/checkpoints/step_00000010"))
-    assert choose_resume_point(asked("fresh", "there"), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
+    assert choose_resume_point(make_config("fresh", "there"), attempt=0).checkpoint == "fresh/checkpoints/step_00000015"
 
 
 def test_resume_of_damaged_checkpoints_only_says_why() -> None:
     run_in(Path("there"), 10)
     damage(Path("there/checkpoints/step_00000010"))
     with pytest.raises(RequestError, match=r"no checkpoint there\n.*step_00000010: state\.pt has"):
-        choose_resume_point(asked(resume="there"), attempt=0)
+        choose_resume_point(make_config(resume="there"), attempt=0)
 
 
 # -- small files
@@ -354,7 +356,7 @@ def test_a_summary_says_where_the_folder_is_now(tmp_path: Path) -> None:
     run_in(Path("original"), 10)
     write_summary(Path("original"), '{"status": "completed", "save_dir": "original"}')
     shutil.copytree("original", "copy")
-    assert choose_resume_point(asked("copy"), attempt=0).summary == {"status": "completed", "save_dir": "copy"}
+    assert choose_resume_point(make_config("copy"), attempt=0).summary == {"status": "completed", "save_dir": "copy"}
 
 
 def test_a_summary_is_read_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from multigpu_cli.runtime.precision import Precision
 from tests.support.world import CPU
 
 
-def kept(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: int = 0) -> TrainState:
+def build_state(optimizer: str = "adamw", *, ema: bool = True, width: int = 4, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     return TrainState(
@@ -40,13 +40,13 @@ def train(live: TrainState, steps: int) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("ema", [False, True])
 def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) -> None:
-    undisturbed = kept(optimizer, ema=ema)
+    undisturbed = build_state(optimizer, ema=ema)
     train(undisturbed, 6)
-    interrupted = kept(optimizer, ema=ema)
+    interrupted = build_state(optimizer, ema=ema)
     train(interrupted, 3)
     interrupted.progress.best = {"accuracy": 0.5, "epoch": 1}
     state = deserialize(serialize(interrupted.capture()), "state.pt")
-    resumed = kept(optimizer, ema=ema, seed=99)
+    resumed = build_state(optimizer, ema=ema, seed=99)
     resumed.restore(state, "state.pt")
     assert resumed.progress == interrupted.progress
     train(resumed, 3)
@@ -56,7 +56,7 @@ def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) ->
 
 def test_the_loss_scale_goes_on_where_it_was() -> None:
     """A new one begins high, so that the first steps after a resume would be skipped again."""
-    live, resumed = (kept(seed=seed) for seed in (0, 99))
+    live, resumed = (build_state(seed=seed) for seed in (0, 99))
     for each in (live, resumed):
         each.precision = Precision("fp16", CPU)
     for bad in (True, True, False):
@@ -72,7 +72,7 @@ def test_the_loss_scale_goes_on_where_it_was() -> None:
 
 
 def test_a_checkpoint_from_before_losses_were_counted_is_restored() -> None:
-    live = kept()
+    live = build_state()
     state = deserialize(serialize(live.capture()), "state.pt")
     del state["progress"]["line_losses"], state["progress"]["epoch_losses"]
     state["progress"]["last"] = {"epoch_loss": 0.5, "train_loss": 0.25}
@@ -82,7 +82,7 @@ def test_a_checkpoint_from_before_losses_were_counted_is_restored() -> None:
 
 
 def test_a_capture_stays_when_training_goes_on() -> None:
-    live = kept()
+    live = build_state()
     train(live, 2)
     state = live.capture()
     before = serialize(state)
@@ -92,7 +92,7 @@ def test_a_capture_stays_when_training_goes_on() -> None:
 
 
 def test_what_forward_moves_is_copied_at_once_and_the_rest_before_the_optimizer_steps() -> None:
-    live = kept()
+    live = build_state()
     train(live, 2)
     before = serialize(live.capture())
     snapshot = live.begin_capture()
@@ -136,7 +136,7 @@ def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> Non
             return [leaf for entry in value for leaf in leaves(entry)]
         return [value]
 
-    live = kept()
+    live = build_state()
     train(live, 1)
     for leaf in leaves(live.capture()):
         assert isinstance(leaf, (Tensor, str, int, float, bool, type(None))), type(leaf)
@@ -144,7 +144,7 @@ def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> Non
 
 
 def test_the_average_is_what_is_used_where_there_is_one() -> None:
-    averaging, plain = kept(), kept(ema=False)
+    averaging, plain = build_state(), build_state(ema=False)
     assert averaging.eval_model() is not averaging.model
     assert plain.eval_model() is plain.model
     assert list(averaging.eval_model().state_dict()) == list(averaging.model.state_dict()), "no prefix of a wrapper"
@@ -152,7 +152,7 @@ def test_the_average_is_what_is_used_where_there_is_one() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"step_7 does not fit the model(.|\n)*0\.weight is \(8, 3\)"):
-        kept(width=4).restore(kept(width=8).capture(), "step_7")
+        build_state(width=4).restore(build_state(width=8).capture(), "step_7")
 
 
 def test_progress_begins_at_nothing() -> None:
@@ -162,7 +162,7 @@ def test_progress_begins_at_nothing() -> None:
 
 
 def test_a_capture_into_an_earlier_one_uses_its_memory_and_says_the_same() -> None:
-    live = kept()
+    live = build_state()
     train(live, 1)
     first = live.capture()
     places = {name: value.data_ptr() for name, value in first["model"].items()}
@@ -175,8 +175,8 @@ def test_a_capture_into_an_earlier_one_uses_its_memory_and_says_the_same() -> No
 
 def test_a_capture_into_one_of_another_shape_takes_new_memory() -> None:
     """The optimizer has no state before its first step."""
-    live = kept()
-    before, other = live.capture(), kept(width=8).capture()
+    live = build_state()
+    before, other = live.capture(), build_state(width=8).capture()
     train(live, 1)
     for into in (before, other):
         assert serialize(live.capture(into)) == serialize(live.capture())

@@ -19,7 +19,7 @@ STATE: dict[str, Any] = {"model": {"weight": torch.arange(64.0)}, "progress": {"
 FACTS = {"settings": {"epochs": 3}, "pins": {"lr": 0.004}, "world_size": 2}
 
 
-def filled(folder: Path, *steps: int, keep: int = 10) -> Store:
+def fill_store(folder: Path, *steps: int, keep: int = 10) -> Store:
     folder.mkdir(exist_ok=True)
     store = Store(folder / "checkpoints", keep)
     for step in steps:
@@ -32,7 +32,7 @@ def names(store: Store) -> list[str]:
 
 
 def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
-    store = filled(tmp_path)
+    store = fill_store(tmp_path)
     size = store.save(120, STATE, FACTS)
     found, passed_over = store.find_newest()
     assert found is not None
@@ -44,7 +44,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_manifest_lists_files_and_facts(tmp_path: Path) -> None:
-    store = filled(tmp_path, 7)
+    store = fill_store(tmp_path, 7)
     manifest = json.loads((store.folder / "step_00000007" / MANIFEST).read_text())
     assert FACTS.items() <= manifest.items()
     assert manifest["step"] == 7
@@ -56,13 +56,13 @@ def test_nothing_is_newest_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_the_one_with_the_highest_step_not_the_latest_file(tmp_path: Path) -> None:
-    found, _ = filled(tmp_path, 300, 20).find_newest()
+    found, _ = fill_store(tmp_path, 300, 20).find_newest()
     assert found is not None
     assert found.step == 300
 
 
 def test_steps_are_numbers_beyond_eight_digits_too(tmp_path: Path) -> None:
-    store = filled(tmp_path, 99_999_998, 99_999_999, keep=2)
+    store = fill_store(tmp_path, 99_999_998, 99_999_999, keep=2)
     (store.folder / "step_by_hand").mkdir()
     store.save(100_000_000, STATE, FACTS)
     assert names(store) == ["step_100000000", "step_99999999", "step_by_hand"]
@@ -75,7 +75,7 @@ def test_steps_are_numbers_beyond_eight_digits_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_only_the_newest_few_stay(keep: int, tmp_path: Path) -> None:
-    store = filled(tmp_path, 10, 20, 30, 40, 50, keep=keep)
+    store = fill_store(tmp_path, 10, 20, 30, 40, 50, keep=keep)
     assert names(store) == [f"step_{step:08d}" for step in (10, 20, 30, 40, 50)[-keep:]]
 
 
@@ -84,7 +84,7 @@ def torn(folder: Path) -> None:
     (folder / "state.pt").write_bytes(content[:-1])
 
 
-def flipped(folder: Path) -> None:
+def flip_byte(folder: Path) -> None:
     content = bytearray((folder / "state.pt").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "state.pt").write_bytes(bytes(content))
@@ -113,7 +113,7 @@ def list_manifest(folder: Path) -> None:
 
 DAMAGE = {
     torn: "state.pt has",
-    flipped: "state.pt does not match its checksum",
+    flip_byte: "state.pt does not match its checksum",
     without_state: "state.pt is missing",
     without_manifest: "manifest.json can't be read (FileNotFoundError)",
     torn_manifest: "manifest.json can't be read",
@@ -124,7 +124,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_passed_over_and_named_and_stays(damage: Any, tmp_path: Path) -> None:
-    store = filled(tmp_path, 10, 20, 30)
+    store = fill_store(tmp_path, 10, 20, 30)
     damage(store.folder / "step_00000030")
     left = sorted((store.folder / "step_00000030").iterdir())
     found, passed_over = store.find_newest()
@@ -136,8 +136,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named_and_stays(damage: Any, tm
 
 
 def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
-    store = filled(tmp_path, 10, 20, 30)
-    for folder, damage in zip(sorted(store.folder.iterdir()), (torn, flipped, without_manifest), strict=True):
+    store = fill_store(tmp_path, 10, 20, 30)
+    for folder, damage in zip(sorted(store.folder.iterdir()), (torn, flip_byte, without_manifest), strict=True):
         damage(folder)
     found, passed_over = store.find_newest()
     assert found is None
@@ -146,7 +146,7 @@ def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
 
 def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
     """It holds what the run was started with: a wrong digit there would be another run."""
-    folder = filled(tmp_path, 30).folder / "step_00000030"
+    folder = fill_store(tmp_path, 30).folder / "step_00000030"
     whole = (folder / MANIFEST).read_bytes()
     for at in range(len(whole)):
         content = bytearray(whole)
@@ -159,8 +159,8 @@ def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
 
 def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
     """After falling back, the fresh checkpoint has a lower number than the damaged one that was passed over."""
-    store = filled(tmp_path, 10, 20)
-    flipped(store.folder / "step_00000020")
+    store = fill_store(tmp_path, 10, 20)
+    flip_byte(store.folder / "step_00000020")
     store.keep = 1
     store.save(15, STATE | {"progress": {"step": 15}}, FACTS)
     found, passed_over = store.find_newest()
@@ -170,13 +170,13 @@ def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
 
 
 def test_going_on_from_an_older_checkpoint_keeps_what_is_saved_then(tmp_path: Path) -> None:
-    store = filled(tmp_path, 10, 20, 30, keep=2)
+    store = fill_store(tmp_path, 10, 20, 30, keep=2)
     store.save(25, STATE, FACTS)
     assert "step_00000025" in names(store)
 
 
 def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
-    store = filled(tmp_path, 10, 20)
+    store = fill_store(tmp_path, 10, 20)
     store.save(20, STATE | {"progress": {"step": 999}}, FACTS)
     found, passed_over = store.find_newest()
     assert found is not None
@@ -185,7 +185,7 @@ def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
 
 
 def test_drafts_of_a_killed_run_are_no_checkpoints_and_are_swept(tmp_path: Path) -> None:
-    store = filled(tmp_path, 10)
+    store = fill_store(tmp_path, 10)
     shutil.copytree(store.folder / "step_00000010", store.folder / ".draft_step_00000020")
     found, passed_over = store.find_newest()
     assert found is not None
@@ -222,7 +222,7 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
         return call
 
     for moment in range(40):
-        store = filled(tmp_path / str(moment), 10, *([20] if again else []), keep=2)
+        store = fill_store(tmp_path / str(moment), 10, *([20] if again else []), keep=2)
         with monkeypatch.context() as deadly:
             for owner, name in STEPS_ON_DISK:
                 deadly.setattr(owner, name, counted(getattr(owner, name)))
@@ -248,7 +248,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch
         return original(self, target)
 
     monkeypatch.setattr(Path, "rename", watched)
-    filled(tmp_path, 20)
+    fill_store(tmp_path, 20)
     assert seen == [(True, None, False)]
 
 
@@ -260,10 +260,10 @@ def test_the_name_is_flushed_to_the_disk_too(tmp_path: Path, monkeypatch: pytest
         "flush_folder",
         lambda folder: flushed.append((folder.name, [path.name for path in folder.iterdir()])),
     )
-    filled(tmp_path, 20)
+    fill_store(tmp_path, 20)
     assert flushed == [("checkpoints", ["step_00000020"])]
 
 
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:
-    store = filled(tmp_path, 3)
+    store = fill_store(tmp_path, 3)
     assert read_manifest(store.folder / "step_00000003")["pins"] == {"lr": 0.004}

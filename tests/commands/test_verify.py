@@ -25,7 +25,7 @@ def train(step: int, loss: float | str, **more: Any) -> Line:
     return {"event": "train", "step": step} | fields | more
 
 
-def evaluated(step: int, loss: float, split: str = "val") -> Line:
+def make_evaluation(step: int, loss: float, split: str = "val") -> Line:
     return {"event": "eval", "epoch": 1, "step": step, "split": split, "samples": 9, "loss": loss, "accuracy": 0.5}
 
 
@@ -33,7 +33,7 @@ def start(resumed_from: str | None = None, *, workers: int = 1, **plan: Any) -> 
     return {"event": "start", "plan": PLAN | plan, "world_size": workers, "resumed_from": resumed_from}
 
 
-LINES = [train(2, 2.0), train(4, 1.5), evaluated(4, 1.4), train(6, 1.0)]
+LINES = [train(2, 2.0), train(4, 1.5), make_evaluation(4, 1.4), train(6, 1.0)]
 
 
 def run(
@@ -68,7 +68,7 @@ def test_equal_fingerprints_are_the_same_run(tmp_path: Path) -> None:
         (train(4, 1.5, grad_norm=1.25), (4, "train", "grad_norm", (1.0, 1.25))),
         (train(4, 1.5, lr=0.2), (4, "train", "lr", (0.1, 0.2))),
         (train(4, "NaN"), (4, "train", "loss", (1.5, "NaN"))),
-        (evaluated(4, 1.3), (4, "val", "loss", (1.4, 1.3))),
+        (make_evaluation(4, 1.3), (4, "val", "loss", (1.4, 1.3))),
     ],
 )
 def test_the_first_step_at_which_they_part_is_named(tmp_path: Path, changed: Line, place: tuple[Any, ...]) -> None:
@@ -92,7 +92,11 @@ def test_both_values_and_their_distance_are_shown(tmp_path: Path) -> None:
 
 
 def test_after_a_resume_only_the_steps_that_count_are_compared(tmp_path: Path) -> None:
-    again = [{"event": "resume", "step": 2, "from_world_size": 2, "world_size": 1}, train(4, 1.5), evaluated(4, 1.4)]
+    again = [
+        {"event": "resume", "step": 2, "from_world_size": 2, "world_size": 1},
+        train(4, 1.5),
+        make_evaluation(4, 1.4),
+    ]
     lost = [train(2, 2.0), train(3, 9.0), train(4, 9.0), start("…"), *again, train(6, 1.0)]
     assert compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", lost)).parting is None
     from_scratch = [train(2, 9.0), train(6, 9.0), start(None), *LINES]

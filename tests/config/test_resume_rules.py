@@ -84,7 +84,7 @@ KEYS = sorted(set(SETTINGS) - OF_THE_COMMAND)
 FREE = {key for key, entry in SETTINGS.items() if entry.free}
 
 
-def asked(**values: Any) -> Config:
+def make_config(**values: Any) -> Config:
     """A command on which these were written down."""
     given = {key.replace("__", "."): value for key, value in values.items()}
     return replace(replace_settings(Config(), given), explicit=frozenset(given))
@@ -113,13 +113,13 @@ def test_free_are_devices_loaders_logging_checkpoints_and_length() -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_same_command_again_goes_on(key: str) -> None:
-    config = asked(**{key: OTHER[key]})
+    config = make_config(**{key: OTHER[key]})
     assert merge_with_checkpoint(config, flatten_settings(config), [key], {}, "run") == config
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_what_was_not_written_down_is_taken_over(key: str) -> None:
-    stored = flatten_settings(asked(**{"seed": 7, key: OTHER[key]}))
+    stored = flatten_settings(make_config(**{"seed": 7, key: OTHER[key]}))
     found = merge_with_checkpoint(Config(), stored, ["seed", key], {}, "run")
     assert flatten_settings(found) == stored
     assert found.explicit == frozenset({"seed", key})
@@ -127,14 +127,14 @@ def test_what_was_not_written_down_is_taken_over(key: str) -> None:
 
 def test_a_command_that_says_everything_again_means_what_it_says() -> None:
     """First with --max-steps 2, then without: the run goes on to its end."""
-    stored = flatten_settings(asked(seed=7, max_steps=2))
-    assert merge_with_checkpoint(asked(seed=7), stored, ["seed", "max_steps"], {}, "run").length.max_steps is None
-    assert merge_with_checkpoint(asked(), stored, ["seed", "max_steps"], {}, "run").length.max_steps == 2
+    stored = flatten_settings(make_config(seed=7, max_steps=2))
+    assert merge_with_checkpoint(make_config(seed=7), stored, ["seed", "max_steps"], {}, "run").length.max_steps is None
+    assert merge_with_checkpoint(make_config(), stored, ["seed", "max_steps"], {}, "run").length.max_steps == 2
 
 
 @pytest.mark.parametrize("key", sorted(FREE & set(KEYS)))
 def test_what_is_free_is_taken_as_given(key: str) -> None:
-    found = merge_with_checkpoint(asked(**{key: OTHER[key]}), flatten_settings(Config()), [], PINS, "run")
+    found = merge_with_checkpoint(make_config(**{key: OTHER[key]}), flatten_settings(Config()), [], PINS, "run")
     assert flatten_settings(found)[key] == OTHER[key]
 
 
@@ -142,7 +142,7 @@ def test_what_is_free_is_taken_as_given(key: str) -> None:
 def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -> None:
     old, new = PINS.get(key, flatten_settings(Config())[key]), OTHER[key]
     with pytest.raises(RequestError) as refused:
-        merge_with_checkpoint(asked(**{key: OTHER[key]}), flatten_settings(Config()), [], PINS, "runs/a")
+        merge_with_checkpoint(make_config(**{key: OTHER[key]}), flatten_settings(Config()), [], PINS, "runs/a")
     told = str(refused.value)
     assert (SETTINGS[key].flag or key) in told
     if key.endswith(".args"):
@@ -160,7 +160,7 @@ def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -
 def test_all_differences_are_named_at_once() -> None:
     with pytest.raises(RequestError) as refused:
         merge_with_checkpoint(
-            asked(seed=1, optimizer="sgd", epochs=3, keep=1), flatten_settings(Config()), [], PINS, "run"
+            make_config(seed=1, optimizer="sgd", epochs=3, keep=1), flatten_settings(Config()), [], PINS, "run"
         )
     told = str(refused.value)
     assert "--seed 1 differs from 42" in told
@@ -173,19 +173,19 @@ def test_all_differences_are_named_at_once() -> None:
 def test_what_was_resolved_may_be_said_aloud(key: str) -> None:
     """The first command left --lr out; writing down the rate that was settled is no difference."""
     stored = flatten_settings(Config())
-    found = merge_with_checkpoint(asked(**{key: PINS[key]}), stored, [], PINS, "run")
+    found = merge_with_checkpoint(make_config(**{key: PINS[key]}), stored, [], PINS, "run")
     assert flatten_settings(found)[key] == stored[key]
 
 
 def test_a_setting_that_did_not_exist_then_keeps_its_present_value() -> None:
     stored = {key: value for key, value in flatten_settings(Config()).items() if key != "label_smoothing"}
-    assert merge_with_checkpoint(asked(label_smoothing=0.1), stored, [], PINS, "run").task.label_smoothing == 0.1
+    assert merge_with_checkpoint(make_config(label_smoothing=0.1), stored, [], PINS, "run").task.label_smoothing == 0.1
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_two_commands_mean_the_same_run(key: str) -> None:
     """Where and how fast it runs, and what is logged and kept, do not count; its length and data do."""
-    other, same = asked(**{key: OTHER[key]}), flatten_settings(Config())
+    other, same = make_config(**{key: OTHER[key]}), flatten_settings(Config())
     assert is_same_run(Config(), same)
     assert is_same_run(other, same) == (key in FREE - {"epochs", "max_steps", "env_steps", "episodes", "data_dir"})
 

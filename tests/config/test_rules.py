@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.launcher_rules import OWN_RUN_ID
-from multigpu_cli.config.rules import RuleContext, drop_launcher_settings, find_rule_errors
+from multigpu_cli.config.rules import drop_launcher_settings, find_rule_errors
 from multigpu_cli.config.sources import gather, resolve
 
 TORCHRUN = {
@@ -22,12 +22,8 @@ TORCHRUN = {
 }
 
 
-def context(environ: Mapping[str, str]) -> RuleContext:
-    return RuleContext(["digits", "har"], ["gym"], ["mlp"], ["classification", "ppo"], environ)
-
-
-def said(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
-    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), context(environ or {})))
+def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
+    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), environ=environ or {}, **NAMES))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +61,7 @@ def said(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     ],
 )
 def test_what_cannot_go_together_is_refused(flags: dict[str, Any], words: list[str]) -> None:
-    message = said(flags)
+    message = list_faults(flags)
     assert all(word in message for word in words), message
 
 
@@ -88,7 +84,7 @@ def test_what_cannot_go_together_is_refused(flags: dict[str, Any], words: list[s
     ],
 )
 def test_fair_requests_pass(flags: dict[str, Any]) -> None:
-    assert said(flags) == ""
+    assert list_faults(flags) == ""
 
 
 @pytest.mark.parametrize(
@@ -106,19 +102,19 @@ def test_fair_requests_pass(flags: dict[str, Any]) -> None:
     ],
 )
 def test_what_torchrun_rules_out_is_refused(flags: dict[str, Any], changed: dict[str, str], words: list[str]) -> None:
-    message = said(flags, TORCHRUN | changed)
+    message = list_faults(flags, TORCHRUN | changed)
     assert all(word in message for word in words), message
 
 
 def test_what_fits_the_launcher_passes() -> None:
-    assert said({"multi_gpu": "ddp", "nproc_per_node": "2"}, TORCHRUN) == ""
-    assert said({"multi_gpu": "none"}, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) == ""
-    assert said({"multi_gpu": "dp"}, {"MASTER_ADDR": "left over in a shell"}) == ""
+    assert list_faults({"multi_gpu": "ddp", "nproc_per_node": "2"}, TORCHRUN) == ""
+    assert list_faults({"multi_gpu": "none"}, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) == ""
+    assert list_faults({"multi_gpu": "dp"}, {"MASTER_ADDR": "left over in a shell"}) == ""
 
 
 def test_workers_of_our_own_launcher_get_settings_that_it_has_followed() -> None:
     ours = TORCHRUN | {"TORCHELASTIC_RUN_ID": f"{OWN_RUN_ID}abc"}
-    assert said({"gpu_ids": "2,3", "nproc_per_node": "2", "max_restarts": "1"}, ours) == ""
+    assert list_faults({"gpu_ids": "2,3", "nproc_per_node": "2", "max_restarts": "1"}, ours) == ""
 
 
 def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
@@ -136,21 +132,24 @@ def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Pat
         ({"resume": tmp_path / "run-7"}, ["--resume", "no such run folder"]),
         ({"resume": "nevr"}, ["--resume nevr", "did you mean 'never'?"]),
     ):
-        message = said(flags)
+        message = list_faults(flags)
         assert all(word in message for word in words), message
 
 
 def test_paths_that_are_right_pass(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     file.touch()
-    assert said({"data_dir": tmp_path, "init_from": file, "save_dir": tmp_path / "a" / "b", "resume": tmp_path}) == ""
-    assert said({"data": "mine:load", "data_dir": file}) == ""
+    assert (
+        list_faults({"data_dir": tmp_path, "init_from": file, "save_dir": tmp_path / "a" / "b", "resume": tmp_path})
+        == ""
+    )
+    assert list_faults({"data": "mine:load", "data_dir": file}) == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert "cannot be written" in said({"save_dir": tmp_path / "run"})
+    assert "cannot be written" in list_faults({"save_dir": tmp_path / "run"})
 
 
 def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:

@@ -26,7 +26,7 @@ def recipe(tmp_path: Path) -> Write:
     return write
 
 
-def refused(flags: dict[str, Any] | None = None, sets: tuple[str, ...] = (), file: str | None = None) -> str:
+def read_refusal(flags: dict[str, Any] | None = None, sets: tuple[str, ...] = (), file: str | None = None) -> str:
     with pytest.raises(RequestError) as refusal:
         resolve(flags or {}, sets, file)
     return str(refusal.value)
@@ -73,15 +73,15 @@ def test_arguments_go_with_the_name_that_they_were_written_for(recipe: Write) ->
 
 
 def test_set_with_a_settings_own_name_is_no_argument() -> None:
-    assert "data_dir for the setting, data.args.dir for an argument" in refused(sets=("data.dir=x",))
-    assert "seed for the setting, model.args.seed" in refused(sets=("model.seed=3",))
+    assert "data_dir for the setting, data.args.dir for an argument" in read_refusal(sets=("data.dir=x",))
+    assert "seed for the setting, model.args.seed" in read_refusal(sets=("model.seed=3",))
     assert resolve({}, ("data.name=har",), None).data.name == "har"
 
 
 def test_lr_and_base_lr_in_one_layer_are_refused(recipe: Write) -> None:
-    assert "--lr together with --base-lr" in refused({"lr": "1", "base_lr": "2"})
-    assert "--lr together with --set base_lr" in refused({"lr": "1"}, ("base_lr=2",))
-    assert "mine.yaml:1: lr together with" in refused(file=recipe("lr: 1\nbase_lr: 2\n"))
+    assert "--lr together with --base-lr" in read_refusal({"lr": "1", "base_lr": "2"})
+    assert "--lr together with --set base_lr" in read_refusal({"lr": "1"}, ("base_lr=2",))
+    assert "mine.yaml:1: lr together with" in read_refusal(file=recipe("lr: 1\nbase_lr: 2\n"))
 
 
 def test_lr_and_base_lr_of_different_layers_replace_each_other(recipe: Write) -> None:
@@ -96,12 +96,12 @@ def test_lr_and_base_lr_of_different_layers_replace_each_other(recipe: Write) ->
 def test_an_empty_value_means_the_default_only_where_that_is_empty_too(recipe: Write) -> None:
     assert resolve({}, ("lr=null",), recipe("lr: 1\n")).rate.lr is None
     assert resolve({}, (), recipe("lr:\n")).explicit == frozenset()
-    assert "mine.yaml:2: epochs has no value" in refused(file=recipe("seed: 1\nepochs:\n"))
+    assert "mine.yaml:2: epochs has no value" in read_refusal(file=recipe("seed: 1\nepochs:\n"))
 
 
 def test_everything_wrong_is_reported_at_once_with_file_and_line(recipe: Write) -> None:
     file = recipe("epoch: 3\nseed: x\ndata:\n  nam: har\n  args: [1]\nbatch-size: 3\n")
-    message = refused({"lr": "nan"}, ("keep=0", "word", "modell=mlp"), file)
+    message = read_refusal({"lr": "nan"}, ("keep=0", "word", "modell=mlp"), file)
     for part in (
         "mine.yaml:1: epoch: there is no such setting\n  try: did you mean 'epochs'?",
         "mine.yaml:2: seed must be a whole number",
@@ -132,13 +132,13 @@ def test_everything_wrong_is_reported_at_once_with_file_and_line(recipe: Write) 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(content)
-    assert words in refused(file=str(file))
+    assert words in read_refusal(file=str(file))
 
 
 def test_folders_devices_and_missing_files_are_refused(tmp_path: Path) -> None:
-    assert "is a directory" in refused(file=str(tmp_path))
-    assert "not a regular file" in refused(file="/dev/zero")
-    assert "no such file or recipe" in refused(file=str(tmp_path / "none.yaml"))
+    assert "is a directory" in read_refusal(file=str(tmp_path))
+    assert "not a regular file" in read_refusal(file="/dev/zero")
+    assert "no such file or recipe" in read_refusal(file=str(tmp_path / "none.yaml"))
 
 
 def test_recipes_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +148,8 @@ def test_recipes_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytes
     for name in ("my_fashion", "my-fashion", "configs/my_fashion.yaml"):
         config = resolve({}, (), name)
         assert (config.reproducibility.seed, config.recipe) == (7, "my_fashion")
-    assert "did you mean 'my_fashion'?" in refused(file="my_fashio")
-    assert "did you mean 'configs/my_fashion.yaml'?" in refused(file="configs/my_fashio.yaml")
+    assert "did you mean 'my_fashion'?" in read_refusal(file="my_fashio")
+    assert "did you mean 'configs/my_fashion.yaml'?" in read_refusal(file="configs/my_fashio.yaml")
 
 
 def test_a_request_with_faults_still_has_a_config_for_the_rules(recipe: Write) -> None:

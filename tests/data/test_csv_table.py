@@ -31,7 +31,7 @@ def list_given_flags(folder: Path, count: int = 200, name: str = "table.csv", se
     return folder
 
 
-def opened(folder: Path | None, **args: Any) -> DataSource:
+def open_table(folder: Path | None, **args: Any) -> DataSource:
     return load_data_source(DataConfig(name="csv", dir=str(folder) if folder else None, args=args), 42)
 
 
@@ -40,7 +40,7 @@ def tensors(split: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
-    source = opened(list_given_flags(tmp_path), target="kind", ignore=["id", "price"])
+    source = open_table(list_given_flags(tmp_path), target="kind", ignore=["id", "price"])
     inputs, targets = tensors(source.train)
     assert [len(part) for part in (source.train, source.val, source.test)] == [160, 20, 20]  # type: ignore[arg-type]
     assert (source.class_names, source.num_classes, source.task) == (("big", "small"), 2, "classification")
@@ -52,7 +52,7 @@ def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
 
 
 def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None:
-    source = opened(list_given_flags(tmp_path), target="kind", ignore=["id"])
+    source = open_table(list_given_flags(tmp_path), target="kind", ignore=["id"])
     train, test = tensors(source.train)[0][:, :2], tensors(source.test)[0][:, :2]
     assert train.double().mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)
     assert train.double().std(0, correction=0).tolist() == pytest.approx([1, 1], rel=1e-5)
@@ -60,8 +60,8 @@ def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None
     far = (tmp_path / "table.csv").read_text().splitlines()
     changed = [line for line in far if ",big" in line][-1]
     (tmp_path / "other.csv").write_text(f"{HEAD}\n9,1e9,unheard of,1,big\n")
-    other = opened(tmp_path, target="kind", ignore=["id"], file="table.csv", test_file="other.csv")
-    again = opened(tmp_path, target="kind", ignore=["id"], file="table.csv", test_file="table.csv")
+    other = open_table(tmp_path, target="kind", ignore=["id"], file="table.csv", test_file="other.csv")
+    again = open_table(tmp_path, target="kind", ignore=["id"], file="table.csv", test_file="table.csv")
     assert torch.equal(tensors(other.train)[0], tensors(again.train)[0]), "what is tested on changes nothing"
     assert float(tensors(other.test)[0][0, 0]) > 1e6
     assert tensors(other.test)[0][0, 3:].sum() == 0, "a category that was not there is none of them"
@@ -70,15 +70,15 @@ def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None
 
 def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
     list_given_flags(tmp_path)
-    price = opened(tmp_path, target="price", ignore="id")
+    price = open_table(tmp_path, target="price", ignore="id")
     assert (price.task, price.num_classes, price.model) == ("regression", 0, "mlp")
     mean, deviation = price.target_scale or (0, 0)
     values = tensors(price.train)[1].double().numpy()
     assert (mean, deviation) == pytest.approx((np.mean(values), np.std(values)), rel=1e-5)
-    assert opened(tmp_path, target="id", kind="classification").num_classes == 200
-    assert opened(tmp_path, target="id").task == "regression"
+    assert open_table(tmp_path, target="id", kind="classification").num_classes == 200
+    assert open_table(tmp_path, target="id").task == "regression"
     with pytest.raises(RequestError, match=r"data\.args\.kind: column 'kind' holds 'small', no number|'big'"):
-        opened(tmp_path, target="kind", kind="regression")
+        open_table(tmp_path, target="kind", kind="regression")
 
 
 @pytest.mark.parametrize(("target", "best"), [("kind", "test_accuracy"), ("price", "test_mae")])
@@ -101,36 +101,36 @@ def test_it_trains_by_flags_alone(tmp_path: Path, target: str, best: str) -> Non
 def test_other_separators_and_a_byte_order_mark(tmp_path: Path, separator: str) -> None:
     lines = [separator.join(("a", "b")), *(separator.join((str(at), str(at % 2))) for at in range(20))]
     (tmp_path / "table.csv").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
-    source = opened(tmp_path, target="b")
+    source = open_table(tmp_path, target="b")
     assert (source.input_shape, source.class_names) == ((1,), ("0", "1"))
 
 
 def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("a,b\n" + "".join(f"{at},{at % 2 if at < 20 else 'NA'}\n" for at in range(30)))
-    source = opened(tmp_path, target="b")
+    source = open_table(tmp_path, target="b")
     assert sum(len(part) for part in (source.train, source.val, source.test)) == 20  # type: ignore[misc, arg-type]
 
 
 def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
-        opened(None)
+        open_table(None)
     list_given_flags(tmp_path)
     with pytest.raises(RequestError, match="which column is the target") as refused:
-        opened(tmp_path)
+        open_table(tmp_path)
     assert "--set data.target=kind" in refused.value.remedy
     with pytest.raises(RequestError, match="no column 'knid'") as refused:
-        opened(tmp_path, target="knid")
+        open_table(tmp_path, target="knid")
     assert "did you mean 'kind'?" in refused.value.remedy
     (tmp_path / "table.csv").write_text("a,b\n1,2\n3\n")
     with pytest.raises(RequestError, match=r"table\.csv:3: 1 cells for 2 columns"):
-        opened(tmp_path, target="b")
+        open_table(tmp_path, target="b")
     (tmp_path / "table.csv").write_text("a,a\n1,2\n")
     with pytest.raises(RequestError, match="two columns have one name"):
-        opened(tmp_path, target="a")
+        open_table(tmp_path, target="a")
     (tmp_path / "other.csv").write_text("")
     with pytest.raises(RequestError, match=r"must hold one \.csv file, and it holds other.csv, table.csv"):
-        opened(tmp_path, target="a")
+        open_table(tmp_path, target="a")
     with pytest.raises(RequestError, match="no rows"):
-        opened(tmp_path, target="a", file="other.csv")
+        open_table(tmp_path, target="a", file="other.csv")
     with pytest.raises(RequestError, match=r"tabel\.csv: there is no such file"):
-        opened(tmp_path, target="a", file="tabel.csv")
+        open_table(tmp_path, target="a", file="tabel.csv")

@@ -43,7 +43,9 @@ def test_the_order_never_changes_between_versions() -> None:
     assert epoch_order(8, 42, 0).tolist() == [1, 3, 6, 2, 4, 5, 7, 0]
 
 
-def trained_by(attempts: list[tuple[int, int]], epochs: int, loader: Loader, size: int, whole: int) -> list[list[int]]:
+def train_attempts(
+    attempts: list[tuple[int, int]], epochs: int, loader: Loader, size: int, whole: int
+) -> list[list[int]]:
     """The samples of each step of a run that was interrupted: each attempt is (workers, steps until it is killed)."""
     steps: list[list[int]] = []
     for workers, length in [*attempts, (1, 10**6)]:
@@ -71,7 +73,7 @@ def test_no_interruption_and_no_number_of_workers_changes_a_step(
     split = TensorDataset(torch.arange(samples).float(), torch.zeros(samples, dtype=torch.int64))
     source = DataSource(train=split, val=None, test=None, input_shape=(), num_classes=2)
     loader = Loader(split, source, DataConfig(), device=torch.device("cpu"), seed=7)
-    interrupted = trained_by(attempts, epochs, loader, batch, whole)
-    assert interrupted == trained_by([], epochs, loader, batch, whole)
+    interrupted = train_attempts(attempts, epochs, loader, batch, whole)
+    assert interrupted == train_attempts([], epochs, loader, batch, whole)
     seen = sorted(index for step in interrupted for index in step)
     assert seen == sorted(list(range(samples)) * epochs)

@@ -63,14 +63,16 @@ class Files(Dataset[Any]):
         return {"x": torch.rand(2), "y": [numpy.arange(index), self.text], "noise": noise}
 
 
-def fetched(dataset: Files) -> DataSource:
+def make_source(dataset: Files) -> DataSource:
     return DataSource(train=dataset, val=None, test=None, input_shape=(2,), num_classes=2)
 
 
 def test_samples_that_are_fetched_one_by_one_are_looked_at_too() -> None:
-    assert same(fetched(Files()), fetched(Files()))
-    assert not same(fetched(Files()), fetched(Files("b")))
-    assert same(fetched(Files(own_noise=True)), fetched(Files(own_noise=True))), "its own randomness marks nothing"
+    assert same(make_source(Files()), make_source(Files()))
+    assert not same(make_source(Files()), make_source(Files("b")))
+    assert same(make_source(Files(own_noise=True)), make_source(Files(own_noise=True))), (
+        "its own randomness marks nothing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def test_samples_that_are_fetched_one_by_one_are_looked_at_too() -> None:
 )
 def test_samples_of_any_kind_are_marked(one: Any, other: Any) -> None:
     """Whether a task can make something of them is not for the mark to say."""
-    assert same(fetched(Files(one)), fetched(Files(one)))
-    assert not same(fetched(Files(one)), fetched(Files(other)))
+    assert same(make_source(Files(one)), make_source(Files(one)))
+    assert not same(make_source(Files(one)), make_source(Files(other)))
 
 
 def test_a_users_dataset_is_looked_at_in_another_process() -> None:
@@ -100,5 +102,5 @@ def test_a_users_dataset_is_looked_at_in_another_process() -> None:
             return super().__getitem__(index)
 
     dataset = Lazy()
-    compute_fingerprint(fetched(dataset), 42)
+    compute_fingerprint(make_source(dataset), 42)
     assert not dataset.opened

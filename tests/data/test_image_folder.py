@@ -15,7 +15,7 @@ Image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
 COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (230, 20, 30)}
 
 
-def filled(folder: Path, count: int = 10) -> Path:
+def write_images(folder: Path, count: int = 10) -> Path:
     """Real JPEGs and PNGs of several sizes, a folder for each colour."""
     for name, colour in COLOURS.items():
         (folder / name / "deeper").mkdir(parents=True)
@@ -28,13 +28,13 @@ def filled(folder: Path, count: int = 10) -> Path:
     return folder
 
 
-def opened(folder: Path | None, **args: Any) -> DataSource:
+def open_images(folder: Path | None, **args: Any) -> DataSource:
     place = None if folder is None else str(folder)
     return load_data_source(DataConfig(name="image-folder", dir=place, args={"size": 16} | args), 42)
 
 
 def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:
-    source = opened(filled(tmp_path))
+    source = open_images(write_images(tmp_path))
     assert source.class_names == ("blue", "green", "red")
     assert (source.num_classes, source.input_shape) == (3, (3, 16, 16))
     parts = (source.train, source.val, source.test)
@@ -50,11 +50,11 @@ def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:
 
 def test_splits_that_lie_there_are_taken(tmp_path: Path) -> None:
     for split, count in (("train", 10), ("test", 2)):
-        filled(tmp_path / split, count)
-    source = opened(tmp_path)
+        write_images(tmp_path / split, count)
+    source = open_images(tmp_path)
     assert [len(part) for part in (source.train, source.val, source.test)] == [27, 3, 6]  # type: ignore[arg-type]
-    filled(tmp_path / "valid", 4)
-    source = opened(tmp_path)
+    write_images(tmp_path / "valid", 4)
+    source = open_images(tmp_path)
     assert [len(part) for part in (source.train, source.val, source.test)] == [30, 12, 6]  # type: ignore[arg-type]
 
 
@@ -64,7 +64,7 @@ def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         for at in range(4):
             gradient.save(tmp_path / name / f"{at}.png")
-    source = opened(tmp_path)
+    source = open_images(tmp_path)
 
     def seen(split: Any, epoch: int, processes: int = 0) -> torch.Tensor:
         loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
@@ -79,12 +79,12 @@ def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> N
     assert torch.equal(source.val[0][0], source.val[0][0])  # type: ignore[index]
     assert first.dtype == torch.float32
     assert abs(float(first.mean())) < 2, "standardised"
-    plain = opened(tmp_path, augment=False)
+    plain = open_images(tmp_path, augment=False)
     assert torch.equal(plain.train[0][0], plain.train[1][0])
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    filled(tmp_path)
+    write_images(tmp_path)
     whole = (tmp_path / "red" / "1.JPG").read_bytes()
     (tmp_path / "red" / "1.JPG").write_bytes(whole[: len(whole) // 2])
     flags: dict[str, Any] = {"data": "image-folder", "data_dir": str(tmp_path), "save_dir": str(tmp_path / "run")}
@@ -95,7 +95,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 
 
 def test_it_trains_on_two_workers_with_the_same_bits_as_on_one(tmp_path: Path) -> None:
-    filled(tmp_path / "images")
+    write_images(tmp_path / "images")
     flags: dict[str, Any] = {"data": "image-folder", "data_dir": str(tmp_path / "images"), "model": "convnet"}
     flags |= {"global_batch_size": 12, "batch_size": 4, "epochs": 3, "lr": 0.01, "exact": True, "num_workers": 1}
     sets = ["data.args.size=16", "model.args.width=4"]
@@ -106,14 +106,14 @@ def test_it_trains_on_two_workers_with_the_same_bits_as_on_one(tmp_path: Path) -
 
 def test_what_is_no_image_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
-        opened(None)
+        open_images(None)
     with pytest.raises(RequestError, match="holds images of no class"):
-        opened(tmp_path)
-    filled(tmp_path / "train")
-    filled(tmp_path / "val")
+        open_images(tmp_path)
+    write_images(tmp_path / "train")
+    write_images(tmp_path / "val")
     (tmp_path / "val" / "pink").mkdir()
     (tmp_path / "val" / "red" / "1.JPG").rename(tmp_path / "val" / "pink" / "1.JPG")
     with pytest.raises(RequestError, match="val/pink is a class that train/ does not have"):
-        opened(tmp_path)
+        open_images(tmp_path)
     with pytest.raises(RequestError, match=r"data\.args\.resize: 8 pixels"):
-        opened(tmp_path, resize=8)
+        open_images(tmp_path, resize=8)

@@ -90,7 +90,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_data_for_tests", None)
 
 
-def opened(factory: str, seed: int = 42, **config: Any) -> DataSource:
+def open_own(factory: str, seed: int = 42, **config: Any) -> DataSource:
     return load_data_source(DataConfig(name=f"my_data_for_tests:{factory}", **config), seed)
 
 
@@ -105,21 +105,21 @@ def test_a_dataset_of_ours() -> None:
 
 
 def test_one_dataset_is_divided_by_seed() -> None:
-    source = opened("Items")
+    source = open_own("Items")
     parts = [numbers(part) for part in (source.train, source.val, source.test)]
     assert [len(part) for part in parts] == [80, 10, 10]
     assert sorted(sum(parts, [])) == list(range(100))  # noqa: RUF017 - three short lists
     assert parts[1] != sorted(parts[1]), "drawn, not cut off"
-    again, other = opened("Items"), opened("Items", seed=43)
+    again, other = open_own("Items"), open_own("Items", seed=43)
     assert numbers(again.val) == parts[1]
     assert numbers(other.val) != parts[1]
 
 
 def test_tensors_stay_tensors_when_they_are_divided() -> None:
-    source = opened("tensors")
+    source = open_own("tensors")
     assert isinstance(source.train, TensorDataset)
     assert isinstance(source.val, TensorDataset)
-    assert isinstance(opened("Items").train, Subset)
+    assert isinstance(open_own("Items").train, Subset)
     rows = [row // 8 for row in numbers(source.train)]
     assert source.train.tensors[1].tolist() == [row % 3 for row in rows], "targets go with their inputs"
 
@@ -137,7 +137,7 @@ def test_tensors_stay_tensors_when_they_are_divided() -> None:
     ],
 )
 def test_shape_and_classes_are_learned_from_the_data(factory: str, shape: tuple[int, ...], classes: int) -> None:
-    source = opened(factory)
+    source = open_own(factory)
     assert (source.input_shape, source.num_classes) == (shape, classes)
 
 
@@ -151,7 +151,7 @@ def test_whole_arrays_are_a_dataset() -> None:
 
 
 def test_a_factory_with_splits_is_called_once_for_each() -> None:
-    source = opened("by_split", dir="/somewhere", mode="first", args={"size": 12})
+    source = open_own("by_split", dir="/somewhere", mode="first", args={"size": 12})
     assert len(source.train) == 12  # type: ignore[arg-type]
     assert source.val is None
     assert len(source.test) == 5  # type: ignore[arg-type]
@@ -173,48 +173,48 @@ def test_a_factory_with_splits_is_called_once_for_each() -> None:
 )
 def test_what_is_no_dataset_is_refused(factory: str, named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        opened(factory)
+        open_own(factory)
 
 
 def test_too_few_samples_to_divide() -> None:
     with pytest.raises(RequestError, match="4 samples can't be divided"):
-        opened("Items", args={"count": 4})
+        open_own("Items", args={"count": 4})
 
 
 def test_an_argument_that_the_factory_does_not_take() -> None:
     with pytest.raises(RequestError, match=r"data\.args\.cuont") as refused:
-        opened("Items", args={"cuont": 4})
+        open_own("Items", args={"cuont": 4})
     assert "did you mean 'count'?" in refused.value.remedy
 
 
 def test_too_many_samples_to_look_through_for_classes() -> None:
     with pytest.raises(RequestError, match="too many to look through") as refused:
-        opened("Items", args={"count": 200_000})
+        open_own("Items", args={"count": 200_000})
     assert "num_classes" in refused.value.remedy
-    assert opened("Counted", args={"count": 200_000}).num_classes == 7
+    assert open_own("Counted", args={"count": 200_000}).num_classes == 7
 
 
 def test_targets_of_a_tensor_dataset_that_are_no_classes(tmp_path: Path) -> None:
     text = "def floats():\n    return TensorDataset(torch.zeros(20, 2), torch.rand(20))\n"
     (tmp_path / "my_data_for_tests.py").write_text(MODULE + text)
-    assert opened("floats").num_classes == 0
+    assert open_own("floats").num_classes == 0
 
 
 def test_labels_held_in_tensors_are_classes_too(tmp_path: Path) -> None:
     text = "class Boxed(Items):\n    def __getitem__(self, at):\n        return torch.zeros(2), torch.tensor(at % 6)\n"
     (tmp_path / "my_data_for_tests.py").write_text(MODULE + text)
-    assert opened("Boxed").num_classes == 6
+    assert open_own("Boxed").num_classes == 6
 
 
 def test_a_stream_is_read_once_and_then_has_numbers() -> None:
-    source, again = opened("Stream"), opened("Stream")
+    source, again = open_own("Stream"), open_own("Stream")
     assert [len(part) for part in (source.train, source.val, source.test)] == [80, 10, 10]  # type: ignore[arg-type]
     assert (source.input_shape, source.num_classes) == ((3,), 2)
     assert "a stream that was read once" in source.note
     first, twice = source.train[5]["x"].tolist(), again.train[5]["x"].tolist()
     assert first == source.train[5]["x"].tolist() == twice
-    assert opened("Stream", seed=1).train[5]["x"].tolist() != first
-    split = opened("streams")
+    assert open_own("Stream", seed=1).train[5]["x"].tolist() != first
+    split = open_own("streams")
     assert split.train[0]["x"].tolist() != split.val[0]["x"].tolist(), "no split repeats another"  # type: ignore[index]
 
 
@@ -223,10 +223,10 @@ def test_a_stream_is_read_once_and_then_has_numbers() -> None:
 )
 def test_a_stream_without_samples_or_end_is_refused(count: int, named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        opened("Stream", args={"count": count})
+        open_own("Stream", args={"count": count})
 
 
 def test_tokens_and_those_that_follow_have_a_vocabulary(tmp_path: Path) -> None:
     text = "def tokens():\n    rows = torch.arange(40).view(20, 2)\n    return TensorDataset(rows, (rows + 1) % 50)\n"
     (tmp_path / "my_data_for_tests.py").write_text(MODULE + text)
-    assert opened("tokens").num_classes == 41
+    assert open_own("tokens").num_classes == 41

@@ -111,7 +111,7 @@ def test_workers_together_get_what_one_gets(workers: int, kind: Any) -> None:
     assert [[batch for work in step for batch in work] for step in zip(*ranks, strict=True)] == alone
 
 
-def drawn(steps: list[list[Batch]]) -> dict[int, list[float]]:
+def read_draws(steps: list[list[Batch]]) -> dict[int, list[float]]:
     """The random numbers that each sample met."""
     return {
         int(index): draws.tolist()
@@ -123,29 +123,29 @@ def drawn(steps: list[list[Batch]]) -> dict[int, list[float]]:
 
 def test_items_draw_the_same_numbers_in_any_process_and_on_any_worker(closing: list[Loader]) -> None:
     here = loader(Noisy())
-    expected = drawn(epoch(here))
+    expected = read_draws(epoch(here))
     for processes in (1, 2):
         other = loader(Noisy(), processes)
         closing.append(other)
         steps = epoch(other)
-        assert drawn(steps) == expected
+        assert read_draws(steps) == expected
         makers = {int(maker) for work in steps for batch in work for maker in batch.inputs["process"]}
         assert len(makers) == processes
         assert os.getpid() not in makers
-    halves = [drawn(epoch(here, replace(PLAN, workers=2), rank=rank)) for rank in range(2)]
+    halves = [read_draws(epoch(here, replace(PLAN, workers=2), rank=rank)) for rank in range(2)]
     assert halves[0] | halves[1] == expected
 
 
 def test_items_draw_other_numbers_in_other_epochs_and_with_other_seeds() -> None:
-    first, second = (drawn(epoch(loader(Noisy()), number=number)) for number in (0, 1))
-    other = drawn(epoch(loader(Noisy(), seed=43)))
+    first, second = (read_draws(epoch(loader(Noisy()), number=number)) for number in (0, 1))
+    other = read_draws(epoch(loader(Noisy(), seed=43)))
     for index in range(37):
         numbers = [first[index], second[index], other[index]]
         assert all(one != two for column in zip(*numbers, strict=True) for one, two in [column[:2], column[1:]])
 
 
 def test_no_two_samples_draw_the_same_numbers() -> None:
-    found = drawn(epoch(loader(Noisy())))
+    found = read_draws(epoch(loader(Noisy())))
     assert len({tuple(numbers) for numbers in found.values()}) == 37
 
 
@@ -157,7 +157,7 @@ def test_an_epoch_can_be_entered_at_any_step(processes: int, closing: list[Loade
     for start in (1, 3, 4):
         later = epoch(loader(Noisy()), start=start)
         assert indices(later) == indices(whole)[start:]
-        assert drawn(later).items() <= drawn(whole).items()
+        assert read_draws(later).items() <= read_draws(whole).items()
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -168,7 +168,7 @@ def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next(processes:
         list(work)
     again = epoch(served, number=1)
     assert indices(again) == indices(epoch(loader(Noisy()), number=1))
-    assert drawn(again) == drawn(epoch(loader(Noisy()), number=1))
+    assert read_draws(again) == read_draws(epoch(loader(Noisy()), number=1))
 
 
 def test_lanes_join_neighbouring_micro_batches() -> None:
@@ -193,9 +193,9 @@ def test_held_out_samples_are_served_once_in_order(kind: Any, workers: int) -> N
 
 def test_held_out_items_never_change() -> None:
     served = loader(Noisy())
-    first, second = (drawn([list(served.eval_batches(4, 0, 1))]) for _ in range(2))
+    first, second = (read_draws([list(served.eval_batches(4, 0, 1))]) for _ in range(2))
     assert first == second
-    assert first[0] != drawn(epoch(served))[0], "and have numbers of their own"
+    assert first[0] != read_draws(epoch(served))[0], "and have numbers of their own"
 
 
 def augmenting(inputs: Tensor, draws: KeyedRandom) -> Tensor:

@@ -79,7 +79,7 @@ def test_a_missing_dataset_says_where_it_looked_and_how_to_get_it(tmp_path):
     assert str(tmp_path / "nowhere" / "FashionMNIST" / "raw") in refused.value.problem
 
 
-def damaged(content):
+def damage(content):
     return {
         "does not begin like an IDX file": b"\x00\x00\x0d" + content[3:],
         "its header": content[:-1],
@@ -90,7 +90,7 @@ def damaged(content):
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
 def test_damage_is_told_with_the_files_name(tmp_path, name):
     file = write(tmp_path) / name
-    for fault, content in damaged(file.read_bytes()).items():
+    for fault, content in damage(file.read_bytes()).items():
         file.write_bytes(content)
         with pytest.raises(RequestError, match=fault) as refused:
             mnist(str(tmp_path), "flatten", seed=1)

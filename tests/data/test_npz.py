@@ -15,7 +15,7 @@ X = np.arange(300.0).reshape(50, 6)
 CLASSES = np.arange(50) % 3
 
 
-def opened(folder: Path | None, **args: Any) -> DataSource:
+def open_arrays(folder: Path | None, **args: Any) -> DataSource:
     return load_data_source(DataConfig(name="npz", dir=str(folder) if folder else None, args=args), 42)
 
 
@@ -28,7 +28,7 @@ def test_arrays_with_splits_are_taken_as_they_are(tmp_path: Path) -> None:
     for split, size in (("train", 30), ("val", 10), ("test", 5)):
         parts |= {f"X_{split}": X[:size], f"y_{split}": CLASSES[:size]}
     np.savez(tmp_path / "data.npz", **parts)
-    source = opened(tmp_path)
+    source = open_arrays(tmp_path)
     assert (sizes(source), source.num_classes, source.input_shape, source.task) == (
         [30, 10, 5],
         3,
@@ -41,12 +41,12 @@ def test_arrays_with_splits_are_taken_as_they_are(tmp_path: Path) -> None:
 
 def test_one_pair_of_arrays_is_divided_by_seed(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", X=X, y=CLASSES)
-    source = opened(tmp_path)
+    source = open_arrays(tmp_path)
     assert sizes(source) == [40, 5, 5]
     rows = [int(row[0][0]) // 6 for part in (source.train, source.val, source.test) for row in part]  # type: ignore[union-attr]
     assert sorted(rows) == list(range(50))
     np.savez(tmp_path / "data.npz", X_train=X, y_train=CLASSES)
-    assert sizes(opened(tmp_path)) == [45, 5]
+    assert sizes(open_arrays(tmp_path)) == [45, 5]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_targets_say_what_is_learned(
     tmp_path: Path, inputs: np.ndarray, targets: np.ndarray, task: str, classes: int, outputs: int
 ) -> None:
     np.savez(tmp_path / "data.npz", X=inputs, y=targets)
-    source = opened(tmp_path)
+    source = open_arrays(tmp_path)
     assert (source.task, source.num_classes, source.num_outputs) == (task, classes, outputs)
     flags: dict[str, Any] = {"data": "npz", "data_dir": str(tmp_path), "model": source.model, "epochs": 1}
     ended = run_training(1, **flags, num_workers=0, save_dir=str(tmp_path / "run"), sets=["model.args.width=8"])
@@ -84,17 +84,17 @@ def test_the_targets_say_what_is_learned(
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, Any], named: str) -> None:
     np.savez(tmp_path / "data.npz", **arrays)
     with pytest.raises(RequestError, match=named):
-        opened(tmp_path)
+        open_arrays(tmp_path)
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
-        opened(None)
+        open_arrays(None)
     with pytest.raises(RequestError, match=r"must hold one \.npz file, and it holds none at all"):
-        opened(tmp_path)
+        open_arrays(tmp_path)
     (tmp_path / "data.npz").write_bytes(b"PK no zip")
     with pytest.raises(RequestError, match=r"data\.npz"):
-        opened(tmp_path)
+        open_arrays(tmp_path)
     with pytest.raises(RequestError, match="there is no such file") as refused:
-        opened(tmp_path, file="date.npz")
+        open_arrays(tmp_path, file="date.npz")
     assert "did you mean 'data.npz'?" in refused.value.remedy

@@ -23,11 +23,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path | None, **args: Any) -> DataSource:
+def open_blocks(folder: Path | None, **args: Any) -> DataSource:
     return load_data_source(DataConfig(name="text", dir=str(folder) if folder else None, args={"block": 16} | args), 42)
 
 
-def loaded(split: Any, source: DataSource, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:
+def load_inputs(split: Any, source: DataSource, epoch: int, samples: list[int], processes: int = 0) -> list[list[int]]:
     """Inputs of some windows as training meets them."""
     loader = Loader(split, source, DataConfig(num_workers=processes), device=torch.device("cpu"), seed=5)
     rows = [
@@ -38,7 +38,7 @@ def loaded(split: Any, source: DataSource, epoch: int, samples: list[int], proce
 
 
 def test_characters_of_a_file(folder: Path) -> None:
-    source = opened(folder)
+    source = open_blocks(folder)
     assert (source.input_shape, source.num_classes) == ((16,), len(set(TEXT)))
     assert (source.model, source.task) == ("gpt", "language-model")
     assert source.vocabulary is not None
@@ -48,7 +48,7 @@ def test_characters_of_a_file(folder: Path) -> None:
 
 
 def test_held_out_windows_hold_each_token_once(folder: Path) -> None:
-    source = opened(folder, val=0.25)
+    source = open_blocks(folder, val=0.25)
     assert source.vocabulary is not None
     targets = torch.cat([source.val[at][1] for at in range(len(source.val))])  # type: ignore[index, arg-type]
     counting = targets[targets != IGNORED].tolist()
@@ -57,9 +57,9 @@ def test_held_out_windows_hold_each_token_once(folder: Path) -> None:
 
 
 def test_an_epoch_covers_the_text_about_once_and_the_next_one_cuts_elsewhere(folder: Path) -> None:
-    source = opened(folder)
+    source = open_blocks(folder)
     everything = list(range(len(source.train)))  # type: ignore[arg-type]
-    first, again, second = (loaded(source.train, source, epoch, everything) for epoch in (0, 0, 1))
+    first, again, second = (load_inputs(source.train, source, epoch, everything) for epoch in (0, 0, 1))
     assert first == again
     assert sum(a != b for a, b in zip(first, second, strict=True)) > 40
     text = open_text(source)
@@ -76,22 +76,22 @@ def open_text(source: DataSource) -> str:
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_window_depends_on_seed_epoch_and_number_alone(folder: Path, processes: int) -> None:
-    source = opened(folder)
-    together = loaded(source.train, source, 3, [7, 3, 20])
-    apart = [loaded(source.train, source, 3, [at], processes)[0] for at in (7, 3, 20)]
+    source = open_blocks(folder)
+    together = load_inputs(source.train, source, 3, [7, 3, 20])
+    apart = [load_inputs(source.train, source, 3, [at], processes)[0] for at in (7, 3, 20)]
     assert apart == together
 
 
 def test_an_epoch_may_be_shorter(folder: Path) -> None:
-    source = opened(folder, windows=10)
+    source = open_blocks(folder, windows=10)
     assert len(source.train) == 10  # type: ignore[arg-type]
     text = open_text(source)
-    starts = [text.index("".join(map(chr, row))) for row in loaded(source.train, source, 0, list(range(10)))]
+    starts = [text.index("".join(map(chr, row))) for row in load_inputs(source.train, source, 0, list(range(10)))]
     assert all(at * 88 <= start < (at + 1) * 89 for at, start in enumerate(starts))
 
 
 def test_bytes_are_served_by_the_file_system(folder: Path) -> None:
-    source = opened(folder, tokens="bytes")
+    source = open_blocks(folder, tokens="bytes")
     assert source.num_classes == 256
     assert isinstance(source.train.tokens, np.memmap)  # type: ignore[attr-defined]
     assert bytes(source.train.tokens) == TEXT[:900].encode()  # type: ignore[attr-defined]
@@ -102,13 +102,13 @@ def test_arrays_of_tokens_are_memory_mapped(folder: Path, ending: str) -> None:
     for split, count in (("train", 300), ("val", 100), ("test", 50)):
         tokens = (np.arange(count) % 40).astype(np.uint16)
         tokens.tofile(folder / f"{split}.bin") if ending == "bin" else np.save(folder / f"{split}.npy", tokens)
-    source = opened(folder)
+    source = open_blocks(folder)
     assert (source.num_classes, len(source.val), len(source.test)) == (40, 7, 4)  # type: ignore[arg-type]
     assert isinstance(source.train.tokens, np.memmap)  # type: ignore[attr-defined]
     assert len(source.train.tokens) == 300  # type: ignore[attr-defined]
-    assert opened(folder, vocabulary=64).num_classes == 64
+    assert open_blocks(folder, vocabulary=64).num_classes == 64
     with pytest.raises(RequestError, match="token 32 near place 16 is beyond the vocabulary of 30"):
-        list(opened(folder, vocabulary=30).val)  # type: ignore[call-overload]
+        list(open_blocks(folder, vocabulary=30).val)  # type: ignore[call-overload]
 
 
 def test_the_shortest_text_that_can_be_trained_on() -> None:
@@ -132,24 +132,24 @@ def test_the_shortest_text_that_can_be_trained_on() -> None:
 )
 def test_what_makes_no_dataset_is_refused(folder: Path, args: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        opened(folder, **args)
+        open_blocks(folder, **args)
 
 
 def test_files_that_are_none_are_named(folder: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
-        opened(None)
+        open_blocks(None)
     (folder / "other.txt").write_text("x")
     with pytest.raises(RequestError, match=r"must hold one \.txt file, and it holds input.txt, other.txt"):
-        opened(folder)
+        open_blocks(folder)
     (folder / "input.txt").write_bytes(b"ab\xff")
     with pytest.raises(RequestError, match=r"input.txt is not UTF-8 \(byte 2\)"):
-        opened(folder, file="input.txt")
+        open_blocks(folder, file="input.txt")
     (folder / "input.txt").write_bytes(b"")
     with pytest.raises(RequestError, match=r"input\.txt is empty"):
-        opened(folder, file="input.txt")
+        open_blocks(folder, file="input.txt")
     (folder / "train.npy").write_bytes(b"no array")
     with pytest.raises(RequestError, match=r"train\.npy"):
-        opened(folder)
+        open_blocks(folder)
     np.save(folder / "train.npy", np.zeros((3, 4)))
     with pytest.raises(RequestError, match=r"train\.npy holds float64 \(3, 4\)"):
-        opened(folder)
+        open_blocks(folder)

@@ -34,7 +34,7 @@ def alone(*words: str, **flags: Any) -> list[str]:
     return [sys.executable, FRONT_DOOR, *words, *options(flags)]
 
 
-def started(command: Sequence[str], folder: Path, **environ: str) -> subprocess.Popen[str]:
+def start_command(command: Sequence[str], folder: Path, **environ: str) -> subprocess.Popen[str]:
     """Start it in a folder, as the head of a process group of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
     pipe = subprocess.PIPE
@@ -43,7 +43,7 @@ def started(command: Sequence[str], folder: Path, **environ: str) -> subprocess.
     )
 
 
-def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def wait_for_exit(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     """Wait for its end, with all it said; whatever hangs is killed, children too."""
     try:
         out, err = process.communicate(timeout=SECONDS)
@@ -53,5 +53,5 @@ def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def ran(command: Sequence[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return finished(started(command, folder, **environ))
+def run_command(command: Sequence[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return wait_for_exit(start_command(command, folder, **environ))

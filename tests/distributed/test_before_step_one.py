@@ -42,11 +42,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 }
 
 
-def ran(flags: dict[str, Any], sets: list[str]) -> list[Ended]:
+def run_all(flags: dict[str, Any], sets: list[str]) -> list[Ended]:
     return [run_training(workers, **RUN | flags, save_dir=f"run{workers}", sets=sets) for workers in (1, 2, 3)]
 
 
-def found(workers: int) -> tuple[dict[str, Any], list[str], list[float], list[float]]:
+def read_findings(workers: int) -> tuple[dict[str, Any], list[str], list[float], list[float]]:
     """What the plan said, what went wrong, and the losses of steps and evaluations."""
     lines = list(journal.read_events(f"run{workers}/journal.jsonl"))
     [start] = [line for line in lines if line["event"] == "start"]
@@ -58,11 +58,11 @@ def found(workers: int) -> tuple[dict[str, Any], list[str], list[float], list[fl
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_the_first_steps_are_alike(habit: str) -> None:
-    assert [ended.error for ended in ran(*HABITS[habit])] == [""] * 3
-    plan, faults, losses, evaluated = found(1)
+    assert [ended.error for ended in run_all(*HABITS[habit])] == [""] * 3
+    plan, faults, losses, evaluated = read_findings(1)
     assert len(losses) == len(evaluated) == 2
     for workers in (2, 3):
-        alike = found(workers)
+        alike = read_findings(workers)
         assert alike[:2] == (plan, faults)
         assert alike[2] == pytest.approx(losses, rel=2e-3)
         assert alike[3] == pytest.approx(evaluated, rel=2e-3)
@@ -72,7 +72,7 @@ def test_the_first_steps_are_alike(habit: str) -> None:
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refusal_says_the_same(reason: str) -> None:
     flags, sets, said = REFUSED[reason]
-    ends = ran(flags, sets)
+    ends = run_all(flags, sets)
     assert said in ends[0].error
     assert [(ended.kind, ended.error) for ended in ends] == [(ends[0].kind, ends[0].error)] * 3
     assert not any(Path(f"run{workers}").exists() for workers in (1, 2, 3))

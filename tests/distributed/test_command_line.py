@@ -16,7 +16,7 @@ import yaml
 from multigpu_cli.checkpoint.manifest import find_damage
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from tests.distributed.launcher import alone, finished, ran, started, torchrun
+from tests.distributed.launcher import alone, run_command, start_command, torchrun, wait_for_exit
 
 SMALL: dict[str, Any] = {"multi_gpu": "ddp", "model": "mlp", "global_batch_size": 128, "epochs": 2, "log_interval": 2}
 SAMPLES = 1258  # of the 1,797 digits, 10 % are for validation and 20 % for the test
@@ -60,7 +60,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(here: Path) -> subprocess.CompletedProcess[str]:
     """torchrun … main_multi_gpu.py --multi-gpu ddp, two epochs of the digits."""
-    return ran(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
+    return run_command(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
 
 
 @pytest.fixture
@@ -153,14 +153,16 @@ def test_config_yaml_has_the_users_settings_and_no_place(run: Path) -> None:
 
 def test_the_same_command_again_does_nothing(run: Path, here: Path) -> None:
     before = contents(run)
-    again = ran(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
+    again = run_command(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout) == summary_of(run)
     assert contents(run) == before
 
 
 def test_config_yaml_repeats_the_run_on_another_number_of_workers(run: Path, here: Path) -> None:
-    again = ran(alone("--json", "--config", "run/config.yaml", "--multi-gpu", "none", "--save-dir", "again"), here)
+    again = run_command(
+        alone("--json", "--config", "run/config.yaml", "--multi-gpu", "none", "--save-dir", "again"), here
+    )
     assert again.returncode == 0, again.stderr
     one, two = json.loads(again.stdout), summary_of(run)
     assert one["steps"] == two["steps"]
@@ -171,7 +173,7 @@ def test_config_yaml_repeats_the_run_on_another_number_of_workers(run: Path, her
 
 def test_an_explicit_difference_is_refused_once_naming_both_values(run: Path, here: Path) -> None:
     before = contents(run)
-    refused = ran(torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64}), here)
+    refused = run_command(torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64}), here)
     assert refused.returncode == 1, "torchrun turns every code into 1"
     assert refused.stderr.count("error: --global-batch-size 64 differs from 128") >= 1
     ours = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
@@ -202,39 +204,41 @@ def process() -> Iterator[list[subprocess.Popen[str]]]:
     for each in running:
         if each.poll() is None:
             os.killpg(each.pid, signal.SIGKILL)
-        finished(each)
+        wait_for_exit(each)
 
 
 def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
     tmp_path: Path, process: list[subprocess.Popen[str]]
 ) -> None:
     run, flags = tmp_path / "run", LONG | {"save_dir": "run", "checkpoint_every": 10}
-    first = started(torchrun(2, **flags), tmp_path, **SLOW)
+    first = start_command(torchrun(2, **flags), tmp_path, **SLOW)
     process.append(first)
     waiting(lambda: len(checkpoints(run)) >= 2, first)
 
-    second = ran(alone(**flags | {"multi_gpu": "none"}), tmp_path, **SLOW)
+    second = run_command(alone(**flags | {"multi_gpu": "none"}), tmp_path, **SLOW)
     assert second.returncode == 2
     assert "another run is at work in run" in second.stderr
     assert first.poll() is None, "the first goes on"
 
     first.send_signal(signal.SIGTERM)
-    ended = finished(first)
+    ended = wait_for_exit(first)
     assert ended.returncode == 1
     stopped = summary_of(run)
     assert stopped["status"] == "stopped"
     assert json.loads((run / f"checkpoints/step_{stopped['steps']:08d}/manifest.json").read_text())["world_size"] == 2
     assert events(run, "end")[-1]["status"] == "stopped"
 
-    third = started(torchrun(3, **flags), tmp_path, **SLOW)
+    third = start_command(torchrun(3, **flags), tmp_path, **SLOW)
     process.append(third)
     waiting(lambda: checkpoints(run)[-1] >= stopped["steps"] + 20, third)
     assert events(run, "resume")[-1]["step"] == stopped["steps"]
     assert (events(run, "resume")[-1]["from_world_size"], events(run, "resume")[-1]["world_size"]) == (2, 3)
     third.kill()  # the agent alone: its workers must not train on
-    finished(third)
+    wait_for_exit(third)
 
-    more = ran(alone("--json", **flags | {"multi_gpu": "none", "max_steps": checkpoints(run)[-1] + 5}), tmp_path)
+    more = run_command(
+        alone("--json", **flags | {"multi_gpu": "none", "max_steps": checkpoints(run)[-1] + 5}), tmp_path
+    )
     assert more.returncode == 0, more.stderr
     last = json.loads(more.stdout)
     assert last["status"] == "completed"
@@ -247,18 +251,18 @@ def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
     tmp_path: Path, process: list[subprocess.Popen[str]]
 ) -> None:
     run, flags = tmp_path / "run", LONG | {"save_dir": "run", "checkpoint_every": 10, "max_restarts": 1}
-    first = started(alone(nproc_per_node=2, **flags), tmp_path, **SLOW)
+    first = start_command(alone(nproc_per_node=2, **flags), tmp_path, **SLOW)
     process.append(first)
     waiting(lambda: len(checkpoints(run)) >= 1, first)
     first.send_signal(signal.SIGTERM)
-    ended = finished(first)
+    ended = wait_for_exit(first)
     assert ended.returncode == 75, ended.stderr
     assert summary_of(run)["status"] == "stopped"
     assert summary_of(run)["world_size"] == 2
     assert "Traceback" not in ended.stderr
     assert len(events(run, "start")) == 1, "a stop is no reason for another attempt"
 
-    again = ran(alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags), tmp_path)
+    again = run_command(alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags), tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["status"] == "completed"
     assert json.loads(again.stdout)["resumed_from"].endswith(f"step_{events(run, 'resume')[-1]['step']:08d}")
@@ -269,7 +273,7 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
     flags = LONG | {"save_dir": "run", "checkpoint_every": 5, "max_restarts": 1, "max_steps": 30} | loaders
     deed = {"OWN_DEED": "1:23:SIGKILL", **SLOW, **environ}  # once only: the second attempt needs fewer passes
-    ended = ran(alone("--json", nproc_per_node=2, **flags), tmp_path, **deed)
+    ended = run_command(alone("--json", nproc_per_node=2, **flags), tmp_path, **deed)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads(ended.stdout)
     assert (summary["status"], summary["steps"]) == ("completed", 30)
@@ -289,9 +293,9 @@ def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else
         "set": [],
     }
     quiet = {"multi_gpu": "ddp", "nproc_per_node": 2, "global_batch_size": 16, "batch_size": 8, "log_interval": 1}
-    whole = ran(alone("--json", **flags | quiet | {"save_dir": "whole"}), tmp_path)
+    whole = run_command(alone("--json", **flags | quiet | {"save_dir": "whole"}), tmp_path)
     greedy = [f"model.args.{word}" for word in ("limit=4", "after=9", "rank=1", "backward=true")]
-    ended = ran(alone("--json", **flags | quiet | {"save_dir": "run", "set": greedy}), tmp_path)
+    ended = run_command(alone("--json", **flags | quiet | {"save_dir": "run", "set": greedy}), tmp_path)
     assert whole.returncode == ended.returncode == 0, ended.stderr
     assert "rank 1 ran out of memory" in ended.stderr
     assert "micro-batches of 4" in ended.stderr
@@ -306,7 +310,7 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Pa
     """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
     loaders, environ = loaders_and_a_long_tmpdir(tmp_path)
     flags: dict[str, Any] = {"model": "tests.support.failing_model:net", "save_dir": "run"} | loaders
-    ended = ran(torchrun(2, restarts=3, checkpoint_every=1000, **flags), tmp_path, **environ)
+    ended = run_command(torchrun(2, restarts=3, checkpoint_every=1000, **flags), tmp_path, **environ)
     assert ended.returncode == 1
     run = tmp_path / "run"
     assert len(events(run, "start")) == 2, "attempts 3 and 4 ended before they touched anything"
@@ -321,7 +325,7 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Pa
 
 
 def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
-    refused = ran(alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run"), tmp_path)
+    refused = run_command(alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run"), tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.count("har") >= 1
     assert "Traceback" not in refused.stderr

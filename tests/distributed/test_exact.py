@@ -98,14 +98,14 @@ class Cell:
         return wanted | self.more
 
 
-def shortened(source: DataSource, samples: int) -> DataSource:
+def shorten(source: DataSource, samples: int) -> DataSource:
     def first(split: Any, count: int) -> TensorDataset:
         return TensorDataset(*(tensor[:count] for tensor in split.tensors))
 
     return replace(source, train=first(source.train, samples), val=first(source.val, 35), test=first(source.test, 20))
 
 
-def trained(world: World, settings: dict[str, Any], source: DataSource | None = None) -> dict[str, Any]:
+def train(world: World, settings: dict[str, Any], source: DataSource | None = None) -> dict[str, Any]:
     """A whole run by the engine's own parts in this process's world; every line and the bits of its end."""
     config = resolve(settings, [], None)
     choice = Placement("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
@@ -140,10 +140,10 @@ def several(cells: list[Cell], folder: Path, sources: dict[str, DataSource]) -> 
 
     def work(world: World) -> list[dict[str, Any]]:
         return [
-            trained(
+            train(
                 world,
                 cell.settings(folder / f"{number}-{world.size}"),
-                shortened(sources[cell.data], cell.samples),
+                shorten(sources[cell.data], cell.samples),
             )
             for number, cell in enumerate(cells)
         ]
@@ -274,7 +274,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def killed_at(step: int, size: int, config: Config, folder: Path) -> None:
+def kill_at(step: int, size: int, config: Config, folder: Path) -> None:
     """Train until some step, and then all ranks are gone at once."""
     before = steps_done(folder)
     with working(size, config) as processes:
@@ -283,7 +283,7 @@ def killed_at(step: int, size: int, config: Config, folder: Path) -> None:
     assert not (folder / "summary.json").exists()
 
 
-def finished(size: int, config: Config, folder: Path) -> dict[str, Any]:
+def finish_run(size: int, config: Config, folder: Path) -> dict[str, Any]:
     with working(size, config) as processes:
         for process in processes:
             process.join(120)
@@ -305,22 +305,22 @@ def assert_same_run(disturbed: Path, undisturbed: Path) -> None:
 def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     cell = Cell("mlp", steps=1).settings(folder)
-    trained(ALONE, cell, shortened(load_data_source(Config().data, 42), 30))
+    train(ALONE, cell, shorten(load_data_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
     for module in ("spec", "resolve_spec", "validate_request"):
         monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
-        trained(ALONE, cell | {"max_steps": 2}, shortened(load_data_source(Config().data, 42), 30))
+        train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
 
 
 @pytest.mark.parametrize("chain", [(2, 1), (4, 2, 1), pytest.param((3, 8, 5), marks=pytest.mark.slow)], ids=str)
 def test_killed_and_finished_on_other_workers_is_the_undisturbed_run(chain: tuple[int, ...], tmp_path: Path) -> None:
     draws = random.Random(sum(chain))
     configs = [resolve(LONG | {"save_dir": str(tmp_path / name)}, [], None) for name in ("alone", "chain")]
-    finished(1, configs[0], tmp_path / "alone")
+    finish_run(1, configs[0], tmp_path / "alone")
     for size in chain[:-1]:
-        killed_at(draws.randrange(10, 30), size, configs[1], tmp_path / "chain")
-    summary = finished(chain[-1], configs[1], tmp_path / "chain")
+        kill_at(draws.randrange(10, 30), size, configs[1], tmp_path / "chain")
+    summary = finish_run(chain[-1], configs[1], tmp_path / "chain")
     assert summary["resumed_from"] is not None
     assert_same_run(tmp_path / "chain", tmp_path / "alone")
 

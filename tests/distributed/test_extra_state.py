@@ -23,18 +23,18 @@ RUN: dict[str, Any] = {
 KEY = "layers._extra_state"
 
 
-def kept(file: str) -> Any:
+def read_extra_state(file: str) -> Any:
     return torch.load(file, weights_only=True)["model"][KEY]
 
 
 @pytest.mark.parametrize(("workers", "flags"), [(1, {"ema": 0.9}), (2, {}), (3, {"exact": True})])
 def test_it_goes_through_a_run_and_a_resume(workers: int, flags: dict[str, Any]) -> None:
     assert run_training(workers, **RUN | flags, epochs=1).error == ""
-    first = kept("run/last.pt")
+    first = read_extra_state("run/last.pt")
     ended = run_training(workers, **RUN | flags, epochs=2)
     assert ended.error == ""
     assert (ended.summary["status"], ended.summary["steps"]) == ("completed", 6)
-    last = kept("run/last.pt")
+    last = read_extra_state("run/last.pt")
     assert (last["kept"], last["bytes"], last["last"].tolist()) == (["a", 1.5], b"\xff", [last["passes"]])
     assert last["passes"] > first["passes"] > 0, "a resume goes on where the checkpoint was taken"
     again = run_training(1, **RUN | flags | {"save_dir": "again"}, epochs=1, init_from="run/best.pt")
@@ -49,6 +49,6 @@ def test_what_is_made_of_its_weights_has_it_too(capsys: pytest.CaptureFixture[st
     [said] = [line["loss"] for line in journal.read_events("run/journal.jsonl") if line.get("split") == "test"]
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(said)
     assert export_run("run", Path("w.pt")).checked == "read back: every bit is the same"
-    assert torch.load("w.pt", weights_only=True)[KEY]["passes"] == kept("run/best.pt")["passes"] > 0
+    assert torch.load("w.pt", weights_only=True)[KEY]["passes"] == read_extra_state("run/best.pt")["passes"] > 0
     assert export_run("run", Path("w.safetensors")).checked.endswith(f"takes more than tensors: {KEY}")
     assert set(safetensors.load_file("w.safetensors")) == {"layers.layer.weight", "layers.layer.bias"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.launcher import ran, torchrun
+from tests.distributed.launcher import run_command, torchrun
 from tests.distributed.steps import CASES, STEPS, WORKERS
 
 Found = dict[tuple[str, int, int], dict[str, Any]]
@@ -20,7 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found in every case, on 1, 2, 3 and 4 workers; one launch for all."""
     out = tmp_path_factory.mktemp("steps")
     command = torchrun(max(WORKERS), str(out), script=str(Path(__file__).with_name("step_worker.py")))
-    result = ran(command, out)
+    result = run_command(command, out)
     assert result.returncode == 0, result.stderr[-3000:]
     return {
         (name, workers, rank): torch.load(out / f"{name}-{workers}-{rank}.pt", weights_only=True)

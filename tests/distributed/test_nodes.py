@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from multigpu_cli.monitor import journal
-from tests.distributed.launcher import options, ran
+from tests.distributed.launcher import options, run_command
 from tests.support.netns import FRONT_DOOR, Host, hosts, missing, torchrun, wait_for
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/operations/multi-node.md"
@@ -41,7 +41,7 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run"
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in one process, in peace."""
     here = tmp_path_factory.mktemp("undisturbed")
-    done = ran([sys.executable, FRONT_DOOR, *options(FLAGS | {"multi_gpu": "none", "save_dir": "run"})], here)
+    done = run_command([sys.executable, FRONT_DOOR, *options(FLAGS | {"multi_gpu": "none", "save_dir": "run"})], here)
     assert done.returncode == 0, done.stderr
     return here / "run"
 

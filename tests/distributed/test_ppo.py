@@ -36,7 +36,7 @@ def events(kind: str, run: str = "run") -> list[dict[str, Any]]:
     return [event for event in journal.read_events(f"{run}/journal.jsonl") if event["event"] == kind]
 
 
-def done(workers: int, *more: str, **flags: Any) -> dict[str, Any]:
+def train(workers: int, *more: str, **flags: Any) -> dict[str, Any]:
     ended = run_training(workers, sets=[*SETS, *more], **RUN | flags)
     assert ended.error == ""
     return ended.summary
@@ -50,7 +50,7 @@ def curve(run: str) -> torch.Tensor:
 
 def test_one_two_and_four_workers_learn_alike() -> None:
     for workers in (1, 2, 4):
-        done(workers, save_dir=f"on{workers}")
+        train(workers, save_dir=f"on{workers}")
         assert (len(curve(f"on{workers}")), events("end", f"on{workers}")[0]["status"]) == (4, "completed")
     for workers in (2, 4):
         torch.testing.assert_close(curve("on1"), curve(f"on{workers}"), rtol=1e-4, atol=1e-6)
@@ -64,7 +64,7 @@ def test_one_two_and_four_workers_learn_alike() -> None:
 def test_the_same_bits_on_one_two_and_four_workers_with_exact() -> None:
     """Real actions and a pass that is one too many: all ranks leave it out."""
     more = ["data.args.real=true", "task.args.target_kl=1e-9"]
-    marks = {workers: done(workers, *more, exact=True, save_dir=f"on{workers}") for workers in (1, 2, 4)}
+    marks = {workers: train(workers, *more, exact=True, save_dir=f"on{workers}") for workers in (1, 2, 4)}
     assert len({summary["fingerprint"] for summary in marks.values()}) == 1
     assert len({str(summary["final"]) for summary in marks.values()}) == 1
     assert torch.equal(curve("on1"), curve("on4"))
@@ -74,19 +74,19 @@ def test_the_same_bits_on_one_two_and_four_workers_with_exact() -> None:
 
 def test_steps_that_a_moved_policy_leaves_out_were_not_taken() -> None:
     """They count in the schedule alone: there four updates are sixteen steps, of which eight are taken."""
-    assert done(2, "task.args.target_kl=1e-9")["steps"] == 8
+    assert train(2, "task.args.target_kl=1e-9")["steps"] == 8
     last = events("train")[-1]
     assert (last["step"], last["steps_taken"], events("end")[0]["step"]) == (16, 8, 16)
-    assert done(1, "task.args.target_kl=1e-9", epochs=3)["steps"] == 8
+    assert train(1, "task.args.target_kl=1e-9", epochs=3)["steps"] == 8
     assert len(events("start")) == 1, "it has been trained for longer: nothing to do"
-    assert done(1, "task.args.target_kl=1e-9", epochs=6)["steps"] == 12
+    assert train(1, "task.args.target_kl=1e-9", epochs=6)["steps"] == 12
     assert events("resume")[0]["step"] == 16
 
 
 def test_a_skipped_step_is_named_also_where_others_were_left_out_after_it() -> None:
     """The first two of four steps of an update are taken, of three micro-batches each; this is in the fourth taken."""
     more = ["task.args.target_kl=1e-9", "model.args.at=12"]
-    summary = done(1, *more, model="tests.support.toy_env:overflowing", lr=1e-2)
+    summary = train(1, *more, model="tests.support.toy_env:overflowing", lr=1e-2)
     assert summary["steps"] == 8
     assert [fault["action"].split(", of samples")[0] for fault in summary["faults"]] == [
         "1 step skipped: the gradient was NaN or infinite, last in step 6"
@@ -98,7 +98,7 @@ def test_the_same_bits_after_twenty_updates_of_cartpole() -> None:
     pytest.importorskip("gymnasium")
     flags: dict[str, Any] = {"data": "gym:CartPole-v1", "model": "lstm-actor-critic", "epochs": 20, "exact": True}
     flags |= {"num_envs": 16, "env_group": 4}
-    marks = {done(w, "task.args.rollout=64", **flags, save_dir=f"on{w}")["fingerprint"] for w in (1, 2, 4)}
+    marks = {train(w, "task.args.rollout=64", **flags, save_dir=f"on{w}")["fingerprint"] for w in (1, 2, 4)}
     assert len(marks) == 1
 
 
@@ -106,12 +106,12 @@ def test_the_same_bits_after_twenty_updates_of_cartpole() -> None:
 def test_killed_and_resumed_on_other_workers_it_is_the_undisturbed_run(
     more: list[str], before: int, after: int
 ) -> None:
-    undisturbed = done(1, *more, exact=True, save_dir="whole")
+    undisturbed = train(1, *more, exact=True, save_dir="whole")
     passes = 2 * 4 * 3 // before + 3  # in the third update
     deed = {"OWN_DEED": f"{before - 1}:{passes}:SIGKILL"}
     ended = run_training(before, sets=[*SETS, *more], **RUN, exact=True, environ=deed)
     assert before - 1 in ended.killed
-    resumed = done(after, *more, exact=True)
+    resumed = train(after, *more, exact=True)
     assert events("resume")[0]["step"] in (4, 8)
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
     assert resumed["final"] == undisturbed["final"]
@@ -123,7 +123,7 @@ def test_asked_to_stop_it_ends_the_update_first() -> None:
     stopped = run_training(1, sets=SETS, **RUN, environ={"OWN_DEED": "0:18:SIGTERM"}).summary
     assert stopped["status"] == "stopped"
     assert stopped["steps"] == 8
-    assert done(1)["fingerprint"] == done(1, save_dir="whole")["fingerprint"]
+    assert train(1)["fingerprint"] == train(1, save_dir="whole")["fingerprint"]
     assert not events("fault")
 
 
@@ -137,7 +137,7 @@ def test_environments_that_can_not_be_brought_back_are_told_of() -> None:
 
 
 def test_a_number_of_episodes_ends_it() -> None:
-    summary = done(2, episodes=15)
+    summary = train(2, episodes=15)
     counts = [event["episodes"] for event in events("train")]
     assert counts[-1] >= 15 > counts[-2]
     assert summary["status"] == "completed"
@@ -146,7 +146,7 @@ def test_a_number_of_episodes_ends_it() -> None:
 
 
 def test_every_episode_of_an_evaluation_counts_once() -> None:
-    found = [done(w, "task.args.evaluate_episodes=70", epochs=1, save_dir=f"on{w}")["final"] for w in (1, 3)]
+    found = [train(w, "task.args.evaluate_episodes=70", epochs=1, save_dir=f"on{w}")["final"] for w in (1, 3)]
     assert events("eval", "on1")[0]["samples"] == 70
     for name in ("reward", "length", "half_length"):
         assert found[0][f"test_{name}"] == pytest.approx(found[1][f"test_{name}"], rel=1e-3)

@@ -13,7 +13,7 @@ pytest.importorskip("gymnasium")
 SEEDS = (1, 2, 3)
 
 
-def reached(folder: Path, **flags: Any) -> float:
+def measure_reward(folder: Path, **flags: Any) -> float:
     command = alone("--json", save_dir=folder / "run", **flags)
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=True)
     summary = json.loads(done.stdout)
@@ -26,12 +26,12 @@ def reached(folder: Path, **flags: Any) -> float:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_pole_is_balanced_within_300_000_steps(workers: int, seed: int, tmp_path: Path) -> None:
     launch: dict[str, Any] = {"multi_gpu": "ddp", "nproc_per_node": 2} if workers == 2 else {"multi_gpu": "none"}
-    assert reached(tmp_path, config="ppo_cartpole", seed=seed, **launch) >= 475
+    assert measure_reward(tmp_path, config="ppo_cartpole", seed=seed, **launch) >= 475
 
 
 @pytest.mark.quality
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_velocities_it_takes_a_memory(seed: int, tmp_path: Path) -> None:
     request: dict[str, Any] = {"config": "ppo_cartpole_masked", "seed": seed, "multi_gpu": "none"}
-    assert reached(tmp_path / "lstm", **request) >= 400
-    assert reached(tmp_path / "mlp", **request, model="actor-critic") < 200
+    assert measure_reward(tmp_path / "lstm", **request) >= 400
+    assert measure_reward(tmp_path / "mlp", **request, model="actor-critic") < 200

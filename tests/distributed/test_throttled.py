@@ -26,7 +26,7 @@ def in_a_namespace(words: list[str], *, throttled: bool) -> str:
     return subprocess.run(line, check=True, env=environ, timeout=300, stdout=subprocess.PIPE, text=True).stdout
 
 
-def exposed_ms(folder: Path, *, throttled: bool) -> float:
+def measure_exposed_ms(folder: Path, *, throttled: bool) -> float:
     flags = ["--max-steps", "40", "--log-interval", "5", "--quiet", "--save-dir", str(folder)]
     in_a_namespace(flags, throttled=throttled)
     events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
@@ -36,7 +36,7 @@ def exposed_ms(folder: Path, *, throttled: bool) -> float:
 
 def test_a_slow_wire_is_communication(tmp_path: Path) -> None:
     """Both workers' gradients go through the one loopback; backward hides a little of it."""
-    free, slow = (exposed_ms(tmp_path / str(kind), throttled=kind) for kind in (False, True))
+    free, slow = (measure_exposed_ms(tmp_path / str(kind), throttled=kind) for kind in (False, True))
     through_the_wire = 1e3 * 2 * 4 * PARAMETERS / RATE
     assert slow - free == pytest.approx(through_the_wire, rel=0.3)
 

@@ -18,7 +18,7 @@ def cartpole(*numbers: int, hide: Any = ()) -> GymGroup:
     return group("CartPole-v1", numbers, 5, CPU, hide)
 
 
-def walked(environments: GymGroup, steps: int, seed: int = 0) -> list[Any]:
+def walk(environments: GymGroup, steps: int, seed: int = 0) -> list[Any]:
     """Random actions: (observation, reward, terminated, last observation) of the first environment at each step."""
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -32,14 +32,14 @@ def walked(environments: GymGroup, steps: int, seed: int = 0) -> list[Any]:
 def test_an_environment_does_not_know_in_which_group_it_is() -> None:
     alone, among = cartpole(7), cartpole(7, 3, 1)
     assert torch.equal(alone.reset()[0], among.reset()[0])
-    assert walked(alone, 80) == walked(among, 80)
+    assert walk(alone, 80) == walk(among, 80)
     assert not torch.equal(cartpole(7).reset(), cartpole(8).reset())
 
 
 def test_where_an_episode_ends_the_true_last_observation_stands_beside_the_next_ones_first() -> None:
     environments = cartpole(0)
     environments.reset()
-    ended = next(row for row in walked(environments, 100) if row[2])
+    ended = next(row for row in walk(environments, 100) if row[2])
     observation, reward, terminated, truncated, last = ended
     assert (reward, terminated, truncated) == (1.0, True, False)
     assert abs(last[2]) > 0.2095 or abs(last[0]) > 2.4, "the pole has fallen"
@@ -49,24 +49,24 @@ def test_where_an_episode_ends_the_true_last_observation_stands_beside_the_next_
 def test_a_time_limit_truncates() -> None:
     environments = group("CartPole-v1", (0,), 5, CPU, options={"max_episode_steps": 3})
     environments.reset()
-    assert [row[2:4] for row in walked(environments, 3)] == [[False, False], [False, False], [False, True]]
+    assert [row[2:4] for row in walk(environments, 3)] == [[False, False], [False, False], [False, True]]
 
 
 def test_a_state_goes_on_exactly_in_other_objects() -> None:
     before, after = cartpole(4, 2), cartpole(4, 2)
     before.reset()
-    walked(before, 57)
+    walk(before, 57)
     state = before.state()
     observation, anew = after.load_state(state)
     assert anew == 0
     assert torch.equal(observation, state["observation"])
-    assert walked(before, 60, seed=1) == walked(after, 60, seed=1)
+    assert walk(before, 60, seed=1) == walk(after, 60, seed=1)
 
 
 def test_an_episode_that_can_not_be_told_again_is_begun_anew() -> None:
     before, after = cartpole(4, 2), cartpole(4, 2)
     before.reset()
-    walked(before, 5)
+    walk(before, 5)
     state = before.state()
     state["observation"][1, 0] += 1  # as if its seed did not govern it
     observation, anew = after.load_state(state)

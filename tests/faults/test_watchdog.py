@@ -24,7 +24,7 @@ from tests.support.run_training import run_training
 from tests.support.world import ALONE
 
 
-def moved(watch: Watchdog, logs: Path, pauses: list[float]) -> None:
+def move_run(watch: Watchdog, logs: Path, pauses: list[float]) -> None:
     """A run of one step and then some forward passes, with pauses between them."""
     watch.start(0, logs)
     watch.set_position(1, "fetching data")
@@ -40,20 +40,20 @@ def write_to(file: Path) -> Callable[[TrainingError], None]:
     return write
 
 
-def watched(folder: Path, pauses: list[float]) -> tuple[int, str]:
+def watch_run(folder: Path, pauses: list[float]) -> tuple[int, str]:
     """How a process ends whose run moves like this and whose watch waits 0.3 s; and its last words."""
     words = folder / "words"
 
     def work() -> None:
         with Watchdog(ALONE, 0.3, write_to(words)) as watch:
-            moved(watch, folder / "logs", pauses)
+            move_run(watch, folder / "logs", pauses)
 
     code = exit_code(work)
     return code, words.read_text() if words.exists() else ""
 
 
 def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None:
-    code, words = watched(tmp_path, [0.01, 5.0])
+    code, words = watch_run(tmp_path, [0.01, 5.0])
     assert code == 1
     assert "no progress for 0 s\n  rank 0: forward, 1 steps done, at " in words
     assert "test_watchdog.py" in words
@@ -67,13 +67,13 @@ def test_where_the_run_folder_takes_no_word_the_run_is_ended_all_the_same(
     monkeypatch.setattr("multigpu_cli.faults.watchdog._WRITING", 0.5, raising=False)
     (tmp_path / "logs").mkdir()
     os.mkfifo(tmp_path / "logs" / "stacks_0_rank_0.txt")
-    code, words = watched(tmp_path, [0.01, 5.0])
+    code, words = watch_run(tmp_path, [0.01, 5.0])
     assert code == 1
     assert words.startswith(f"the run can't continue, and no report could be written to {tmp_path / 'logs'}")
 
 
 def test_a_slow_run_that_moves_is_left_alone(tmp_path: Path) -> None:
-    assert watched(tmp_path, [0.15] * 6) == (0, "")
+    assert watch_run(tmp_path, [0.15] * 6) == (0, "")
 
 
 def test_before_its_first_step_a_run_may_take_its_time(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeyp
     assert "rank 0 did not arrive" in words.read_text()
 
 
-def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
+def fail_run(folder: Path, error: Exception, *, begins_at: int) -> None:
     """A run of four steps that fails in its fifth."""
     with Watchdog(ALONE, 9, lambda error: None) as watch:
         watch.start(begins_at, folder)
@@ -192,14 +192,14 @@ def failed(folder: Path, error: Exception, *, begins_at: int) -> None:
 
 def test_an_error_is_explained_once_and_knows_its_step(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="bad") as raised:
-        failed(tmp_path, TrainingError("bad"), begins_at=2)
+        fail_run(tmp_path, TrainingError("bad"), begins_at=2)
     assert raised.value.failed_at == 4
     assert "rank 0: forward, 4 steps done\nsamples of its batch: 3, 1" in (tmp_path / "crash_0.txt").read_text()
 
 
 def test_an_error_before_the_first_step_of_an_attempt_says_so(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as raised:
-        failed(tmp_path, TrainingError("bad"), begins_at=4)
+        fail_run(tmp_path, TrainingError("bad"), begins_at=4)
     assert raised.value.failed_at is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tests.gpu.machine import ROOT
 
 
-def called(environ: Mapping[str, str], *words: str) -> list[dict[str, Any]]:
+def call_check(environ: Mapping[str, str], *words: str) -> list[dict[str, Any]]:
     """The lines of a call, the last with its exit code."""
     command = [sys.executable, "-m", "tests.gpu.check", *words]
     done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)

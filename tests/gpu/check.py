@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.machine import ROOT, described
+from tests.gpu.machine import ROOT, describe_machine
 from tests.gpu.registry import CHECKS, carry_out
 from tests.gpu.results import FAILED, PASSED, Results
 from tests.gpu.runner import about, run_all
@@ -29,11 +29,11 @@ _NO_DEVICE = 2
 
 
 def main(words: Sequence[str]) -> int:
-    asked = _parsed(words)
+    asked = _parse_arguments(words)
     if asked.child:
         return _child(asked.child[0], Path(asked.child[1]))
     if asked.about:
-        _say(described())
+        _say(describe_machine())
         return 0
     machine = about()
     _say(machine or {"end": "no CUDA device here", "left": asked.only})
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__.partition("\n")[0])
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of this call")
     parser.add_argument("--only", type=_names, default=list(CHECKS), metavar="NAME,…", help=", ".join(CHECKS))

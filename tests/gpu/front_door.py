@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from multigpu_cli.monitor import journal
-from tests.gpu.machine import ROOT, patience, simulated
+from tests.gpu.machine import ROOT, is_simulated, patience
 
 FRONT_DOOR = str(ROOT / "main_multi_gpu.py")
 ALONE = ("--multi-gpu", "none")
 # A simulated GPU computes on the CPU.
-DIGITS: dict[str, Any] = {"epochs": "2", "model": "mlp"} if simulated() else {"epochs": "6"}
-GOOD_ENOUGH = 0.7 if simulated() else 0.93  # test accuracy reached with room to spare; a broken path stays far below
+DIGITS: dict[str, Any] = {"epochs": "2", "model": "mlp"} if is_simulated() else {"epochs": "6"}
+GOOD_ENOUGH = 0.7 if is_simulated() else 0.93  # test accuracy reached with room to spare; a broken path stays far below
 _LONGEST = patience(170)  # seconds; a check has more
 
 
@@ -73,10 +73,10 @@ def run(folder: Path, *flags: str, ranks: int = 0, code: int | None = 0) -> Run:
     Raises:
         AssertionError: it ended with another one.
     """
-    return finished(command(folder, *flags, ranks=ranks), folder, code=code)
+    return run_command(command(folder, *flags, ranks=ranks), folder, code=code)
 
 
-def finished(argv: Sequence[str], folder: Path, *, code: int | None = 0) -> Run:
+def run_command(argv: Sequence[str], folder: Path, *, code: int | None = 0) -> Run:
     """The same for any command that trains in this folder and prints its summary last."""
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_LONGEST)
     good = code in (None, done.returncode)

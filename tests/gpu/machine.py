@@ -9,17 +9,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def simulated() -> bool:
+def is_simulated() -> bool:
     """Whether the CUDA devices here are those of tests/gpu/simulated, whose kernels run on the CPU."""
     return bool(os.environ.get("SIMULATED_CUDA"))
 
 
 def patience(seconds: float) -> float:
     """A time limit, which is longer where kernels run on the CPU."""
-    return seconds * (5 if simulated() else 1)
+    return seconds * (5 if is_simulated() else 1)
 
 
-def described() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """The machine, for the results; {} where torch sees no CUDA device."""
     import torch
 
@@ -28,7 +28,7 @@ def described() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(0),
         "devices": torch.cuda.device_count(),
-        "simulated": simulated(),
+        "simulated": is_simulated(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.partition(" ")[0],

@@ -21,7 +21,7 @@ class Results:
 
     def __init__(self, file: Path, machine: Line) -> None:
         self._file, self._machine = file, machine
-        self._newest = {line["check"]: line for line in _read(file) if self._counts(line)}
+        self._newest = {line["check"]: line for line in _read_lines(file) if self._counts(line)}
 
     def _counts(self, line: Line) -> bool:
         return "check" in line and line.get("machine") == self._machine
@@ -50,7 +50,7 @@ class Results:
         return {"end": word} | by_verdict | {PASSED: len(by_verdict[PASSED]), "left": left}, code
 
 
-def _read(file: Path) -> Iterable[Line]:
+def _read_lines(file: Path) -> Iterable[Line]:
     """Every whole line; a call that was killed may have left half of one."""
     for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:

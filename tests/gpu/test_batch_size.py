@@ -8,7 +8,7 @@ import pytest
 
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import batch_size_finder
-from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
 
@@ -53,7 +53,7 @@ def noting(folder: Path) -> Callable[[Simulated], None]:
     return prepare
 
 
-def noted(folder: Path, device: int = 0) -> list[Trial]:
+def read_trials(folder: Path, device: int = 0) -> list[Trial]:
     lines = (folder / f"{device}.txt").read_text().splitlines()
     return [Trial(int(size), fits == "1", int(peak)) for size, fits, peak in map(str.split, lines)]
 
@@ -69,9 +69,9 @@ def test_the_largest_power_of_two_that_fits_is_taken(
     memory: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = RUN | {"save_dir": str(tmp_path / "run"), "multi_gpu": "none", "screen": "normal"}
-    ended = trained(machine=Machine.of(1, memory=memory), prepare=noting(tmp_path), **flags)
+    ended = train_on_gpus(machine=Machine.of(1, memory=memory), prepare=noting(tmp_path), **flags)
     assert not ended.error, ended.error
-    *_, best, too_many = trials = {trial.size: trial for trial in noted(tmp_path)}.values()
+    *_, best, too_many = trials = {trial.size: trial for trial in read_trials(tmp_path)}.values()
     assert [trial.size for trial in trials] == [2**power for power in range(len(trials))]
     assert (best.fits, too_many.fits) == (True, False)
     plan = plan_of(tmp_path / "run")
@@ -85,9 +85,9 @@ def test_the_largest_power_of_two_that_fits_is_taken(
 
 def test_gpus_of_unlike_memory_take_what_fits_the_smaller(tmp_path: Path) -> None:
     machine = Machine((Gpu(memory=60 * MIB), Gpu(memory=20 * MIB)))
-    ended = trained(2, machine=machine, prepare=noting(tmp_path), save_dir=str(tmp_path / "run"), **RUN)
+    ended = train_on_gpus(2, machine=machine, prepare=noting(tmp_path), save_dir=str(tmp_path / "run"), **RUN)
     assert not ended.error, ended.error
-    larger, smaller = noted(tmp_path, 0), noted(tmp_path, 1)
+    larger, smaller = read_trials(tmp_path, 0), read_trials(tmp_path, 1)
     plan, tried = plan_of(tmp_path / "run"), [trial.size for trial in smaller if trial.fits]
     assert (plan["batch_size"], plan["global_batch_size"]) == (max(tried), 2 * max(tried))
     assert any(trial.size > max(tried) and trial.fits for trial in larger), "the larger one had room for more"

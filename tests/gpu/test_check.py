@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu import check, runner
-from tests.gpu.calling import called
+from tests.gpu.calling import call_check
 from tests.gpu.registry import CHECKS, Check
 from tests.gpu.results import Results
 from tests.gpu.trial_checks import STARTED
@@ -100,6 +100,6 @@ def test_every_check_is_there_and_says_so_if_asked_for_another(capsys: pytest.Ca
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = called(os.environ, "--results", str(tmp_path / "results.jsonl"))
+    done = call_check(os.environ, "--results", str(tmp_path / "results.jsonl"))
     assert (done[-1]["end"], done[-1]["code"]) == ("no CUDA device here", 2)
     assert not (tmp_path / "results.jsonl").exists()

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.calling import called
+from tests.gpu.calling import call_check
 from tests.gpu.registry import CHECKS
 from tests.gpu.simulated.machine import Machine
 
 
 def on_simulated(gpus: int, *words: str) -> dict[str, Any]:
     """The end line of a call on a simulated machine, which says what failed and why."""
-    found = called(Machine.of(gpus).environment(), *words)
+    found = call_check(Machine.of(gpus).environment(), *words)
     said = {line["check"]: line["said"] for line in found if line.get("verdict") == "failed"}
     return found[-1] | {"said": said}
 

@@ -22,7 +22,7 @@ NEW, OLD = Gpu(), Gpu("Tesla T4", 15 * GIB, (7, 5), {"used": 4 * GIB, "tenants":
 UNLIKE = Machine((NEW, OLD))
 
 
-def told(*words: str, code: int = 0, machine: Machine = UNLIKE) -> dict[str, Any]:
+def run_json(*words: str, code: int = 0, machine: Machine = UNLIKE) -> dict[str, Any]:
     """What a command says with --json, its exit code being this one."""
     done = front_door(*words, "--json", machine=machine)
     assert done.returncode == code, done.stderr
@@ -30,7 +30,7 @@ def told(*words: str, code: int = 0, machine: Machine = UNLIKE) -> dict[str, Any
 
 
 def test_doctor_tells_of_both_gpus_what_there_is_to_know(tmp_path: Path) -> None:
-    findings = told("doctor", "--save-dir", str(tmp_path))["findings"]
+    findings = run_json("doctor", "--save-dir", str(tmp_path))["findings"]
     found = {each["name"]: (each["verdict"], each["evidence"]) for each in findings}
     assert found["GPUs"] == ("ok", "2 on this machine, 2 visible to torch")
     assert found["GPU 0"][0] == "ok"
@@ -110,7 +110,7 @@ def test_bench_measures_the_loading_onto_a_gpu() -> None:
 @pytest.mark.slow
 def test_bench_measures_ddp_and_dp_on_both_gpus(tmp_path: Path) -> None:
     words = ["--workers", "1,2", "--steps", "8", "--repetitions", "1", "--model", "mlp", "--out", str(tmp_path)]
-    found = told("bench", *words, machine=Machine.of(2))
+    found = run_json("bench", *words, machine=Machine.of(2))
     assert [(rung["strategy"], rung["workers"]) for rung in found["rungs"]] == [("single", 1), ("ddp", 2), ("dp", 2)]
     assert all(rung["samples_per_second"] > 0 for rung in found["rungs"])
     assert found["about"]["device"] == Gpu().name
@@ -121,6 +121,6 @@ def test_bench_measures_ddp_and_dp_on_both_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_selftest_compares_in_the_format_that_all_gpus_have() -> None:
-    found = told("selftest", "--steps", "4", "--model", "mlp", machine=UNLIKE)
+    found = run_json("selftest", "--steps", "4", "--model", "mlp", machine=UNLIKE)
     assert found["holds"], found["verdicts"]
     assert (found["workers"], found["device"], found["precision"]) == (2, "cuda", "fp16")

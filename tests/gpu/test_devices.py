@@ -9,10 +9,10 @@ import pytest
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor import journal
-from tests.gpu.simulated.gpus import TWO, alone, trained
+from tests.gpu.simulated.gpus import TWO, alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Gpu, Machine
-from tests.support.run_training import OWN, run_training
+from tests.support.run_training import OWN
 from train_multi_gpu import train
 
 FOUR = Machine.of(4)
@@ -40,7 +40,7 @@ def test_a_run_on_gpu_1_leaves_gpu_0_alone(flags: dict[str, str], tmp_path: Path
     assert start(tmp_path / "run")["devices"] == ["cuda:1"]
 
 
-def shown(gpus: Callable[[int], str]) -> Callable[[], object]:
+def show_gpus(gpus: Callable[[int], str]) -> Callable[[], object]:
     """What makes a rank see only some of four GPUs, as its launcher would."""
 
     def prepare() -> None:
@@ -54,16 +54,18 @@ def test_each_rank_may_see_one_gpu_of_its_own(tmp_path: Path) -> None:
     """A whole run with gradients from both; alone(…) has compiled the library before the forks."""
     alone(lambda sim: None)
     run: dict[str, Any] = {"max_steps": 6, "exact": True, "amp": "off", "batch_size": 10, "global_batch_size": 20}
-    ended = run_training(2, prepare=shown(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run)
+    ended = anywhere.run_training(
+        2, prepare=show_gpus(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run
+    )
     assert not ended.error, ended.error
     assert (ended.summary["strategy"], ended.summary["world_size"]) == ("ddp", 2)
-    lone = trained(1, machine=TWO, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
+    lone = train_on_gpus(1, machine=TWO, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
     assert ended.summary["fingerprint"] == lone.summary["fingerprint"] is not None
 
 
 def test_ranks_that_see_the_same_gpu_are_refused(tmp_path: Path) -> None:
     alone(lambda sim: None)
-    ended = run_training(2, prepare=shown(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
+    ended = anywhere.run_training(2, prepare=show_gpus(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
     assert ended.kind == "RequestError"
     assert "ranks 0,1 have one GPU" in ended.error
     assert not (tmp_path / "run").exists()
@@ -74,7 +76,7 @@ def test_gpus_of_unlike_models_are_named_and_share_one_format(
     strategy: str, whose: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     machine, ranks = Machine((Gpu(), Gpu("Tesla T4", capability=(7, 5)))), 2 if strategy == "ddp" else 1
-    ended = trained(ranks, machine=machine, multi_gpu=strategy, max_steps=4, save_dir=str(tmp_path / "run"))
+    ended = train_on_gpus(ranks, machine=machine, multi_gpu=strategy, max_steps=4, save_dir=str(tmp_path / "run"))
     assert not ended.error, ended.error
     said = " ".join("".join(capfd.readouterr()).split())
     assert f"warning: GPUs of several models: {Gpu().name} ({whose} 0) and Tesla T4 ({whose} 1)" in said

@@ -20,7 +20,7 @@ FLAGS = ["--model", "mlp", "--max-steps", "3", "--data-on-device", "off"]
 def test_a_training_on_two_gpus(mode: str, tmp_path: Path) -> None:
     alone(lambda sim: None)  # compiles the library, once for all processes
     machine = Machine.of(2)
-    told = launched(machine, tmp_path, "--mode", mode)
+    told = launch_on(machine, tmp_path, "--mode", mode)
     assert told.returncode == 0, told.stderr
     assert "This machine: 2 GPUs to use" in told.stderr
     assert told.stderr.count(machine.gpus[0].name) >= 3, "each GPU, and the device of the plan"
@@ -37,7 +37,7 @@ def test_a_training_on_two_gpus(mode: str, tmp_path: Path) -> None:
     assert f"  checkpoints/digits/{run.name}" in told.stderr.splitlines()
 
 
-def launched(machine: Machine, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def launch_on(machine: Machine, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Let it take every default on that machine."""
     programs = folder / "bin"
     programs.mkdir()

@@ -11,7 +11,7 @@ from multigpu_cli import engine
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import batch_size_finder
 from multigpu_cli.tasks.base import Task
-from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 
 NO_DROPOUT = ("model.args.width=8", "model.args.dropout=0.0")  # whose noise depends on the micro-batch
@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
 }
 
 
-def armed(place: str, rank: int = 0) -> Callable[[Simulated], None]:
+def exhaust_memory_at(place: str, rank: int = 0) -> Callable[[Simulated], None]:
     """In this process the next allocation has no room, once, when the run comes to that place."""
 
     def prepare(sim: Simulated) -> None:
@@ -87,7 +87,7 @@ def losses(run: Path) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert not trained(multi_gpu="none", save_dir=str(run), **RUN).error
+    assert not train_on_gpus(multi_gpu="none", save_dir=str(run), **RUN).error
     return losses(run)
 
 
@@ -98,12 +98,12 @@ def test_a_step_without_memory_is_taken_again_or_the_run_begins_again(
 ) -> None:
     """Once the optimizer may have moved some of the weights, only the last checkpoint is whole."""
     run = RUN | {"save_dir": str(tmp_path / "run"), "amp": amp}
-    first = trained(multi_gpu="none", prepare=armed(place), **run)
+    first = train_on_gpus(multi_gpu="none", prepare=exhaust_memory_at(place), **run)
     if "optimizer" in place:
         assert first.kind == "TrainingError", first.error
         assert "out of memory in the optimizer at step 4" in first.error
         assert "the same command again" in first.error
-        first = trained(multi_gpu="none", **run)
+        first = train_on_gpus(multi_gpu="none", **run)
     assert not first.error, first.error
     assert [fault["kind"] for fault in first.summary["faults"]] == ["out of memory"]
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4 if amp == "off" else 2e-2)
@@ -113,7 +113,7 @@ def test_a_step_without_memory_is_taken_again_or_the_run_begins_again(
 def test_what_needs_too_much_beside_the_steps_is_halved(
     place: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    ended = trained(multi_gpu="none", prepare=armed(place), save_dir=str(tmp_path / "run"), **RUN)
+    ended = train_on_gpus(multi_gpu="none", prepare=exhaust_memory_at(place), save_dir=str(tmp_path / "run"), **RUN)
     assert not ended.error, ended.error
     assert [fault["kind"] for fault in ended.summary["faults"]] == ["out of memory"]
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
@@ -124,8 +124,8 @@ def test_a_rank_without_memory_ends_all_and_the_same_command_goes_on(
     place: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     run = RUN | {"save_dir": str(tmp_path / "run"), "batch_size": 4, "global_batch_size": 8}
-    first = trained(2, prepare=armed(place, rank=1), **run)
+    first = train_on_gpus(2, prepare=exhaust_memory_at(place, rank=1), **run)
     assert "rank 1 ran out of memory" in first.error
-    again = trained(2, **run)
+    again = train_on_gpus(2, **run)
     assert not again.error, again.error
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)

@@ -8,7 +8,7 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 
@@ -39,7 +39,7 @@ def overflowing(sim: Simulated) -> None:
 def test_an_fp16_overflow_on_one_rank_is_a_skipped_step_on_all(tmp_path: Path) -> None:
     """Each checkpoint compares the replicas."""
     run = RUN | NO_DROPOUT | {"amp": "fp16", "batch_size": 8}
-    ended = trained(2, prepare=overflowing, save_dir=str(tmp_path / "run"), **run)
+    ended = train_on_gpus(2, prepare=overflowing, save_dir=str(tmp_path / "run"), **run)
     assert not ended.error, ended.error
     (fault,) = ended.summary["faults"]
     assert fault["kind"] == "nonfinite"
@@ -50,19 +50,19 @@ def test_an_fp16_overflow_on_one_rank_is_a_skipped_step_on_all(tmp_path: Path) -
 def test_a_gpu_without_work_changes_nothing(tmp_path: Path) -> None:
     """Two micro-batches for three workers."""
     run = RUN | {"batch_size": 8, "exact": True, "amp": "off"}
-    three = trained(3, machine=Machine.of(3), save_dir=str(tmp_path / "three"), **run)
+    three = train_on_gpus(3, machine=Machine.of(3), save_dir=str(tmp_path / "three"), **run)
     assert not three.error, three.error
-    one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
+    one = train_on_gpus(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
     assert three.summary["fingerprint"] == one.summary["fingerprint"] is not None
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("dp", 1), ("ddp", 2)])
 def test_two_gpus_take_the_same_steps_as_one(strategy: str, ranks: int, tmp_path: Path) -> None:
     run = RUN | NO_DROPOUT | {"batch_size": 4}
-    two = trained(ranks, multi_gpu=strategy, save_dir=str(tmp_path / "two"), **run)
+    two = train_on_gpus(ranks, multi_gpu=strategy, save_dir=str(tmp_path / "two"), **run)
     assert not two.error, two.error
     assert (two.summary["strategy"], two.summary["devices"]) == (strategy, 2)
-    one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
+    one = train_on_gpus(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert one.summary["final"]["test_loss"] == pytest.approx(two.summary["final"]["test_loss"], rel=1e-4)
 
@@ -75,8 +75,10 @@ def test_sync_batchnorm_takes_its_statistics_from_both_gpus(tmp_path: Path) -> N
         "amp": "off",
     }
     flags = {"batch_size": 8, "sync_bn": True, "drop_last": True}
-    two = trained(2, save_dir=str(tmp_path / "two"), **run | flags)
+    two = train_on_gpus(2, save_dir=str(tmp_path / "two"), **run | flags)
     assert not two.error, two.error
-    one = trained(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run | {"batch_size": 16, "drop_last": True})
+    one = train_on_gpus(
+        1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run | {"batch_size": 16, "drop_last": True}
+    )
     assert not one.error, one.error
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -38,19 +38,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_models_for_tests", None)
 
 
-def built(name: str, **config: Any) -> nn.Module:
+def build(name: str, **config: Any) -> nn.Module:
     torch.manual_seed(0)
     return build_model(ModelConfig(**config), name, OFFERED)
 
 
 @pytest.mark.parametrize("name", ["mlp", "convnet", "resnet18"])
 def test_a_network_of_ours_learns_its_shape_from_the_data(name: str) -> None:
-    assert built(name)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert build(name)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 def test_the_users_own(own: None) -> None:
-    assert built("my_models_for_tests:net", args={"width": 6})[1].out_features == 6  # type: ignore[index]
-    assert built("my_models_for_tests:Net").out_features == 10
+    assert build("my_models_for_tests:net", args={"width": 6})[1].out_features == 6  # type: ignore[index]
+    assert build("my_models_for_tests:Net").out_features == 10
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_the_users_own(own: None) -> None:
 )
 def test_what_cannot_be_trained_is_refused(own: None, name: str, config: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        built(name, **config)
+        build(name, **config)
 
 
 def test_freezing_keeps_the_parameters_whose_names_match() -> None:
-    model = built("convnet", freeze=("features.*", "*.bias"))
+    model = build("convnet", freeze=("features.*", "*.bias"))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if name != "classify.1.weight"}
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    model = built("mlp", freeze=("1.*",))
+    model = build("mlp", freeze=("1.*",))
     model(torch.randn(4, 1, 8, 8)).sum().backward()
     state = dict(model.named_parameters())
     assert state["1.weight"].grad is None
@@ -85,12 +85,12 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 def test_an_unmatched_pattern_shows_names() -> None:
     with pytest.raises(RequestError) as refused:
-        freeze(built("mlp"), "nope")
+        freeze(build("mlp"), "nope")
     assert "1.weight" in refused.value.remedy
 
 
 def test_sync_batchnorm_replaces_batchnorm() -> None:
-    plain, synced = built("resnet18"), built("resnet18", sync_bn=True)
+    plain, synced = build("resnet18"), build("resnet18", sync_bn=True)
     assert any(isinstance(module, nn.BatchNorm2d) for module in plain.modules())
     assert not any(isinstance(module, nn.BatchNorm2d) for module in synced.modules())
     assert fingerprint(plain.state_dict()) == fingerprint(synced.state_dict())
@@ -116,7 +116,7 @@ class Blocks(nn.Module):
         return logits
 
 
-def trained_once(model: nn.Module) -> dict[str, Tensor]:
+def train_once(model: nn.Module) -> dict[str, Tensor]:
     """Gradients, buffers and the loss of a pass with dropout."""
     inputs = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(9)
@@ -136,7 +136,7 @@ def test_recomputed_activations_give_the_same_bits(name: str) -> None:
     plain, thrifty = fresh(name), fresh(name)
     checkpoint_activations(thrifty)
     for _ in range(2):
-        expected, found = trained_once(plain), trained_once(thrifty)
+        expected, found = train_once(plain), train_once(thrifty)
         assert list(found) == list(expected)
         for key, value in expected.items():
             assert torch.equal(found[key], value), key

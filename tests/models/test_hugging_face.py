@@ -10,7 +10,7 @@ from torch import nn
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
-from tests.distributed.launcher import ran, torchrun
+from tests.distributed.launcher import run_command, torchrun
 from tests.support.run_training import run_training
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -23,13 +23,13 @@ SMALL = {
 VIT = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4}
 
 
-def built(architecture: str, offered: dict[str, Any] = LM, /, **settings: Any) -> nn.Module:
+def build(architecture: str, offered: dict[str, Any] = LM, /, **settings: Any) -> nn.Module:
     return build_model(ModelConfig(args={"architecture": architecture} | settings), "transformers", offered)
 
 
 @pytest.mark.parametrize("architecture", SMALL)
 def test_a_language_model_of_the_datasets_size(architecture: str) -> None:
-    model = built(architecture, **SMALL[architecture])
+    model = build(architecture, **SMALL[architecture])
     tokens = torch.randint(11, (3, 16))
     assert model(tokens).shape == (3, 16, 11)
     assert model({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}).shape == (3, 16, 11)
@@ -37,9 +37,9 @@ def test_a_language_model_of_the_datasets_size(architecture: str) -> None:
 
 def test_classes_of_images_and_of_sequences() -> None:
     offered = LM | {"input_shape": (3, 8, 8), "num_classes": 4, "task": "classification"}
-    assert built("vit", offered, **VIT)(torch.rand(2, 3, 8, 8)).shape == (2, 4)
+    assert build("vit", offered, **VIT)(torch.rand(2, 3, 8, 8)).shape == (2, 4)
     words = {"vocab_size": 30, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-    model = built("bert", offered | {"input_shape": (6,)}, **words)
+    model = build("bert", offered | {"input_shape": (6,)}, **words)
     assert model(torch.randint(30, (2, 6))).shape == (2, 4)
 
 
@@ -68,7 +68,7 @@ def test_what_transformers_does_not_know_is_refused(
     architecture: str, settings: dict[str, int], named: str, remedy: str
 ) -> None:
     with pytest.raises(RequestError, match=named) as refused:
-        built(architecture, **settings)
+        build(architecture, **settings)
     assert remedy in refused.value.remedy
 
 
@@ -83,7 +83,7 @@ def test_a_dataset_and_a_network_of_other_packages_train_under_torchrun_by_flags
         2, "--json", data="datasets:Dataset.from_json", model="transformers", task="language-model", set=settings,
         epochs=6, base_lr="3e-2", save_dir="run", num_workers=0, global_batch_size=16, batch_size=8,
     )  # fmt: skip
-    done = ran(command, tmp_path, HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
+    done = run_command(command, tmp_path, HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["world_size"], summary["strategy"]) == (2, "ddp")

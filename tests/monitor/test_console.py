@@ -47,14 +47,14 @@ def run_through(console: Console) -> None:
     console.report(SUMMARY, [{"f1": 0.5}, {"f1": 1.0}], [[1, 1], [0, 2]], ["cat", "dog"])
 
 
-def shown(level: Any) -> str:
+def print_run(level: Any) -> str:
     stream = io.StringIO()
     run_through(Console(level, stream))
     return stream.getvalue()
 
 
 def test_where_there_is_no_terminal_lines_are_plain() -> None:
-    text = shown("normal")
+    text = print_run("normal")
     assert "\x1b" not in text
     assert "\r" not in text
     lines = text.splitlines()
@@ -70,17 +70,17 @@ def test_where_there_is_no_terminal_lines_are_plain() -> None:
 
 
 def test_quiet_keeps_warnings_and_one_line_of_result() -> None:
-    assert shown("quiet").splitlines() == [
+    assert print_run("quiet").splitlines() == [
         "warning: beware", "status completed 50 steps  test accuracy 97.50 %  test loss nan  save dir runs/x",
     ]  # fmt: skip
 
 
 def test_silent_is_silent() -> None:
-    assert shown("silent") == ""
+    assert print_run("silent") == ""
 
 
 def test_verbose_adds_details() -> None:
-    lines = shown("verbose").splitlines()
+    lines = print_run("verbose").splitlines()
     at = lines.index("Details")
     assert lines[at + 1] == " versions  of everything"
     assert "detailed" in lines

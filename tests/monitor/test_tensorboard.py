@@ -15,14 +15,14 @@ from tests.support.browser import pixels, screenshot
 from tests.support.fork import exit_code
 
 
-def stored(folder: Path) -> Any:
+def read_board(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(folder)).Reload()
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, Any]]:
-    return [(point.step, pytest.approx(point.value)) for point in stored(folder).Scalars(tag)]
+    return [(point.step, pytest.approx(point.value)) for point in read_board(folder).Scalars(tag)]
 
 
 def test_numbers_are_grouped_and_placed_at_their_step(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_numbers_are_grouped_and_placed_at_their_step(tmp_path: Path) -> None:
         )
         journal.write("eval", epoch=1, step=10, split="val", loss=1.5, accuracy=0.75, samples=180)
         journal.write("eval", epoch=1, step=10, split="test", loss=1.25, accuracy=0.5, samples=360)
-    assert set(stored(tmp_path).Tags()["scalars"]) == {
+    assert set(read_board(tmp_path).Tags()["scalars"]) == {
         "train/epoch", "train/loss", "train/lr", "system/samples_per_second", "system/memory/0", "system/memory/1",
         "val/epoch", "val/loss", "val/accuracy", "test/epoch", "test/loss", "test/accuracy",
     }  # fmt: skip
@@ -67,7 +67,7 @@ def test_plan_faults_and_hyperparameters_are_kept(tmp_path: Path) -> None:
         board.hyperparameters(
             {"optimizer": {"name": "adamw", "lr": None}, "epochs": 3}, {"test_accuracy": 0.975, "test_loss": None}
         )
-    found = stored(tmp_path)
+    found = read_board(tmp_path)
     assert b"32 \xc3\x97 2 = 64" in found.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
     assert b"nonfinite: skipped" in found.Tensors("faults/text_summary")[0].tensor_proto.string_val[0]
     assert points(tmp_path, "final/test_accuracy") == [(7, 0.975)]
@@ -138,7 +138,7 @@ def test_every_chart_of_the_layout_has_a_curve(tmp_path: Path) -> None:
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     write_a_run(tmp_path)
-    found = stored(tmp_path)
+    found = read_board(tmp_path)
     layout = Layout()
     layout.ParseFromString(found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = [chart for category in layout.category for chart in category.chart]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.mutants.copy import Copy
-from tests.mutants.mutations import Mutation, drawn, files, mutations_of
+from tests.mutants.mutations import Mutation, draw_mutations, files, mutations_of
 from tests.mutants.nearest import Nearest, own_tests
 from tests.mutants.results import Result, Results, equivalents, key, summary
 
@@ -33,7 +33,7 @@ LIMIT = 0.05
 T = TypeVar("T")
 
 
-def judged(copy: Copy, mutation: Mutation, nearest: Nearest) -> Result:
+def run_tests(copy: Copy, mutation: Mutation, nearest: Nearest) -> Result:
     """Run its tests until one fails; another file's test must do so twice: it may depend on time."""
     chosen, own = nearest.choose(mutation), own_tests(mutation.file)
     left, verdict, by, cpu = dict(chosen.limits), "survived", "", 0.0
@@ -105,7 +105,7 @@ def play(asked: argparse.Namespace, mutations: list[Mutation], results: Results)
         return within and fresh and key(mutation) not in known
 
     def judge(copy: Copy, mutation: Mutation) -> None:
-        result = judged(copy, mutation, nearest)
+        result = run_tests(copy, mutation, nearest)
         with lock:
             results.add(result)
             what = result.diff if result.verdict in {"survived", "broken"} else result.diff.partition("\n")[0]
@@ -141,7 +141,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what was started is ended
     asked.folder.mkdir(parents=True, exist_ok=True)
     everything = [one for file in files(ROOT) for one in mutations_of(file, (ROOT / file).read_text(encoding="utf-8"))]
-    mutations, results = drawn(everything, asked.seed, asked.count), Results(asked.folder / "results.jsonl")
+    mutations, results = draw_mutations(everything, asked.seed, asked.count), Results(asked.folder / "results.jsonl")
     print(f"{len(mutations)} of {len(everything)} possible mutants, seed {asked.seed}, results in {asked.folder}")
     play(asked, mutations, results)
     told, share = summary(mutations, results, equivalents())

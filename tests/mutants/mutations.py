@@ -101,7 +101,7 @@ def files(root: Path) -> list[str]:
     return sorted(file.relative_to(root).as_posix() for file in found)
 
 
-def drawn(mutations: list[Mutation], seed: int, count: int) -> list[Mutation]:
+def draw_mutations(mutations: list[Mutation], seed: int, count: int) -> list[Mutation]:
     """So many of them by lot; a change of the code elsewhere leaves the lot of each as it was."""
     return sorted(mutations, key=lambda one: hashlib.sha256(f"{seed} {one.name}".encode()).digest())[:count]
 
@@ -172,7 +172,7 @@ class _Reader:
         first, last = self.lines_of(edit)
         start, stop = self._starts[first - 1], self._starts[last]
         after = self._data[start : edit.start] + edit.text.encode() + self._data[edit.stop : stop]
-        return _shortened(self._data[start:stop].decode()), _shortened(after.decode())
+        return _strip_indentation(self._data[start:stop].decode()), _strip_indentation(after.decode())
 
     def _edits(self, node: ast.AST, where: _Where) -> Iterator[Edit]:
         match node:
@@ -277,6 +277,6 @@ def _is_none(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _shortened(text: str) -> str:
+def _strip_indentation(text: str) -> str:
     """Without the indentation, so that a block may move."""
     return "\n".join(line.strip() for line in text.splitlines())

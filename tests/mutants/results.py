@@ -94,15 +94,15 @@ def summary(mutations: Sequence[Mutation], results: Results, known: dict[Key, st
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
     head = f"{len(mutations)} mutants: {counted}, {len(same)} equivalent"
     told = f"survived: {share:.1%} of {ran} (95 % interval {low:.1%} to {high:.1%})"
-    return "\n".join([*_listed(found), *_told(same, known), head, told]), share
+    return "\n".join([*_list_survivors(found), *_list_equivalents(same, known), head, told]), share
 
 
-def _listed(found: dict[int, Result | None]) -> Iterable[str]:
+def _list_survivors(found: dict[int, Result | None]) -> Iterable[str]:
     for number, result in found.items():
         if result and result.verdict in {"survived", "broken"}:
             yield f"{number} {result.verdict}, {result.tests} tests: {result.diff}\n"
 
 
-def _told(same: Sequence[tuple[int, Mutation]], known: dict[Key, str]) -> Iterable[str]:
+def _list_equivalents(same: Sequence[tuple[int, Mutation]], known: dict[Key, str]) -> Iterable[str]:
     for number, one in same:
         yield f"{number} equivalent, {known[key(one)]}: {one.diff()}\n"

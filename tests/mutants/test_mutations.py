@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from tests.mutants.mutations import Mutation, drawn, files, mutations_of
+from tests.mutants.mutations import Mutation, draw_mutations, files, mutations_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = '''"""Module 1."""
@@ -73,17 +73,17 @@ def real() -> list[Mutation]:
 
 def test_a_seed_draws_the_same_and_a_change_elsewhere_moves_none():
     everything = real()
-    first = drawn(everything, 1, 300)
+    first = draw_mutations(everything, 1, 300)
     assert len({one.name for one in first}) == 300
-    assert drawn(everything[::-1], 1, 300) == first
-    assert drawn(everything, 1, 100) == first[:100]
-    assert {one.name for one in drawn(everything, 2, 300)} != {one.name for one in first}
+    assert draw_mutations(everything[::-1], 1, 300) == first
+    assert draw_mutations(everything, 1, 100) == first[:100]
+    assert {one.name for one in draw_mutations(everything, 2, 300)} != {one.name for one in first}
     assert {one.file.split("/")[1] for one in first} == {"engine.py", "run", "strategies", "checkpoint", "planning"}
     without = [one for one in everything if one.file != first[0].file]
-    assert [one for one in drawn(without, 1, 300) if one in first] == [one for one in first if one in without]
+    assert [one for one in draw_mutations(without, 1, 300) if one in first] == [one for one in first if one in without]
 
 
 def test_python_can_read_each_and_it_is_another_program():
-    for one in drawn(real(), 5, 40):
+    for one in draw_mutations(real(), 5, 40):
         text = (ROOT / one.file).read_text(encoding="utf-8")
         assert ast.dump(ast.parse(one.made(text))) != ast.dump(ast.parse(text)), one.diff()

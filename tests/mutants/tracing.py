@@ -31,31 +31,31 @@ def note_in(path: str) -> None:
     """Note from here on into this file, also in processes that are started."""
     os.environ["MUTANTS_TRACED"] = path
     _to[:] = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)]
-    threading.settrace(_called)
-    sys.settrace(_called)
+    threading.settrace(_trace_call)
+    sys.settrace(_trace_call)
 
 
 def follow(test: str) -> None:
     """What runs now belongs to this test."""
     os.environ["MUTANTS_TEST"] = test
     _seen.clear()
-    sys.settrace(_called)  # a test may have ended it
+    sys.settrace(_trace_call)  # a test may have ended it
 
 
-def _called(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+def _trace_call(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
     code = frame.f_code
     if code not in _ours:
         _ours[code] = code.co_filename.startswith(_PATHS)
     if not _ours[code]:
         return None
     _note(code, code.co_firstlineno)
-    return _stepped
+    return _trace_line
 
 
-def _stepped(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+def _trace_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
     if event == "line":
         _note(frame.f_code, frame.f_lineno)
-    return _stepped
+    return _trace_line
 
 
 def _note(code: CodeType, line: int) -> None:

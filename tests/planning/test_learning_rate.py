@@ -12,7 +12,7 @@ from multigpu_cli.planning.learning_rate import Rate, Schedule, plan_schedule, r
 SHAPES = ("cosine", "linear", "constant", "step")
 
 
-def settled(**asked: object) -> Rate:
+def resolve_rate(**asked: object) -> Rate:
     usual = {"given": None, "base": None, "base_batch": 32, "global_batch": 128, "rule": "auto", "optimizer": "adamw"}
     return resolve_learning_rate(**usual | asked)  # type: ignore[arg-type]
 
@@ -30,7 +30,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 @pytest.mark.parametrize("rule", ["auto", "linear", "sqrt", "none"])
 def test_a_given_rate_is_used_exactly(rule: str) -> None:
-    rate = settled(given=4e-3, base=1.0, rule=rule)
+    rate = resolve_rate(given=4e-3, base=1.0, rule=rule)
     assert (rate.value, rate.rule) == (4e-3, "given")
 
 
@@ -46,15 +46,15 @@ def test_a_given_rate_is_used_exactly(rule: str) -> None:
     ],
 )
 def test_a_base_rate_is_scaled_to_the_global_batch(asked: dict[str, object], value: float, rule: str) -> None:
-    rate = settled(**asked)
+    rate = resolve_rate(**asked)
     assert isclose(rate.value, value, rel_tol=1e-12)
     assert rate.rule == rule
 
 
 def test_the_reason_shows_the_sum() -> None:
-    assert settled().reason == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002"
-    assert settled(rule="linear").reason == "base rate 0.001 × 128/32 (linear rule) = 0.004"
-    assert "--lr" in settled(given=4e-3).reason
+    assert resolve_rate().reason == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002"
+    assert resolve_rate(rule="linear").reason == "base rate 0.001 × 128/32 (linear rule) = 0.004"
+    assert "--lr" in resolve_rate(given=4e-3).reason
 
 
 @given(schedule=schedules())
@@ -88,7 +88,7 @@ def test_where_each_shape_ends(shape: str, end: float) -> None:
 
 @pytest.mark.parametrize(("shape", "half"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("step", 0.1)])
 def test_a_floor_is_where_the_fall_ends(shape: str, half: float) -> None:
-    schedule = planned(shape=shape, warmup_epochs=0, args={"floor": 0.1})
+    schedule = plan(shape=shape, warmup_epochs=0, args={"floor": 0.1})
     assert schedule.rate_at(0) == 1.0
     assert schedule.rate_at(100) == pytest.approx(half)
     assert schedule.rate_at(200) == pytest.approx(1.0 if shape == "constant" else 0.1)
@@ -97,7 +97,7 @@ def test_a_floor_is_where_the_fall_ends(shape: str, half: float) -> None:
 @pytest.mark.parametrize("args", [{"flor": 0.1}, {"floor": 2}, {"floor": "low"}, {"floor": True}])
 def test_a_floor_that_is_none_is_refused(args: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"schedule\.args\.flo"):
-        planned(args=args)
+        plan(args=args)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +109,15 @@ def test_how_each_shape_falls(shape: str, half: float, late: float) -> None:
     assert schedule.rate_at(95) == pytest.approx(late)
 
 
-def planned(**asked: object) -> Schedule:
+def plan(**asked: object) -> Schedule:
     usual = {"peak": 1.0, "shape": "cosine", "steps_per_epoch": 10, "epochs": 20, "max_steps": None}
     return plan_schedule(**usual | {"warmup_epochs": None} | asked)  # type: ignore[arg-type]
 
 
 def test_the_run_is_counted_in_optimizer_steps() -> None:
-    assert planned().total_steps == 200
-    assert planned(max_steps=35).total_steps == 35
-    assert planned(max_steps=900).total_steps == 200
+    assert plan().total_steps == 200
+    assert plan(max_steps=35).total_steps == 35
+    assert plan(max_steps=900).total_steps == 200
 
 
 @pytest.mark.parametrize(
@@ -133,22 +133,22 @@ def test_the_run_is_counted_in_optimizer_steps() -> None:
     ],
 )
 def test_how_long_the_warm_up_is(asked: dict[str, object], warmup: int) -> None:
-    assert planned(**asked).warmup_steps == warmup
+    assert plan(**asked).warmup_steps == warmup
 
 
 def test_a_warm_up_that_is_cut_short_never_reaches_the_peak() -> None:
-    schedule = planned(warmup_epochs=3.0, max_steps=12)
+    schedule = plan(warmup_epochs=3.0, max_steps=12)
     assert schedule.rate_at(11) == pytest.approx(12 / 31)
 
 
 def test_a_warm_up_that_never_ends_is_refused() -> None:
     with pytest.raises(RequestError, match=r"--warmup-epochs 3 never ends within --epochs 3"):
-        planned(epochs=3, warmup_epochs=3.0)
+        plan(epochs=3, warmup_epochs=3.0)
 
 
 @given(epochs=st.integers(1, 30), steps=st.integers(1, 50), most=st.none() | st.integers(1, 2000))
 def test_the_usual_warm_up_always_ends(epochs: int, steps: int, most: int | None) -> None:
-    schedule = planned(epochs=epochs, steps_per_epoch=steps, max_steps=most)
+    schedule = plan(epochs=epochs, steps_per_epoch=steps, max_steps=most)
     assert 0 <= schedule.warmup_steps < schedule.total_steps
     assert max(schedule.rate_at(step) for step in range(schedule.total_steps)) == schedule.peak
 

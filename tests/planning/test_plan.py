@@ -6,7 +6,7 @@ from multigpu_cli.planning.learning_rate import plan_schedule, resolve_learning_
 from multigpu_cli.planning.plan import Plan
 
 
-def planned(
+def make_plan(
     *,
     max_steps: int | None = None,
     warmup: float | None = None,
@@ -47,43 +47,45 @@ def planned(
 
 
 def test_the_batch_line_multiplies_out() -> None:
-    rows = dict(planned(accumulation=2).rows())
+    rows = dict(make_plan(accumulation=2).rows())
     assert rows["batch"] == "16 per device × 2 accumulation × 4 workers = 128 global batch"
     assert "1e-3" not in rows["learning rate"]
     assert "√(128/32)" in rows["learning rate"]
 
 
 def test_an_uneven_batch_says_how_it_is_shared() -> None:
-    assert dict(planned(global_batch=100).rows())["batch"] == (
+    assert dict(make_plan(global_batch=100).rows())["batch"] == (
         "global batch 100 as 7 micro-batches of up to 16, at most 2 on each of 4 workers"
     )
 
 
 def test_idle_workers_are_named_with_the_way_out() -> None:
-    text = dict(planned(global_batch=32).rows())["batch"]
+    text = dict(make_plan(global_batch=32).rows())["batch"]
     assert text.endswith("; 2 workers idle, try --batch-size 8")
-    assert "idle" not in dict(planned(global_batch=32, micro_batch=8).rows())["batch"]
+    assert "idle" not in dict(make_plan(global_batch=32, micro_batch=8).rows())["batch"]
 
 
 def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
-    text = dict(planned().rows())["length"]
+    text = dict(make_plan().rows())["length"]
     assert text.startswith("64 optimizer steps: 16 per epoch, 4 epochs")
     assert text.endswith("the epoch's last 40 samples are trained as a short batch")
-    assert dict(planned(drop_last=True).rows())["length"].endswith("40 samples are left out (--drop-last)")
-    assert dict(planned(samples=961).rows())["length"].endswith("the epoch's last 1 sample is trained as a short batch")
-    assert "last" not in dict(planned(samples=640).rows())["length"]
+    assert dict(make_plan(drop_last=True).rows())["length"].endswith("40 samples are left out (--drop-last)")
+    assert dict(make_plan(samples=961).rows())["length"].endswith(
+        "the epoch's last 1 sample is trained as a short batch"
+    )
+    assert "last" not in dict(make_plan(samples=640).rows())["length"]
 
 
 def test_max_steps_says_what_it_cuts() -> None:
-    rows = dict(planned(max_steps=24, warmup=2).rows())
+    rows = dict(make_plan(max_steps=24, warmup=2).rows())
     assert "24 optimizer steps: 16 per epoch, 1.5 epochs of 4, cut by --max-steps" in rows["length"]
     assert rows["warm-up"] == "32 optimizer steps from near zero to 0.001414, which --max-steps cuts short at 24"
-    assert "cuts short" in dict(planned(max_steps=32, warmup=2).rows())["warm-up"], "its last step is not at the peak"
-    assert "cuts short" not in dict(planned(max_steps=33, warmup=2).rows())["warm-up"]
+    assert "cuts short" in dict(make_plan(max_steps=32, warmup=2).rows())["warm-up"], "its last step is not at the peak"
+    assert "cuts short" not in dict(make_plan(max_steps=33, warmup=2).rows())["warm-up"]
 
 
 def test_the_machine_readable_plan_has_the_same_figures() -> None:
-    found = planned(global_batch=100).as_dict()
+    found = make_plan(global_batch=100).as_dict()
     assert {
         "workers": 4,
         "batch_size": 16,
@@ -102,11 +104,11 @@ def test_the_machine_readable_plan_has_the_same_figures() -> None:
 
 
 def test_flags_without_effect_are_named() -> None:
-    assert "no effect" not in dict(planned().rows())
-    assert dict(planned(idle=("--bucket-cap-mb",)).rows())["no effect"].startswith("--bucket-cap-mb: ")
+    assert "no effect" not in dict(make_plan().rows())
+    assert dict(make_plan(idle=("--bucket-cap-mb",)).rows())["no effect"].startswith("--bucket-cap-mb: ")
 
 
 def test_the_plan_of_a_step_is_the_same_for_any_number_of_workers() -> None:
-    plan = planned(global_batch=100)
+    plan = make_plan(global_batch=100)
     alone: BatchPlan = replace(plan.batches, workers=1)
     assert replace(plan, batches=alone).as_dict() | {"workers": 4, "grad_accum_steps": 2} == plan.as_dict()

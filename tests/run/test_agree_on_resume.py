@@ -45,7 +45,7 @@ def on_disks_of_their_own(tmp_path: Path, work: Callable[[World], Any]) -> list[
     return run_on_each_rank(2, here)
 
 
-def begun(world: World, config: Config) -> list[Any]:
+def describe_start(world: World, config: Config) -> list[Any]:
     start = agree_on_resume_point(config, world)
     return [
         start.checkpoint,
@@ -63,14 +63,14 @@ def test_the_newest_checkpoint_counts_wherever_it_lies(tmp_path: Path) -> None:
     holding(tmp_path / "node0" / "run", 5)
     holding(tmp_path / "node1" / "run", 7)
     write_note(tmp_path / "node0" / "run", {"batch_size": 4})
-    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))
+    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, RUN))
     assert found[0] == found[1] == ["run/checkpoints/step_00000007", 1, None, {"batch_size": 4}, "run"]
 
 
 def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
     for node in ("node0", "node1"):
         holding(tmp_path / node / "run", 5)
-    assert on_disks_of_their_own(tmp_path, lambda world: begun(world, RUN))[1][:2] == [
+    assert on_disks_of_their_own(tmp_path, lambda world: describe_start(world, RUN))[1][:2] == [
         "run/checkpoints/step_00000005",
         0,
     ]
@@ -80,10 +80,10 @@ def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_pat
     (tmp_path / "node1" / "run").mkdir(parents=True)
     write_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
     found = on_disks_of_their_own(
-        tmp_path, lambda world: [*begun(world, RUN), agree_on_resume_point(RUN, world).global_batch]
+        tmp_path, lambda world: [*describe_start(world, RUN), agree_on_resume_point(RUN, world).global_batch]
     )
     assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
-    named = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({}, [], None))[4])
+    named = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, resolve({}, [], None))[4])
     assert named[0] == named[1]
 
 
@@ -111,7 +111,7 @@ def test_checkpoints_of_which_no_node_has_a_whole_one_are_refused(
     (tmp_path / damaged / "run/checkpoints/step_00000009/state.pt").write_bytes(b"torn")
     if elsewhere:
         holding(tmp_path / ("node1" if damaged == "node0" else "node0") / "run", 5)
-    found = on_disks_of_their_own(tmp_path, lambda world: begun(replace(world, attempt=attempt), RUN))
+    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(replace(world, attempt=attempt), RUN))
     assert found[0] == found[1]
     if elsewhere:
         assert found[0][:2] == ["run/checkpoints/step_00000005", int(damaged == "node0")]
@@ -122,7 +122,7 @@ def test_checkpoints_of_which_no_node_has_a_whole_one_are_refused(
 @pytest.mark.parametrize(("resume", "refused"), [("run", False), ("elsewhere", True)])
 def test_a_place_to_resume_from_may_be_on_one_node_alone(tmp_path: Path, resume: str, refused: bool) -> None:
     holding(tmp_path / "node1" / "run", 7)
-    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, resolve({"resume": resume}, [], None)))
+    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, resolve({"resume": resume}, [], None)))
     if refused:
         assert found[0] == found[1]
         assert "--resume elsewhere: no checkpoint there" in found[0]
@@ -136,7 +136,7 @@ def test_a_run_that_came_from_another_node_goes_on_where_it_is(tmp_path: Path) -
     (tmp_path / "node0" / "there").mkdir()
     holding(tmp_path / "node1" / "there", 10)
     wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
-    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, wish))
+    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, wish))
     assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000015", 0]
 
 
@@ -145,7 +145,7 @@ def test_a_place_without_checkpoints_on_any_node_is_refused(tmp_path: Path) -> N
         holding(tmp_path / node / "run", 15)
         (tmp_path / node / "there").mkdir()
     wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
-    found = on_disks_of_their_own(tmp_path, lambda world: begun(world, wish))
+    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, wish))
     assert found[0] == found[1]
     assert "--resume there: no checkpoint there" in found[0]
 
@@ -154,7 +154,7 @@ def test_what_rank_0_may_not_begin_nobody_does(tmp_path: Path) -> None:
     holding(tmp_path / "node0" / "run", 5)
     holding(tmp_path / "node1" / "run", 7)
     never = resolve({"save_dir": "run", "resume": "never"}, [], None)
-    told = on_disks_of_their_own(tmp_path, lambda world: begun(world, never))
+    told = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, never))
     assert told[0] == told[1]
     assert "already holds a run" in told[0]
 
@@ -176,7 +176,7 @@ def test_a_process_of_an_earlier_attempt_is_waited_for_and_never_a_wrong_request
         assert run_on_each_rank(2, work) == [[1, True] if again else [2, False]] * 2
 
 
-def launched(agent: Path, attempt: int) -> dict[str, str]:
+def make_agent_environ(agent: Path, attempt: int) -> dict[str, str]:
     """What torchrun's agent says of an attempt, beside the ranks."""
     return {
         "TORCHELASTIC_RUN_ID": "a-test",
@@ -197,9 +197,9 @@ def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alon
     (home / "stranger/summary.json").unlink()
     strangers = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
     deed = {"OWN_DEED": "1:2:SIGKILL"}
-    assert run_training(2, resume="never", environ=launched(agent, 0) | deed, **flags).killed
+    assert run_training(2, resume="never", environ=make_agent_environ(agent, 0) | deed, **flags).killed
     (begun,) = (folder for folder in home.iterdir() if folder.name != "stranger")
-    ended = run_training(2, resume="never", environ=launched(agent, 1), attempt=1, **flags)
+    ended = run_training(2, resume="never", environ=make_agent_environ(agent, 1), attempt=1, **flags)
     assert ended.summary["save_dir"] == str(begun)
     assert {path: path.read_bytes() for path in strangers} == strangers
     assert len(list(home.iterdir())) == 2
@@ -216,7 +216,7 @@ def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path
         if world.rank == 1:
             restart_records.record_run(tmp_path / "node1", 0, str(run))
             world = replace(world, agent_dir=tmp_path / "node1")
-        return begun(world, resolve({"resume": resume}, [], None))
+        return describe_start(world, resolve({"resume": resume}, [], None))
 
     found = on_disks_of_their_own(tmp_path, work)
     assert found[0] == found[1]

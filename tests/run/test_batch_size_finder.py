@@ -85,7 +85,7 @@ def test_a_single_sample_that_does_not_fit() -> None:
     assert "micro-batches of 1 (one sample)" in run_training(**RUN | GREEDY, sets=["model.args.limit=0"]).error
 
 
-def evaluated(folder: str) -> list[float]:
+def read_evaluations(folder: str) -> list[float]:
     return [event["loss"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "eval"]
 
 
@@ -108,7 +108,7 @@ def test_an_evaluation_that_runs_out_of_memory_later_goes_on_in_smaller_batches(
     shrunk = run_training(workers, **flags, sets=["model.args.evaluation=7", "model.args.after=2"])
     assert shrunk.error == plenty.error == ""
     assert losses("run") == losses("plenty"), "the micro-batch stays"
-    assert evaluated("run") == pytest.approx(evaluated("plenty"), rel=1e-6)
+    assert read_evaluations("run") == pytest.approx(read_evaluations("plenty"), rel=1e-6)
     assert faults() == [
         "out of memory in an evaluation: batches of 10 instead of 20",
         "out of memory in an evaluation: batches of 5 instead of 10",

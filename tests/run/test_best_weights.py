@@ -78,7 +78,7 @@ RISING = [0.1, 0.2, 0.3, 0.4]
 FIRST_PASS = {"OWN_DEED": "0:2:SIGKILL"}  # the first one is the rehearsal's
 
 
-def scored(scores: list[float], workers: int = 1, /, **flags: Any) -> Ended:
+def run_with_scores(scores: list[float], workers: int = 1, /, **flags: Any) -> Ended:
     """A run whose evaluations, from where it begins, have these scores; an epoch has six steps, and a checkpoint."""
     Path("scores.json").write_text(json.dumps(scores))
     environ = flags.pop("environ", None)
@@ -91,7 +91,7 @@ def best_step(run: str = "run") -> int | None:
     return torch.load(file, weights_only=True)["metrics"]["step"] if file.exists() else None
 
 
-def counted_on(run: str = "run") -> int | None:
+def read_recorded_step(run: str = "run") -> int | None:
     """The step of the best weights as the newest checkpoint says."""
     newest, _ = Store(Path(run, "checkpoints"), 9).find_newest()
     return newest.state()["progress"]["best"].get("step") if newest else None
@@ -102,18 +102,18 @@ def weights_of(file: str) -> str:
 
 
 def test_a_fork_has_the_best_weights_of_its_own_past() -> None:
-    scored(RISING)
+    run_with_scores(RISING)
     assert best_step() == 24
     place = {"save_dir": "fork", "resume": "run/checkpoints/step_00000012"}
-    assert scored([0.0, 0.0], **place, environ=FIRST_PASS).killed == [0]
+    assert run_with_scores([0.0, 0.0], **place, environ=FIRST_PASS).killed == [0]
     assert best_step("fork") == 12
-    ended = scored([0.0, 0.0], **place)
+    ended = run_with_scores([0.0, 0.0], **place)
     assert (ended.summary["best"]["step"], best_step("fork")) == (12, 12)
     assert weights_of("fork/best.pt") == weights_of("run/checkpoints/step_00000012/state.pt")
 
 
 def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() -> None:
-    scored([0.1, 0.4, 0.3, 0.2])
+    run_with_scores([0.1, 0.4, 0.3, 0.2])
     path = Path("run/checkpoints/step_00000024")
     start = SimpleNamespace(checkpoint=str(path), checkpoint_rank=1, manifest=read_manifest(path))
 
@@ -136,21 +136,21 @@ def test_the_node_that_has_the_checkpoint_sends_its_best_weights_to_the_first() 
 
 @pytest.mark.parametrize("scores", [[0.0, 0.0], [0.25, 0.0]], ids=["nothing better", "better than what it knew"])
 def test_a_run_that_begins_again_forgets_a_best_that_came_later(scores: list[float]) -> None:
-    scored(RISING)
+    run_with_scores(RISING)
     again = {"save_dir": None, "resume": "run/checkpoints/step_00000012"}
-    assert scored(scores, **again, environ=FIRST_PASS).killed == [0]
-    assert best_step() == counted_on() == 12
-    ended = scored(scores, **again)
+    assert run_with_scores(scores, **again, environ=FIRST_PASS).killed == [0]
+    assert best_step() == read_recorded_step() == 12
+    ended = run_with_scores(scores, **again)
     assert best_step() == ended.summary["best"]["step"] == (18 if scores[0] else 12)
 
 
 def test_a_run_that_begins_again_before_any_evaluation_has_no_best_yet() -> None:
-    scored([0.9, 0.1, 0.1, 0.1], checkpoint_every="3")
+    run_with_scores([0.9, 0.1, 0.1, 0.1], checkpoint_every="3")
     again = {"save_dir": None, "resume": "run/checkpoints/step_00000003", "checkpoint_every": "3"}
-    assert scored(RISING, **again, environ=FIRST_PASS).killed == [0]
+    assert run_with_scores(RISING, **again, environ=FIRST_PASS).killed == [0]
     assert best_step() is None
     assert torch.load("run/replaced_best.pt", weights_only=True)["metrics"]["step"] == 6
-    assert scored(RISING, **again).summary["best"]["step"] == best_step() == 24
+    assert run_with_scores(RISING, **again).summary["best"]["step"] == best_step() == 24
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -159,7 +159,7 @@ def test_a_kill_beside_a_checkpoint_changes_no_best(when: str, workers: int, mon
     """Of the same scores; best.pt is never behind the newest checkpoint, and after the resume not ahead either."""
     flags = {"global_batch_size": 10, "batch_size": 5, "exact": True}
     scores = [0.1, 0.4, 0.3, 0.2]
-    undisturbed = scored(scores, workers, **flags, save_dir="whole").summary
+    undisturbed = run_with_scores(scores, workers, **flags, save_dir="whole").summary
     with monkeypatch.context() as patch:
         save = Store.save
 
@@ -168,22 +168,22 @@ def test_a_kill_beside_a_checkpoint_changes_no_best(when: str, workers: int, mon
             return size if step < 12 else os.kill(os.getpid(), signal.SIGKILL) or size
 
         patch.setattr(Store, "save", killed)
-        assert 0 in scored(scores, workers, **flags).killed
-    assert (best_step(), counted_on()) == (12, 12 if when == "after" else 6)
+        assert 0 in run_with_scores(scores, workers, **flags).killed
+    assert (best_step(), read_recorded_step()) == (12, 12 if when == "after" else 6)
     left = scores[1:] if when == "before" else scores[2:]
-    assert 0 in scored(left, workers, **flags, environ=FIRST_PASS).killed
-    assert best_step() == counted_on()
-    ended = scored(left, workers, **flags).summary
+    assert 0 in run_with_scores(left, workers, **flags, environ=FIRST_PASS).killed
+    assert best_step() == read_recorded_step()
+    ended = run_with_scores(left, workers, **flags).summary
     assert ended["best"] == undisturbed["best"]
     assert weights_of("run/best.pt") == weights_of("whole/best.pt")
 
 
 def test_an_older_checkpoint_in_place_of_a_damaged_one_has_its_own_best() -> None:
-    scored(RISING)
+    run_with_scores(RISING)
     Path("run/summary.json").unlink()
     for step in (18, 24):
         Path(f"run/checkpoints/step_{step:08d}/state.pt").write_bytes(b"torn")
-    ended = scored([0.0, 0.0])
+    ended = run_with_scores([0.0, 0.0])
     assert (ended.summary["best"]["step"], best_step()) == (12, 12)
     assert weights_of("run/best.pt") == weights_of("run/checkpoints/step_00000012/state.pt")
 
@@ -195,7 +195,7 @@ def test_on_disks_of_their_own_too_the_best_is_of_the_past_of_the_checkpoint(mon
         Path(node).mkdir()
     with monkeypatch.context() as patch:
         patch.chdir("node1")
-        scored(RISING, **flags)
+        run_with_scores(RISING, **flags)
     for node in ("node0", "node1"):
         Path(node, "scores.json").write_text(json.dumps([0.0, 0.0]))
     again = SCORED | flags | {"save_dir": None, "resume": "run/checkpoints/step_00000012"}
@@ -206,17 +206,17 @@ def test_on_disks_of_their_own_too_the_best_is_of_the_past_of_the_checkpoint(mon
 
 
 def test_whoever_writes_into_best_pt_harms_neither_the_checkpoints_nor_the_end() -> None:
-    scored([0.4, 0.1], epochs=2)
+    run_with_scores([0.4, 0.1], epochs=2)
     true = Path("run/best.pt").read_bytes()
     with open("run/best.pt", "r+b") as file:
         file.write(b"mine")
     assert {entry.name: entry.state for entry in list_checkpoints(Path("run"))}["checkpoints/step_00000012"] == "whole"
-    assert scored([0.1, 0.1]).summary["best"]["step"] == best_step() == 6
+    assert run_with_scores([0.1, 0.1]).summary["best"]["step"] == best_step() == 6
     assert Path("run/best.pt").read_bytes() == true
 
 
 def test_one_file_serves_all_checkpoints_that_count_on_it() -> None:
-    scored([0.1, 0.3, 0.2, 0.2], keep="3")
+    run_with_scores([0.1, 0.3, 0.2, 0.2], keep="3")
     kept = sorted(Path("run/checkpoints").glob(f"step_*/{BEST}"))
     assert len(kept) == 3
     assert len({file.stat().st_ino for file in [*kept, Path("run/best.pt")]}) == 2
@@ -244,8 +244,8 @@ def old_checkpoints() -> None:
 def test_checkpoints_of_before_still_have_their_best_where_it_can_be_found(
     scores: list[float], best: int, told: str
 ) -> None:
-    scored(scores)
+    run_with_scores(scores)
     old_checkpoints()
-    ended = scored([0.05, 0.0], save_dir=None, resume="run/checkpoints/step_00000012")
+    ended = run_with_scores([0.05, 0.0], save_dir=None, resume="run/checkpoints/step_00000012")
     assert (ended.summary["best"]["step"], best_step()) == (best, best)
     assert [told in event["action"] for event in events("fault")] == ([True] if told else [])

@@ -180,7 +180,7 @@ def test_drafts_of_a_killed_run_are_gone_at_the_next_start() -> None:
 
 
 @contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
+def mount(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
     try:
@@ -194,7 +194,7 @@ def test_a_real_disk_that_is_full_in_the_middle(tmp_path: Path, undisturbed: dic
     """It has room for what the run leaves with the usual three checkpoints, not for eight."""
     page, files = 4096, (path for path in Path(undisturbed["save_dir"]).rglob("*") if path.is_file())
     size = sum(-(-path.stat().st_size // page) * page for path in files)
-    with mounted(tmp_path / "disk", f"size={size}") as disk:
+    with mount(tmp_path / "disk", f"size={size}") as disk:
         ended = under("", save_dir=str(disk / "run"), keep="99")
         assert f"could not be written to {disk}/run: [Errno 28] No space left on device" in ended.error
         entries = list_checkpoints(disk / "run")
@@ -209,6 +209,6 @@ def test_a_real_disk_that_is_full_in_the_middle(tmp_path: Path, undisturbed: dic
 
 @pytest.mark.root
 def test_a_disk_that_is_read_only_is_a_wrong_request(tmp_path: Path) -> None:
-    with mounted(tmp_path / "disk", "ro") as disk:
+    with mount(tmp_path / "disk", "ro") as disk:
         ended = under("", save_dir=str(disk / "run"))
         assert (ended.kind, "no permission to write in" in ended.error) == ("RequestError", True)

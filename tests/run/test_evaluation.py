@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_stays_as_evidence() -> None:
 # -- which evaluation is the best
 
 
-def judged(scores: list[float], **flags: Any) -> Ended:
+def run_with_scores(scores: list[float], **flags: Any) -> Ended:
     """A run whose evaluations have these scores, one an epoch."""
     Path("scores.json").write_text(json.dumps(scores))
     return run_training(**RUN | {"epochs": len(scores), "task": "tests.support.scripted_task:Planned"} | flags)
@@ -106,7 +106,7 @@ def judged(scores: list[float], **flags: Any) -> Ended:
     ids=["nan first", "nan later", "infinite first", "as good again", "nothing but nan"],
 )
 def test_the_best_is_the_first_of_the_greatest_numbers(scores: list[float], best: int | None) -> None:
-    ended = judged(scores)
+    ended = run_with_scores(scores)
     assert ended.error == ""
     assert ended.summary["best"].get("epoch") == best
     found = torch.load("run/best.pt", weights_only=True)["metrics"]
@@ -117,12 +117,12 @@ def test_the_best_is_the_first_of_the_greatest_numbers(scores: list[float], best
     ("scores", "epochs"), [([nan, nan, nan, 0.1, nan, 0.1, 0.1], 6), ([0.1, 0.2, 0.1, 0.1, 0.3], 4)]
 )
 def test_patience_counts_from_the_best_number(scores: list[float], epochs: int) -> None:
-    assert judged(scores, early_stopping_patience=2).summary["epochs"] == epochs
+    assert run_with_scores(scores, early_stopping_patience=2).summary["epochs"] == epochs
 
 
 def test_a_task_that_evaluates_now_and_then_does_so_after_the_last_epoch_too() -> None:
     Path("even").touch()
-    assert judged([0.1, 0.2, 0.3], epochs=5).error == ""
+    assert run_with_scores([0.1, 0.2, 0.3], epochs=5).error == ""
     assert [event["epoch"] for event in journal.read_events("run/journal.jsonl") if event.get("split") == "val"] == [
         2,
         4,
@@ -142,7 +142,7 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
         return weights.save_weights(*parts)
 
     monkeypatch.setattr(checkpointing, "save_weights", save_weights)
-    ended = judged([0.3, 0.2, 0.1], log_interval=1)
+    ended = run_with_scores([0.3, 0.2, 0.1], log_interval=1)
     assert ended.error == ""
     assert [fault["kind"] for fault in faults()] == ["checkpoint"]
     assert torch.load("run/best.pt", weights_only=True)["metrics"]["epoch"] == 1
@@ -150,6 +150,6 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
 
 def test_a_longer_run_has_all_its_patience_again() -> None:
     patient: dict[str, Any] = {"early_stopping_patience": 2, "epochs": 5}
-    assert judged([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
-    longer = judged([0.1, 0.1], **patient | {"epochs": 9}).summary
+    assert run_with_scores([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
+    longer = run_with_scores([0.1, 0.1], **patient | {"epochs": 9}).summary
     assert (longer["epochs"], longer["best"]["epoch"]) == (5, 1)

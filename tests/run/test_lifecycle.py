@@ -24,7 +24,7 @@ from multigpu_cli.runtime.device_placement import Placement
 from tests.support.run_training import run_training
 
 
-def prepared(folder: Path, **more: str) -> AbstractContextManager[Run]:
+def prepare_run(folder: Path, **more: str) -> AbstractContextManager[Run]:
     """A run of one epoch, six steps, before its first one."""
     flags = {
         "data": "tests.support.user_code:tensors",
@@ -46,12 +46,12 @@ def ends(folder: Path) -> list[str]:
 
 
 def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_path: Path) -> None:
-    with prepared(tmp_path) as run:
+    with prepare_run(tmp_path) as run:
         assert engine.fit(run, until=6) == "completed"
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
     assert ends(tmp_path) == ["stopped", "stopped"]
-    with prepared(tmp_path) as run:
+    with prepare_run(tmp_path) as run:
         assert run.progress.step == 6
         finish_run(run, "completed")
     assert ends(tmp_path) == ["completed", "stopped", "completed"]
@@ -61,16 +61,16 @@ def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_pa
 def test_a_failure_is_recorded_once_whether_it_leaves_the_run_or_only_a_call(
     error: BaseException, tmp_path: Path
 ) -> None:
-    with pytest.raises(type(error)), prepared(tmp_path / "whole"):
+    with pytest.raises(type(error)), prepare_run(tmp_path / "whole"):
         raise error
-    with prepared(tmp_path / "call") as run, pytest.raises(type(error)), record_failure(run):
+    with prepare_run(tmp_path / "call") as run, pytest.raises(type(error)), record_failure(run):
         raise error
     assert ends(tmp_path / "whole") == ends(tmp_path / "call") == ["failed", "failed"]
 
 
 def test_an_error_after_the_end_leaves_the_summary_as_it_is(tmp_path: Path) -> None:
     """What a run has left counts, whatever becomes of showing it."""
-    with suppress(KeyboardInterrupt), prepared(tmp_path) as run:
+    with suppress(KeyboardInterrupt), prepare_run(tmp_path) as run:
         finish_run(run, engine.fit(run))
         raise KeyboardInterrupt
     assert ends(tmp_path) == ["completed", "completed"]
@@ -79,7 +79,7 @@ def test_an_error_after_the_end_leaves_the_summary_as_it_is(tmp_path: Path) -> N
 def test_micro_batches_that_memory_has_halved_run_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    with prepared(tmp_path, compile="default") as run:
+    with prepare_run(tmp_path, compile="default") as run:
         assert run.compiled is not None
         assert run.compiled.full_batch_size() == 10
         halve_micro_batch(run)

@@ -37,7 +37,7 @@ def means(folder: str) -> dict[int, float]:
     return {step: line["mean_loss"] for step, line in lines(folder).items()}
 
 
-def weighted(losses: dict[int, float], weights: dict[int, int], steps: range) -> float:
+def compute_mean(losses: dict[int, float], weights: dict[int, int], steps: range) -> float:
     return math.fsum(losses[step] * weights[step] for step in steps) / sum(weights[step] for step in steps)
 
 
@@ -104,12 +104,12 @@ def test_a_line_has_the_mean_since_the_line_before_and_the_summary_that_of_the_l
         folder = f"on{workers}"
         finals.append(run_training(workers, **RUN, save_dir=folder, exact=True).summary["final"]["train_loss"])
         assert means(folder) == {
-            step: pytest.approx(weighted(each, sizes, range(step - 3, step + 1)), rel=1e-12) for step in (4, 8, 12)
+            step: pytest.approx(compute_mean(each, sizes, range(step - 3, step + 1)), rel=1e-12) for step in (4, 8, 12)
         }
         assert {step: line["loss"] for step, line in lines(folder).items()} == {step: each[step] for step in (4, 8, 12)}
         assert means(folder) == means("on1"), "to the last bit"
     assert finals == [finals[0]] * 3
-    assert finals[0] == pytest.approx(weighted(each, sizes, range(10, 13)), rel=1e-12)
+    assert finals[0] == pytest.approx(compute_mean(each, sizes, range(10, 13)), rel=1e-12)
 
 
 def test_tokens_count_as_often_as_there_are() -> None:
@@ -122,9 +122,9 @@ def test_tokens_count_as_often_as_there_are() -> None:
     targets = sentences("train", 42).tensors[1]
     tokens = {line["step"]: int((targets[line["samples"]] >= 0).sum()) for line in traced}
     each = {step: line["loss"] for step, line in lines("each").items()}
-    wanted = {step: weighted(each, tokens, range(step - 3, step + 1)) for step in (4, 8, 12)}
+    wanted = {step: compute_mean(each, tokens, range(step - 3, step + 1)) for step in (4, 8, 12)}
     assert means("two") == pytest.approx(wanted, rel=1e-5)
-    assert abs(wanted[4] - weighted(each, dict.fromkeys(each, 1), range(1, 5))) > 1e-4 * wanted[4], "it matters"
+    assert abs(wanted[4] - compute_mean(each, dict.fromkeys(each, 1), range(1, 5))) > 1e-4 * wanted[4], "it matters"
 
 
 def test_a_kill_between_two_lines_and_in_an_epoch_changes_neither() -> None:

@@ -25,7 +25,7 @@ def source(size: int = 30, shift: float = 0.0) -> DataSource:
     )
 
 
-def said(world: World, hosts: tuple[str, ...], data: list[DataSource]) -> str:
+def read_refusal(world: World, hosts: tuple[str, ...], data: list[DataSource]) -> str:
     try:
         mine = data[world.rank]
         check_same_data(replace(world, hosts=hosts), mine, compute_fingerprint(mine, 42), "mine")
@@ -39,11 +39,11 @@ def test_the_node_that_differs_is_named() -> None:
 
     def work(world: World) -> list[str]:
         return [
-            said(world, two, [source()] * 3),
-            said(world, two, [source(), source(), source(shift=1)]),
-            said(world, two, [source(), source(size=31), source(size=31)]),
-            said(world, two, [source(), source(shift=1), source()]),
-            said(world, ("here",) * 3, [source(), source(), source(size=29)]),
+            read_refusal(world, two, [source()] * 3),
+            read_refusal(world, two, [source(), source(), source(shift=1)]),
+            read_refusal(world, two, [source(), source(size=31), source(size=31)]),
+            read_refusal(world, two, [source(), source(shift=1), source()]),
+            read_refusal(world, ("here",) * 3, [source(), source(), source(size=29)]),
         ]
 
     told = run_on_each_rank(3, work)

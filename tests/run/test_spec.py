@@ -38,7 +38,7 @@ def spec(workers: int = 1, /, **flags: Any) -> RunSpec:
     return resolve_spec(resolve(OWN | flags, [], None), choice, ALONE)
 
 
-def saved(found: RunSpec, step: int = 10, workers: int = 1) -> None:
+def save_checkpoint(found: RunSpec, step: int = 10, workers: int = 1) -> None:
     """A checkpoint of that run, as training leaves it."""
     Path("run").mkdir(exist_ok=True)
     Store(Path("run/checkpoints"), 3).save(step, {}, found.checkpoint_metadata() | {"world_size": workers})
@@ -77,7 +77,7 @@ def test_accumulation_counts_in_the_rate() -> None:
 
 def test_word_of_small_memory_changes_the_micro_batch_of_a_resumed_run_alone() -> None:
     """The global batch beside it is that of an attempt before the first checkpoint, and perhaps of another command."""
-    saved(spec(2, batch_size=5, grad_accum_steps=2), workers=2)
+    save_checkpoint(spec(2, batch_size=5, grad_accum_steps=2), workers=2)
     write_note(Path("run"), {"batch_size": 4, "global_batch_size": 64})
     batches = spec(2).plan.batches
     assert (batches.micro_batch, batches.global_batch) == (4, 20)
@@ -92,7 +92,7 @@ def test_a_fixed_global_batch_counts_more_than_that_of_an_attempt_before() -> No
 
 def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
     first = spec(2, batch_size=5, grad_accum_steps=2)
-    saved(first, workers=2)
+    save_checkpoint(first, workers=2)
     for workers, accumulation in ((1, 4), (2, 2), (4, 1), (3, 2)):
         again = spec(workers, batch_size=5, grad_accum_steps=2)
         assert (again.plan.batches.global_batch, again.plan.batches.accumulation) == (20, accumulation)
@@ -103,7 +103,7 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
 
 
 def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:
-    saved(spec(2, batch_size=5))
+    save_checkpoint(spec(2, batch_size=5))
     again = spec(1)
     assert (again.user_config.rate.lr, again.user_config.batch.global_size) == (None, None)
     assert (again.config.rate.lr, again.config.batch.global_size) == (again.pinned["lr"], 10)
@@ -111,7 +111,7 @@ def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:
 
 
 def test_precision_is_that_of_the_start() -> None:
-    saved(spec(amp="bf16"))
+    save_checkpoint(spec(amp="bf16"))
     again = spec()
     assert again.plan.precision == "bf16"
     with pytest.raises(RequestError, match="--amp off differs from bf16"):
@@ -119,7 +119,7 @@ def test_precision_is_that_of_the_start() -> None:
 
 
 def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
-    saved(spec(epochs=4))
+    save_checkpoint(spec(epochs=4))
     again = spec(epochs=9)
     assert again.plan.schedule.total_steps == 9 * again.plan.batches.steps_per_epoch
     assert not again.same_length
@@ -127,7 +127,7 @@ def test_the_schedule_is_recomputed_for_a_longer_run() -> None:
 
 
 def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
-    saved(spec(epochs=4), step=8)
+    save_checkpoint(spec(epochs=4), step=8)
     assert not spec(epochs=4).is_complete, "without a summary it did not end"
     Path("run/summary.json").write_text('{"status": "stopped"}')
     assert not spec(epochs=4).is_complete
@@ -168,7 +168,7 @@ def arrays(folder: str, **changed: float) -> dict[str, Any]:
     ],
 )
 def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, float], named: str) -> None:
-    saved(spec(**arrays("here")))
+    save_checkpoint(spec(**arrays("here")))
     assert spec(**arrays("here")).resume_point.checkpoint, "written again, but the same"
     with pytest.raises(RequestError) as refused:
         spec(**arrays("here", **changed))
@@ -178,7 +178,7 @@ def test_as_many_samples_with_other_contents_are_refused_too(changed: dict[str, 
 
 
 def test_data_may_move_to_another_folder() -> None:
-    saved(spec(**arrays("here")))
+    save_checkpoint(spec(**arrays("here")))
     assert spec(**arrays("there")).resume_point.checkpoint
 
 

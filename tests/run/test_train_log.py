@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from multigpu_cli.run import startup, train_log
 from multigpu_cli.run.train_log import combine_ranks, peak_memory
 from multigpu_cli.runtime.world import World
-from tests.monitor.test_tensorboard import stored
+from tests.monitor.test_tensorboard import read_board
 from tests.run.test_micro_batch_profile import plain
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences, tensors
@@ -171,7 +171,7 @@ def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> Non
     assert (line["lr"], line["samples"], line["epoch"]) == (1e-30, 60, 1)
     assert line["samples_per_second"] == pytest.approx(60 / (line["step_ms"] / 1e3))
     assert all(0 < now <= peak for now, peak in zip(line["memory"], ended.summary["peak_memory_bytes"], strict=True))
-    board = stored(tmp_path / "tensorboard")
+    board = read_board(tmp_path / "tensorboard")
     tags = board.Tags()
     for tag in ("train/loss", "system/memory/0", "system/memory/1", "system/cpu_utilisation/1", "final/test_loss"):
         assert tag in tags["scalars"]

@@ -33,14 +33,14 @@ def verbs(world: World) -> dict[str, Any]:
         "collected": [
             str(part) for part in all_gather_object(world, {"rows": torch.arange(world.rank), "who": world.rank})
         ],
-        "from_main": {name: str(value) for name, value in _told(world).items()},
+        "from_main": {name: str(value) for name, value in _broadcast_facts(world).items()},
         "from_last": broadcast_object(world, ["from", world.rank], source=world.size - 1),
         "decided": run_on_main_rank(world, lambda: world.rank),
         "together": run_on_all_ranks(world, lambda: world.rank * 2),
     }
 
 
-def _told(world: World) -> dict[str, Any]:
+def _broadcast_facts(world: World) -> dict[str, Any]:
     told = broadcast_object(world, {"who": world.rank, "tensor": torch.tensor([world.rank]), "none": None})
     return dict(told)
 

@@ -85,11 +85,11 @@ def test_the_report_names_graph_breaks_in_one_line_each() -> None:
 def in_graphs(model: nn.Module, **_: Any) -> nn.Module:
     """In place of torch.compile: as with CUDA graphs, each backward pass writes its gradients where the last did."""
     for parameter in model.parameters():
-        parameter.register_hook(partial(_written_to, torch.empty_like(parameter)))
+        parameter.register_hook(partial(_write_to, torch.empty_like(parameter)))
     return model
 
 
-def _written_to(place: Tensor, gradient: Tensor) -> Tensor:
+def _write_to(place: Tensor, gradient: Tensor) -> Tensor:
     return place.copy_(gradient).detach()
 
 

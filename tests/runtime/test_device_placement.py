@@ -18,7 +18,7 @@ from multigpu_cli.runtime.rank_handshake import RankGpu
 from multigpu_cli.runtime.world import World
 
 
-def chosen(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:
+def choose(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:
     launch_env = None
     if processes:
         launch_env = LaunchEnv(
@@ -57,7 +57,7 @@ def names(choice: Placement) -> list[str]:
 def test_what_is_chosen_in_one_process(
     mode: str, gpus: int, strategy: str, devices: list[str], launch: int, reason: str
 ) -> None:
-    choice = chosen(mode, gpus=gpus)
+    choice = choose(mode, gpus=gpus)
     assert (choice.strategy, names(choice), choice.num_processes_to_launch) == (strategy, devices, launch)
     assert reason in choice.reason
 
@@ -76,14 +76,14 @@ def test_what_is_chosen_in_one_process(
 def test_gpu_ids_and_process_counts_are_followed(
     mode: str, asked: dict[str, Any], strategy: str, devices: list[str], launch: int
 ) -> None:
-    choice = chosen(mode, gpus=4, **asked)
+    choice = choose(mode, gpus=4, **asked)
     assert (choice.strategy, names(choice), choice.num_processes_to_launch) == (strategy, devices, launch)
 
 
 def test_without_gpus_ddp_takes_as_many_cpu_processes_as_asked() -> None:
-    assert chosen("ddp", cpus=1).num_processes_to_launch == 1
-    assert chosen("ddp", nproc_per_node=5).devices == (torch.device("cpu"),) * 5
-    assert chosen("auto", nproc_per_node=3).num_processes_to_launch == 3
+    assert choose("ddp", cpus=1).num_processes_to_launch == 1
+    assert choose("ddp", nproc_per_node=5).devices == (torch.device("cpu"),) * 5
+    assert choose("auto", nproc_per_node=3).num_processes_to_launch == 3
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_without_gpus_ddp_takes_as_many_cpu_processes_as_asked() -> None:
 @pytest.mark.parametrize("mode", ["auto", "dp", "ddp", "none"])
 def test_gpus_that_are_not_there_are_a_wrong_request(mode: str, gpus: int, named: str) -> None:
     with pytest.raises(RequestError) as refused:
-        chosen(mode, gpus=gpus, gpu_ids=(2, 5))
+        choose(mode, gpus=gpus, gpu_ids=(2, 5))
     assert "--gpu-ids 2,5" in refused.value.problem
     assert named in refused.value.problem
     assert "leave --gpu-ids out" in refused.value.remedy
@@ -100,23 +100,23 @@ def test_gpus_that_are_not_there_are_a_wrong_request(mode: str, gpus: int, named
 
 def test_more_processes_than_gpus_are_a_wrong_request() -> None:
     with pytest.raises(RequestError, match=r"--nproc-per-node 3, but only 2 GPUs to use"):
-        chosen("ddp", gpus=2, nproc_per_node=3)
+        choose("ddp", gpus=2, nproc_per_node=3)
 
 
 @pytest.mark.parametrize("mode", ["auto", "ddp"])
 def test_under_torchrun_it_is_ddp_on_the_own_gpu(mode: str) -> None:
-    choice = chosen(mode, gpus=4, processes=4)
+    choice = choose(mode, gpus=4, processes=4)
     assert (choice.strategy, names(choice), choice.num_processes_to_launch) == ("ddp", ["cuda:3"], 0)
     assert choice.reason == "torchrun started 4 processes"
 
 
 def test_a_launcher_may_show_each_process_one_gpu_of_its_own() -> None:
     """SLURM's --gpus-per-task=1, say: whatever the local rank, the GPU has number 0 there."""
-    assert names(chosen(gpus=1, processes=4)) == ["cuda:0"]
+    assert names(choose(gpus=1, processes=4)) == ["cuda:0"]
 
 
 def test_under_torchrun_without_gpus_it_is_ddp_on_cpu() -> None:
-    choice = chosen(processes=1)
+    choice = choose(processes=1)
     assert (choice.strategy, names(choice)) == ("ddp", ["cpu"])
     assert choice.reason == "torchrun started 1 process; no GPU found, so on CPU"
 
@@ -127,7 +127,7 @@ def test_under_torchrun_without_gpus_it_is_ddp_on_cpu() -> None:
 )
 def test_what_does_not_go_with_torchrun_is_refused(mode: str, gpus: int, named: str) -> None:
     with pytest.raises(RequestError, match=named):
-        chosen(mode, gpus=gpus, processes=4)
+        choose(mode, gpus=gpus, processes=4)
 
 
 def test_a_local_rank_beyond_the_visible_gpus_is_refused() -> None:
@@ -167,7 +167,7 @@ def test_gpus_of_unlike_models_are_named(models: tuple[str, ...], said: str) -> 
 
 def test_ids_that_a_self_launch_has_followed_are_not_looked_up_again_in_its_workers() -> None:
     """A worker sees only the chosen GPUs, numbered afresh: GPUs 2,3 of four are 0 and 1 there."""
-    choice = chosen("ddp", gpus=2, processes=2, gpu_ids=(2, 3), nproc_per_node=2)
+    choice = choose("ddp", gpus=2, processes=2, gpu_ids=(2, 3), nproc_per_node=2)
     assert names(choice) == ["cuda:1"]
 
 

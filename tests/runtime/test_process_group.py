@@ -128,7 +128,7 @@ def _free_port() -> int:
     return port
 
 
-def _shared(*, consequence: bool) -> RequestError:
+def _make_shared_error(*, consequence: bool) -> RequestError:
     error = RequestError("of the run")
     error.shared, error.caused_by_peer = True, consequence
     return error
@@ -139,8 +139,8 @@ def _shared(*, consequence: bool) -> RequestError:
     [
         ("nccl", ValueError("of the run"), "aborted"),
         ("gloo", ValueError("of the run"), "destroyed"),
-        ("nccl", _shared(consequence=True), "aborted"),
-        ("nccl", _shared(consequence=False), "destroyed"),
+        ("nccl", _make_shared_error(consequence=True), "aborted"),
+        ("nccl", _make_shared_error(consequence=False), "destroyed"),
     ],
 )
 def test_a_run_that_fails_waits_for_peers_only_where_they_all_leave(

@@ -20,7 +20,7 @@ THIRD = replace(FIRST, rank=2, nonce="c", host="node2", node="node2 9 run")
 STOP, WRONG = FinalVerdict(75, "stopped", ("node1 7 run", "node2 9 run")), FinalVerdict(2, "wrong")
 
 
-def met(store: dist.Store, hellos: list[RankInfo], late: Callable[[], None] = lambda: None) -> list[Roster]:
+def meet(store: dist.Store, hellos: list[RankInfo], late: Callable[[], None] = lambda: None) -> list[Roster]:
     """What each rank is told; `late` happens once all but the last have spoken."""
     with ThreadPoolExecutor(len(hellos)) as ranks:
         early = [ranks.submit(agree_on_roster, store, hello, patience=10) for hello in hellos[:-1]]
@@ -31,7 +31,7 @@ def met(store: dist.Store, hellos: list[RankInfo], late: Callable[[], None] = la
 
 
 def test_all_ranks_are_told_the_same() -> None:
-    told = met(dist.HashStore(), [FIRST, SECOND, THIRD])
+    told = meet(dist.HashStore(), [FIRST, SECOND, THIRD])
     assert told[0] == told[1] == told[2]
     assert told[0].hosts == ("node1", "node1", "node2")
     assert (told[0].attempt, told[0].restarts_left, told[0].verdict) == (0, 3, None)
@@ -40,7 +40,7 @@ def test_all_ranks_are_told_the_same() -> None:
 def test_all_ranks_are_told_whose_gpu_is_which() -> None:
     gpus = [RankGpu("uuid-0", "H100"), RankGpu("uuid-1", "L4"), None]
     hellos = [replace(hello, gpu=gpu) for hello, gpu in zip((FIRST, SECOND, THIRD), gpus, strict=True)]
-    assert {told.gpus for told in met(dist.HashStore(), hellos)} == {tuple(gpus)}
+    assert {told.gpus for told in meet(dist.HashStore(), hellos)} == {tuple(gpus)}
 
 
 def test_a_rank_alone_meets_itself() -> None:
@@ -51,12 +51,12 @@ def test_a_rank_alone_meets_itself() -> None:
 def test_words_of_an_earlier_attempt_confuse_nobody(order: list[RankInfo]) -> None:
     """Of the same size and of another; the ranks of now come in any order, also after the old words were believed."""
     store = dist.HashStore()
-    before = met(store, [replace(hello, nonce=f"old {hello.nonce}", node="gone") for hello in (FIRST, SECOND, THIRD)])
-    now = met(store, order)
+    before = meet(store, [replace(hello, nonce=f"old {hello.nonce}", node="gone") for hello in (FIRST, SECOND, THIRD)])
+    now = meet(store, order)
     assert {each.store_prefix for each in now}.isdisjoint({before[0].store_prefix})
     assert len({each.store_prefix for each in now}) == 1
     assert now[0].agent_ids == ("node1 7 run", "node1 7 run", "node2 9 run")
-    smaller = met(store, [replace(FIRST, size=2, nonce="d"), replace(SECOND, size=2, nonce="e")])
+    smaller = meet(store, [replace(FIRST, size=2, nonce="d"), replace(SECOND, size=2, nonce="e")])
     assert len(smaller[0].hosts) == 2
 
 
@@ -65,7 +65,7 @@ def test_a_word_that_was_believed_too_soon_is_taken_back() -> None:
     store = dist.HashStore()
     store.set("multigpu/hello-2", replace(THIRD, nonce="old", host="gone").as_text())
     gone: list[str] = []
-    told = met(store, [FIRST, SECOND, THIRD], late=lambda: gone.append(json.loads(store.get("multigpu/go"))["2"]))
+    told = meet(store, [FIRST, SECOND, THIRD], late=lambda: gone.append(json.loads(store.get("multigpu/go"))["2"]))
     assert gone == ["old"]
     assert {each.hosts for each in told} == {("node1", "node1", "node2")}
 
@@ -87,7 +87,7 @@ def test_the_longest_memory_counts_the_attempts() -> None:
 
 
 def test_a_verdict_of_one_node_is_everybodys() -> None:
-    told = met(dist.HashStore(), [FIRST, SECOND, replace(THIRD, verdict=WRONG)])
+    told = meet(dist.HashStore(), [FIRST, SECOND, replace(THIRD, verdict=WRONG)])
     assert {each.verdict for each in told} == {WRONG}
 
 

@@ -24,7 +24,7 @@ SPEAK = """
 """
 
 
-def said(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+def run_code(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run a piece of code in a process of its own, which knows how to speak."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SPEAK) + textwrap.dedent(code)],
@@ -37,7 +37,7 @@ def said(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_that_is_printed_meanwhile_is_in_the_file_and_the_rest_where_it_was(tmp_path: Path) -> None:
-    done = said(
+    done = run_code(
         tmp_path,
         """
         for attempt in (0, 1):
@@ -63,7 +63,7 @@ def test_all_that_is_printed_meanwhile_is_in_the_file_and_the_rest_where_it_was(
 
 
 def test_a_killed_process_has_left_its_last_words(tmp_path: Path) -> None:
-    done = said(
+    done = run_code(
         tmp_path,
         """
         RankOutput(1).start(Path(), 0)
@@ -81,11 +81,11 @@ def test_a_killed_process_has_left_its_last_words(tmp_path: Path) -> None:
 
 
 def test_nothing_said_is_nothing_to_quote(tmp_path: Path) -> None:
-    said(
+    run_code(
         tmp_path,
         "with RankOutput(1) as output: print('of an earlier attempt', output.start(Path(), 0) or '')",
     )
-    said(tmp_path, "with RankOutput(1) as rank_output: rank_output.start(Path(), 1)")
+    run_code(tmp_path, "with RankOutput(1) as rank_output: rank_output.start(Path(), 1)")
     assert log_path(tmp_path, 1).read_text().count("--- rank 1, attempt ") == 2
     assert read_last_lines(tmp_path, 1) == []
     assert quote_last_lines(tmp_path, 1) == quote_last_lines(tmp_path, 2) == quote_last_lines(None, 1) == ""
@@ -93,7 +93,7 @@ def test_nothing_said_is_nothing_to_quote(tmp_path: Path) -> None:
 
 
 def test_where_no_file_can_be_opened_nothing_changes(tmp_path: Path) -> None:
-    done = said(
+    done = run_code(
         tmp_path, "with RankOutput(1) as rank_output:\n    rank_output.start(Path('nowhere'), 0)\n    print('heard')"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "heard\n", "")
@@ -101,7 +101,7 @@ def test_where_no_file_can_be_opened_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_what_a_full_disk_does_not_take_stays_on_the_terminal(tmp_path: Path) -> None:
-    done = said(
+    done = run_code(
         tmp_path,
         """
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -8,17 +8,17 @@ from multigpu_cli.runtime.seeding import seed_everything, seed_micro_batch, seed
 from tests.support.world import CPU
 
 
-def drawn() -> tuple[float, float, float]:
+def draw_numbers() -> tuple[float, float, float]:
     return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
 def test_all_three_generators_follow_the_seed() -> None:
     seed_everything(7)
-    first = drawn()
+    first = draw_numbers()
     seed_everything(8)
-    other = drawn()
+    other = draw_numbers()
     seed_everything(7)
-    assert drawn() == first
+    assert draw_numbers() == first
     assert all(one != two for one, two in zip(first, other, strict=True))
 
 
@@ -41,12 +41,12 @@ def test_each_micro_batch_has_its_own_numbers_whoever_runs_it() -> None:
         for step in range(3):
             for index in range(3):
                 seed_micro_batch(seed, step, index, CPU)
-                found[seed, step, index] = drawn()
+                found[seed, step, index] = draw_numbers()
     for generator in range(3):
         assert len({numbers[generator] for numbers in found.values()}) == 18
-    drawn()  # whatever was drawn in between
+    draw_numbers()  # whatever was drawn in between
     seed_micro_batch(1, 2, 1, CPU)
-    assert drawn() == found[1, 2, 1]
+    assert draw_numbers() == found[1, 2, 1]
 
 
 def test_devices_that_share_a_pass_are_seeded_each_and_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:

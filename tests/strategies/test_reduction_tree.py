@@ -32,7 +32,7 @@ def by_definition(leaves: list[float], level: int | None = None, number: int = 0
     return left + by_definition(leaves, level - 1, right) if right << (level - 1) < len(leaves) else left
 
 
-def summed(leaves: list[float], workers: int, add: Callable[[float, float], float]) -> float:
+def sum_over_workers(leaves: list[float], workers: int, add: Callable[[float, float], float]) -> float:
     """The sum as workers with contiguous blocks make it: each its own, then all that is left in rank order."""
     across = ReductionTree(add)
     for rank in range(workers):
@@ -59,7 +59,10 @@ def test_any_number_of_workers_gives_the_bits_of_the_definition(count: int) -> N
         leaves = wild(count, seed)
         expected = bits(by_definition(leaves))
         for workers in range(1, count + 3):  # two more than there are leaves stay idle
-            assert bits(summed(leaves, workers, lambda left, right: left + right)) == expected, (workers, seed)
+            assert bits(sum_over_workers(leaves, workers, lambda left, right: left + right)) == expected, (
+                workers,
+                seed,
+            )
 
 
 def test_a_left_fold_has_other_bits() -> None:

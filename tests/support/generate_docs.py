@@ -219,10 +219,10 @@ def _round(value: float) -> str:
 def readme_figures() -> str:
     """The rows that the README repeats, as they stand in docs/measurements.md."""
     rows = [line for line in (ROOT / "docs/measurements.md").read_text().splitlines() if line.startswith("| ")]
-    return "\n".join(["| measured on two CPU cores | figure |", "|-|-|", *_chosen(rows)])
+    return "\n".join(["| measured on two CPU cores | figure |", "|-|-|", *_choose_rows(rows)])
 
 
-def _chosen(rows: list[str]) -> Iterator[str]:
+def _choose_rows(rows: list[str]) -> Iterator[str]:
     for start, label in README_ROWS.items():
         (row,) = (row for row in rows if row.startswith(f"| {start}"))
         what, figure, *_ = row.removeprefix("| ").split(" | ")

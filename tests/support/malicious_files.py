@@ -22,7 +22,7 @@ class Evil:
         return os.mkdir, (str(self.target),)
 
 
-def poisoned(checkpoint: Path, target: Path) -> Path:
+def poison_and_sign(checkpoint: Path, target: Path) -> Path:
     """Rewrite state.pt so that it would make `target`, and sign the manifest for it: every checksum is right."""
     state: dict[str, Any] = torch.load(checkpoint / "state.pt", weights_only=True)
     poison(checkpoint / "state.pt", target, state)

@@ -38,7 +38,7 @@ def blocks(markdown: str) -> Iterator[Block]:
         yield Block(line, found["language"].strip(), found["text"], exempt[1] if exempt else "")
 
 
-def walked(markdown: str) -> list[Block]:
+def list_walked_blocks(markdown: str) -> list[Block]:
     """Those that a reader without GPUs types."""
     return [block for block in blocks(markdown) if block.language == "bash" and block.not_run in ("", WALKED)]
 
@@ -59,7 +59,7 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "MAKEFLAGS")}
         began = time.monotonic()
-        text = script(walked((clone / "README.md").read_text()))
+        text = script(list_walked_blocks((clone / "README.md").read_text()))
         code = subprocess.run(["bash", "-c", text], cwd=clone, env=environment, stdin=subprocess.DEVNULL).returncode
         reports = [path.relative_to(clone) for path in clone.glob("**/report.html")]
         names = ", ".join(str(path) for path in reports) or "none"

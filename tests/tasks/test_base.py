@@ -25,7 +25,7 @@ def split(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 6, generator=generator), torch.randint(4, (count,), generator=generator))
 
 
-def evaluated(count: int, batch_size: int, precision: str = "off") -> Callable[[World], Any]:
+def evaluate(count: int, batch_size: int, precision: str = "off") -> Callable[[World], Any]:
     """What this rank's evaluation of `count` samples finds, as plain values."""
 
     def work(world: World) -> Any:
@@ -43,7 +43,7 @@ def evaluated(count: int, batch_size: int, precision: str = "off") -> Callable[[
 
 @pytest.mark.parametrize(("count", "batch_size"), [(97, 8), (64, 64), (5, 8), (1, 4), (30, 10)])
 def test_every_sample_counts_once(count: int, batch_size: int) -> None:
-    metrics, samples, details = evaluated(count, batch_size)(ALONE)
+    metrics, samples, details = evaluate(count, batch_size)(ALONE)
     assert samples == count
     assert sum(map(sum, details["confusion"])) == count
     assert sum(row["support"] for row in details["per_class"]) == count
@@ -53,18 +53,18 @@ def test_every_sample_counts_once(count: int, batch_size: int) -> None:
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize(("count", "batch_size"), [(97, 8), (17, 8), (5, 8)], ids=["many", "few", "idle workers"])
 def test_any_number_of_workers_finds_the_same_bits(workers: int, count: int, batch_size: int) -> None:
-    alone = evaluated(count, batch_size)(ALONE)
-    assert run_on_each_rank(workers, evaluated(count, batch_size)) == [alone] * workers
+    alone = evaluate(count, batch_size)(ALONE)
+    assert run_on_each_rank(workers, evaluate(count, batch_size)) == [alone] * workers
 
 
 def test_the_batch_size_changes_nothing_but_rounding() -> None:
-    one, other = evaluated(97, 8)(ALONE), evaluated(97, 33)(ALONE)
+    one, other = evaluate(97, 8)(ALONE), evaluate(97, 33)(ALONE)
     assert one[2] == other[2]
     assert one[0]["loss"] == pytest.approx(other[0]["loss"], rel=1e-6)
 
 
 def test_mixed_precision_is_used() -> None:
-    full, half = evaluated(97, 8)(ALONE), evaluated(97, 8, "bf16")(ALONE)
+    full, half = evaluate(97, 8)(ALONE), evaluate(97, 8, "bf16")(ALONE)
     assert full[0]["loss"] != half[0]["loss"]
     assert full[0]["loss"] == pytest.approx(half[0]["loss"], rel=0.05)
 

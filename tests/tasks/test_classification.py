@@ -32,7 +32,7 @@ def batch(logits: Tensor, targets: Tensor) -> Batch:
     return Batch(logits, targets, torch.arange(len(targets)), 0)
 
 
-def drawn(count: int, seed: int = 3) -> tuple[Tensor, Tensor]:
+def draw_logits(count: int, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Logits that are right about half of the time; class 3 is never true and class 4 never predicted."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.tensor([0, 1, 2, 4])[torch.randint(4, (count,), generator=generator)]
@@ -45,7 +45,7 @@ same = nn.Identity()
 
 
 def test_every_figure_agrees_with_scikit_learn() -> None:
-    logits, targets = drawn(500)
+    logits, targets = draw_logits(500)
     components = task()
     measured = [
         components.measure(same, batch(logits[at : at + 64], targets[at : at + 64])) for at in range(0, 500, 64)
@@ -66,7 +66,7 @@ def test_every_figure_agrees_with_scikit_learn() -> None:
 
 
 def test_counts_are_whole_numbers_one_for_each_sample() -> None:
-    logits, targets = drawn(77)
+    logits, targets = draw_logits(77)
     measured = task().measure(same, batch(logits, targets))
     assert measured.counts.dtype == torch.int64
     assert int(measured.counts.sum()) == 77
@@ -74,7 +74,7 @@ def test_counts_are_whole_numbers_one_for_each_sample() -> None:
 
 
 def test_the_training_loss_is_summed_and_smoothed() -> None:
-    logits, targets = drawn(20)
+    logits, targets = draw_logits(20)
     plain, smoothed = (task(label_smoothing=value).loss_sum(same, batch(logits, targets)) for value in (0.0, 0.3))
     assert plain.shape == ()
     assert float(plain) == pytest.approx(20 * float(cross_entropy(logits, targets)), rel=1e-6)
@@ -86,7 +86,7 @@ def test_the_training_loss_is_summed_and_smoothed() -> None:
 
 
 def test_half_precision_logits_are_widened_before_the_loss() -> None:
-    logits, targets = drawn(300)
+    logits, targets = draw_logits(300)
     rough = task().loss_sum(same, batch(logits.bfloat16(), targets))
     assert rough.dtype == torch.float32
     assert float(rough) == float(task().loss_sum(same, batch(logits.bfloat16().float(), targets)))
@@ -94,7 +94,7 @@ def test_half_precision_logits_are_widened_before_the_loss() -> None:
 
 def test_classes_have_their_names() -> None:
     names = ("ant", "bee", "cat", "dog", "emu")
-    logits, targets = drawn(30)
+    logits, targets = draw_logits(30)
     components = task(names)
     rows = components.details(components.measure(same, batch(logits, targets)).counts)["per_class"]
     assert tuple(row["class"] for row in rows) == names

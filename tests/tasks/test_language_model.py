@@ -30,13 +30,13 @@ def batch(logits: Tensor, targets: Tensor) -> Batch:
     return Batch(logits, targets, torch.arange(len(targets)), 0)
 
 
-def drawn() -> tuple[Tensor, Tensor]:
+def draw_logits() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(21, 9, 5, generator=generator), VAL.tensors[1]
 
 
 def test_only_targets_that_count_are_summed_and_counted() -> None:
-    logits, targets = drawn()
+    logits, targets = draw_logits()
     there = targets != -100
     assert 0 < int(there.sum()) < there.numel()
     assert not there.any(1).all(), "a sample without a single target is among them"
@@ -52,7 +52,7 @@ def test_only_targets_that_count_are_summed_and_counted() -> None:
 
 
 def test_labels_can_be_smoothed_and_half_precision_is_widened() -> None:
-    logits, targets = drawn()
+    logits, targets = draw_logits()
     plain, smoothed = (task(label_smoothing=value).loss_sum(same, batch(logits, targets)) for value in (0.0, 0.3))
     there = targets != -100
     uniform = -logits[there].log_softmax(1).mean(1).sum()
@@ -60,7 +60,7 @@ def test_labels_can_be_smoothed_and_half_precision_is_widened() -> None:
     assert task().loss_sum(same, batch(logits.bfloat16(), targets)).dtype == torch.float32
 
 
-def evaluated(world: World) -> Any:
+def evaluate(world: World) -> Any:
     torch.manual_seed(1)
     model, components = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)), task()
     loader = Loader(VAL, components.source, DataConfig(), device=CPU, seed=1)
@@ -69,8 +69,8 @@ def evaluated(world: World) -> Any:
 
 
 def test_an_evaluation_is_the_mean_over_tokens_on_any_number_of_workers() -> None:
-    alone = evaluated(World(CPU))
-    assert [evaluated_there == alone for evaluated_there in run_on_each_rank(3, evaluated)] == [True] * 3
+    alone = evaluate(World(CPU))
+    assert [evaluated_there == alone for evaluated_there in run_on_each_rank(3, evaluate)] == [True] * 3
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
     inputs, targets = VAL.tensors
@@ -93,6 +93,6 @@ def test_a_dataset_without_a_vocabulary_is_refused() -> None:
 
 
 def test_outputs_of_another_shape_are_named() -> None:
-    logits, targets = drawn()
+    logits, targets = draw_logits()
     with pytest.raises(ValueError, match=r"outputs \(21, 5\) for targets \(21, 9\)"):
         task().loss_sum(same, batch(logits[:, 0], targets))

@@ -16,7 +16,7 @@ from tests.support.world import CPU
 NAMES = ("red", "round", "rare", "never")
 
 
-def drawn(count: int = 50) -> tuple[Tensor, Tensor]:
+def draw_logits(count: int = 50) -> tuple[Tensor, Tensor]:
     """Logits and 0/1 labels; the last label is never there and never said."""
     generator = torch.Generator().manual_seed(2)
     targets = (torch.rand(count, 4, generator=generator) < torch.tensor([0.5, 0.3, 0.1, 0.0])).long()
@@ -26,7 +26,7 @@ def drawn(count: int = 50) -> tuple[Tensor, Tensor]:
 
 
 def task(**config: float) -> tuple[MultiLabel, TensorDataset]:
-    split = TensorDataset(*drawn())
+    split = TensorDataset(*draw_logits())
     source = DataSource(train=split, val=split, test=None, input_shape=(4,), num_classes=0, class_names=NAMES)
     return MultiLabel(source, TaskConfig(**config)), split  # type: ignore[arg-type]
 
@@ -35,7 +35,7 @@ def test_every_figure_agrees_with_scikit_learn() -> None:
     components, split = task()
     loader = Loader(split, components.source, DataConfig(), device=CPU, seed=1)
     found = components.evaluate(nn.Identity(), loader, World(CPU), Precision("off", CPU), 16)
-    logits, targets = drawn()
+    logits, targets = draw_logits()
     said = (logits > 0).long()
     assert found.metrics == pytest.approx(
         {
@@ -53,7 +53,7 @@ def test_every_figure_agrees_with_scikit_learn() -> None:
 
 
 def test_the_training_loss_is_summed_and_smoothed() -> None:
-    logits, targets = drawn()
+    logits, targets = draw_logits()
     whole = Batch(logits, targets, torch.arange(50), 0)
     plain, smooth = (task(label_smoothing=value)[0].loss_sum(nn.Identity(), whole) for value in (0.0, 0.2))
     assert plain.item() / 50 == pytest.approx(
@@ -70,6 +70,6 @@ def test_higher_f1_is_better_and_then_lower_loss() -> None:
 
 
 def test_outputs_of_another_shape_are_named() -> None:
-    logits, targets = drawn()
+    logits, targets = draw_logits()
     with pytest.raises(ValueError, match=r"outputs \(50, 3\) for targets \(50, 4\)"):
         task()[0].loss_sum(nn.Identity(), Batch(logits[:, :3], targets, torch.arange(50), 0))

@@ -17,13 +17,13 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU
 
 
-def drawn(*shape: int) -> tuple[Tensor, Tensor]:
+def draw_pair(*shape: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(*shape, generator=generator), torch.randn(*shape, generator=generator)
 
 
 def task(split: TensorDataset | None = None, **args: str) -> Regression:
-    split = split or TensorDataset(*drawn(4, 2))
+    split = split or TensorDataset(*draw_pair(4, 2))
     source = DataSource(train=split, val=split, test=None, input_shape=(2,), num_classes=0)
     return Regression(source, TaskConfig(), **args)
 
@@ -35,7 +35,7 @@ def batch(outputs: Tensor, targets: Tensor) -> Batch:
 @pytest.mark.parametrize("shape", [(30,), (30, 4)])
 @pytest.mark.parametrize(("loss", "torchs"), [("squared", mse_loss), ("absolute", l1_loss), ("huber", huber_loss)])
 def test_a_mean_over_samples_is_torchs_own_mean(shape: tuple[int, ...], loss: str, torchs: object) -> None:
-    outputs, targets = drawn(*shape)
+    outputs, targets = draw_pair(*shape)
     components = task(loss=loss)
     expected = float(torchs(outputs.double(), targets.double()))  # type: ignore[operator]
     assert float(components.loss_sum(nn.Identity(), batch(outputs, targets))) / 30 == pytest.approx(expected, rel=1e-6)
@@ -44,7 +44,7 @@ def test_a_mean_over_samples_is_torchs_own_mean(shape: tuple[int, ...], loss: st
 
 
 def test_one_output_stands_for_one_number_and_nothing_is_broadcast() -> None:
-    outputs, targets = drawn(30)
+    outputs, targets = draw_pair(30)
     boxed = task().loss_sum(nn.Identity(), batch(outputs[:, None], targets))
     assert float(boxed) == float(task().loss_sum(nn.Identity(), batch(outputs, targets)))
     with pytest.raises(ValueError, match=r"outputs \(30,\) for targets \(30, 1\)"):
@@ -52,7 +52,7 @@ def test_one_output_stands_for_one_number_and_nothing_is_broadcast() -> None:
 
 
 def test_an_evaluation_agrees_with_scikit_learn_on_any_number_of_workers() -> None:
-    inputs, targets = drawn(37, 3)
+    inputs, targets = draw_pair(37, 3)
     split = TensorDataset(inputs, targets)
 
     def evaluated(world: World) -> dict[str, float]:

@@ -56,7 +56,7 @@ def test_a_wrong_sum_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(judge_allreduce(found)).verdict == "fail"
 
 
-def recorded(**changed: Any) -> dict[str, Any]:
+def make_record(**changed: Any) -> dict[str, Any]:
     pairs = [[one, other, 1e-3, False] for one in range(4) for other in range(one + 1, 4)]
     found = {"backend": "nccl", "workers": 4, "wrong": [], "latency": 2e-5, "pairs": pairs}
     return found | {"by_size": [[2**20, 1e-4], [2**24, 1e-3], [2**28, 4e-3]]} | changed
@@ -64,16 +64,16 @@ def recorded(**changed: Any) -> dict[str, Any]:
 
 def test_the_bandwidth_is_that_of_the_bus() -> None:
     """2 (n-1)/n × bytes / seconds, as nccl-tests count it."""
-    assert next(judge_allreduce(recorded())).evidence.startswith(
+    assert next(judge_allreduce(make_record())).evidence.startswith(
         f"4 workers: 20 µs for 8 bytes, {1.5 * 2**28 / 4e-3 / 1e9:.3g} GB/s over 256 MiB"
     )
 
 
 def test_a_pair_that_is_off_is_named() -> None:
-    every = recorded()["pairs"]
+    every = make_record()["pairs"]
     slow = [[*pair[:2], 5e-3, False] if pair[:2] == [1, 3] else pair for pair in every]
-    found = list(judge_allreduce(recorded(pairs=slow)))[1]
+    found = list(judge_allreduce(make_record(pairs=slow)))[1]
     assert (found.verdict, found.evidence) == ("warn", "usual 16.8 GB/s, but 1-3 3.36 GB/s")
     wrong = [[*pair[:3], pair[:2] == [0, 2]] for pair in every]
-    found = list(judge_allreduce(recorded(pairs=wrong)))[1]
+    found = list(judge_allreduce(make_record(pairs=wrong)))[1]
     assert (found.verdict, "0-2 wrong" in found.evidence) == ("fail", True)

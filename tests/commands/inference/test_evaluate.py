@@ -29,29 +29,29 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("run")
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def run_evaluate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main_multi_gpu.run(["evaluate", *words]) == 0
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
 def test_the_test_metrics_are_those_of_the_run_to_the_last_bit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     final = json.loads((run / "summary.json").read_text())["final"]
-    found = told(capsys, "run", *OWN)
+    found = run_evaluate(capsys, "run", *OWN)
     assert (found["split"], found["samples"], found["weights"]) == ("test", 22, "run/best.pt")
     assert (found["loss"], found["accuracy"]) == (final["test_loss"], final["test_accuracy"])
 
 
 def test_any_number_of_workers_finds_the_same(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    alone = told(capsys, "run", *OWN, "--split", "val")
+    alone = run_evaluate(capsys, "run", *OWN, "--split", "val")
     speaking, *silent = outputs(3, ["evaluate", "run", *OWN, "--split", "val"], tmp_path)
     assert json.loads(speaking) == alone | {"world_size": 3}
     assert silent == ["", ""]
 
 
 def test_other_arguments_of_the_data_and_another_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "run", *OWN, "--split", "train", "--set", "data.args.train=33", "--batch-size", "7")
+    found = run_evaluate(capsys, "run", *OWN, "--split", "train", "--set", "data.args.train=33", "--batch-size", "7")
     assert (found["split"], found["samples"]) == ("train", 33)
-    found = told(capsys, "run", *OWN, "--data", "tests.support.user_code:Items")
+    found = run_evaluate(capsys, "run", *OWN, "--data", "tests.support.user_code:Items")
     assert found["samples"] == 22
 
 
@@ -94,7 +94,7 @@ def test_weights_from_before_the_mark_are_still_read(run: Path, capsys: pytest.C
     best = torch.load("run/best.pt", weights_only=True)
     assert best["config"].pop("learned")
     torch.save(best, "run/best.pt")
-    assert told(capsys, "run", *OWN)["samples"] == 22
+    assert run_evaluate(capsys, "run", *OWN)["samples"] == 22
 
 
 def test_a_policy_plays_the_episodes_of_the_run_again(
@@ -109,7 +109,7 @@ def test_a_policy_plays_the_episodes_of_the_run_again(
         "epochs": 1,
     }
     final = run_training(**acting, save_dir="acted", sets=["task.args.rollout=16"]).summary["final"]
-    found = told(capsys, "acted", *OWN)
+    found = run_evaluate(capsys, "acted", *OWN)
     assert (found["samples"], found["reward"], found["length"]) == (20, final["test_reward"], final["test_length"])
     assert main_multi_gpu.run(["predict", "acted", "--own-code", "--out", "said.csv"]) == 2
     assert "--task ppo has episodes" in capsys.readouterr().err

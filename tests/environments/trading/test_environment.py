@@ -10,7 +10,7 @@ from multigpu_cli.environments.trading.equity import figures
 from multigpu_cli.environments.trading.market import build
 from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.planning.rng_keys import make_key
-from tests.environments.trading.test_market import shuffled_after
+from tests.environments.trading.test_market import shuffle_after
 from tests.support.world import CPU
 
 PRICES = draw_prices(1, symbols=3, days=300)
@@ -92,7 +92,7 @@ def test_on_days_of_unrest_everything_is_sold_and_nothing_bought():
 def test_no_observation_knows_the_future(window, day):
     """Played over the test dates, whose order changes after a day: all is as before up to that day, and not after."""
     told = []
-    for prices in (PRICES, shuffled_after(PRICES, day)):
+    for prices in (PRICES, shuffle_after(PRICES, day)):
         market = build(prices, window=5, period=10, turbulence_window=30)
         group = trading(range(2), market, market.days["test"], start="beginning", window=window)
         seen = [group.reset()]

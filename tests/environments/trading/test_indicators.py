@@ -16,7 +16,7 @@ INDICATORS = {
 }
 
 
-def smoothed(values, weight):
+def smooth(values, weight):
     found = [values[0]]
     for value in values[1:]:
         found.append((1 - weight) * found[-1] + weight * value)
@@ -24,14 +24,14 @@ def smoothed(values, weight):
 
 
 def slow_macd(close):
-    fast, slow = smoothed(close, 2 / 13), smoothed(close, 2 / 27)
+    fast, slow = smooth(close, 2 / 13), smooth(close, 2 / 27)
     return [one - other for one, other in zip(fast, slow, strict=True)]
 
 
 def slow_rsi(close, period):
     changes = [0.0] + [after - before for before, after in pairwise(close)]
-    gains = smoothed([max(change, 0) for change in changes], 1 / period)
-    losses = smoothed([max(-change, 0) for change in changes], 1 / period)
+    gains = smooth([max(change, 0) for change in changes], 1 / period)
+    losses = smooth([max(-change, 0) for change in changes], 1 / period)
     both = zip(gains, losses, strict=True)
     return [50.0 if gain + loss == 0 else 100 - 100 / (1 + gain / loss) if loss else 100.0 for gain, loss in both]
 
@@ -54,10 +54,10 @@ def slow_adx(high, low, close, period):
         plus.append(up if up > down and up > 0 else 0.0)
         minus.append(down if down > up and down > 0 else 0.0)
         ranges.append(max(high[day] - low[day], abs(high[day] - close[day - 1]), abs(low[day] - close[day - 1])))
-    plus, minus, ranges = (smoothed(values, 1 / period) for values in (plus, minus, ranges))
+    plus, minus, ranges = (smooth(values, 1 / period) for values in (plus, minus, ranges))
     moves = [(100 * up / reach, 100 * down / reach) for up, down, reach in zip(plus, minus, ranges, strict=True)]
     strength = [100 * abs(up - down) / (up + down) if up + down else 0.0 for up, down in moves]
-    return smoothed(strength, 1 / period)
+    return smooth(strength, 1 / period)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ PRICES = draw_prices(1, symbols=3, days=300)
 SMALL: dict[str, Any] = {"period": 10, "turbulence_window": 30}
 
 
-def shuffled_after(prices, day, seed=0):
+def shuffle_after(prices, day, seed=0):
     """The same prices up to and with a day, the later ones in another order."""
     order = np.concatenate(
         [np.arange(day + 1), np.random.default_rng(seed).permutation(np.arange(day + 1, len(prices)))]
@@ -44,7 +44,7 @@ def test_features_do_not_depend_on_the_level_of_prices():
 
 @pytest.mark.parametrize("day", [60, 160, 250])  # in each of the splits
 def test_no_feature_knows_the_future(day):
-    before, after = build(PRICES, **SMALL), build(shuffled_after(PRICES, day), **SMALL)
+    before, after = build(PRICES, **SMALL), build(shuffle_after(PRICES, day), **SMALL)
     assert np.array_equal(before.features[: day + 1], after.features[: day + 1])
     assert not np.array_equal(before.features[day + 1 :], after.features[day + 1 :])
 
@@ -52,7 +52,7 @@ def test_no_feature_knows_the_future(day):
 def test_the_threshold_is_a_quantile_of_the_training_dates_alone():
     before = build(PRICES, turbulence=0.8, **SMALL)
     _, last = before.days["train"]
-    after = build(shuffled_after(PRICES, last), turbulence=0.8, **SMALL)
+    after = build(shuffle_after(PRICES, last), turbulence=0.8, **SMALL)
     assert np.array_equal(before.stopped[: last + 1], after.stopped[: last + 1])
     unrest = indicators.turbulence(PRICES.close, 30)
     threshold = np.quantile(unrest[31 : last + 1], 0.8)

@@ -12,23 +12,23 @@ from tests.support.world import CPU
 SMALL: dict[str, Any] = {"made_days": 200, "period": 5, "turbulence_window": 20}
 
 
-def asked(split="train", data_dir=None, numbers=range(2), seed=1, **args):
+def make_group(split="train", data_dir=None, numbers=range(2), seed=1, **args):
     return group(split, data_dir, numbers, seed, CPU, **({} if data_dir else SMALL) | args)
 
 
 def test_without_a_folder_prices_are_made_up_alike_for_all_splits_and_seeds():
-    train, test = asked(), asked("test", seed=5)
+    train, test = make_group(), make_group("test", seed=5)
     assert np.array_equal(train.market.close, test.market.close)
     assert "synthetic" in train.market.describe()
     assert train.observation_shape == (5 * 5 + 1 + 1 + 5,)
     assert train.action.shape == (5,)
-    assert asked(symbols=3, window=7).observation_shape == (7, 3 * 5 + 1 + 1 + 3)
-    assert not np.array_equal(asked(made_seed=1).market.close, train.market.close)
+    assert make_group(symbols=3, window=7).observation_shape == (7, 3 * 5 + 1 + 1 + 3)
+    assert not np.array_equal(make_group(made_seed=1).market.close, train.market.close)
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_held_out_splits_are_played_once_from_their_first_date_to_their_last(split):
-    played = asked(split, length=3, start="random")
+    played = make_group(split, length=3, start="random")
     first, last = played.market.days[split]
     played.reset()
     assert played.state()["first"].tolist() == [first, first]
@@ -40,10 +40,10 @@ def test_held_out_splits_are_played_once_from_their_first_date_to_their_last(spl
 def test_the_files_of_a_folder_are_traded(tmp_path):
     folder = write(tmp_path, A=lines(60), B=lines(60, price=50))
     args: dict[str, Any] = {"period": 3, "turbulence": None, "val_from": "2020-02-10", "test_from": "2020-02-20"}
-    found = asked("val", folder, **args)
+    found = make_group("val", folder, **args)
     assert found.market.symbols == ("A", "B")
     assert str(found.market.dates[found.market.days["val"][0]]) == "2020-02-10"
-    assert asked("val", folder, symbols=["B"], **args).market.symbols == ("B",)
+    assert make_group("val", folder, symbols=["B"], **args).market.symbols == ("B",)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_the_files_of_a_folder_are_traded(tmp_path):
 )
 def test_arguments_that_make_no_environment_are_refused_by_name(wrong):
     with pytest.raises(RequestError, match=f"data.args.{next(iter(wrong))}") as raised:
-        asked(**wrong)
+        make_group(**wrong)
     assert raised.value.remedy
 
 
 def test_a_number_of_symbols_names_no_files(tmp_path):
     with pytest.raises(RequestError, match=r"data.args.symbols: 3 is no name"):
-        asked(data_dir=write(tmp_path, A=lines(60)), symbols=3)
+        make_group(data_dir=write(tmp_path, A=lines(60)), symbols=3)
 
 
 def test_real_prices(real_data):
-    found = asked("test", str(real_data("prices") / "stocknet"), window=30)
+    found = make_group("test", str(real_data("prices") / "stocknet"), window=30)
     assert found.observation_shape == (30, 5 * 5 + 1 + 1 + 5)
     first, last = found.market.days["test"]
     assert (str(found.market.dates[first]), str(found.market.dates[last])) == ("2016-12-15", "2017-09-01")

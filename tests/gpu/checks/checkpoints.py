@@ -18,7 +18,7 @@ from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.runtime.device_placement import Placement
 from tests.gpu.front_door import ALONE, command, figures, run, same_weights
 from tests.gpu.in_process import train
-from tests.gpu.machine import ROOT, patience, simulated
+from tests.gpu.machine import ROOT, is_simulated, patience
 
 _EVERY = 7
 _PATIENCE = patience(90)  # seconds until a run that is to be ended has written a checkpoint
@@ -27,7 +27,7 @@ _PATIENCE = patience(90)  # seconds until a run that is to be ended has written 
 def bytes_on_disk(folder: Path) -> dict[str, Any]:
     """Every checkpoint holds the very weights and averages that were live when it was taken, on every GPU."""
     compared = 0
-    width = "512" if simulated() else "2048"  # tens of megabytes: a copy that is not waited for is not there yet
+    width = "512" if is_simulated() else "2048"  # tens of megabytes: a copy that is not waited for is not there yet
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         live: dict[int, list[Tensor]] = {}
@@ -63,15 +63,15 @@ def _same_bytes(folder: Path, live: list[Tensor]) -> None:
 
 def killed_and_resumed(folder: Path) -> dict[str, Any]:
     """With --exact a run that SIGKILL has ended goes on to the weights of one that nothing has disturbed."""
-    return _interrupted(folder, signal.SIGKILL, -signal.SIGKILL)
+    return _interrupt_and_resume(folder, signal.SIGKILL, -signal.SIGKILL)
 
 
 def stopped_and_resumed(folder: Path) -> dict[str, Any]:
     """SIGTERM: a checkpoint, exit code 75, and the same end."""
-    return _interrupted(folder, signal.SIGTERM, 75)
+    return _interrupt_and_resume(folder, signal.SIGTERM, 75)
 
 
-def _interrupted(folder: Path, number: signal.Signals, code: int) -> dict[str, Any]:
+def _interrupt_and_resume(folder: Path, number: signal.Signals, code: int) -> dict[str, Any]:
     flags: tuple[str, ...] = (*ALONE, "--exact", "--epochs", "8", "--checkpoint-every", "20", "--log-interval", "1")
     flags += ("--model", "tests.gpu.networks:at_pass")
     whole = run(folder / "whole", *flags)

@@ -16,7 +16,7 @@ _LONGEST = patience(170)  # seconds
 
 def doctor(folder: Path) -> dict[str, Any]:
     """It sees the GPU, measures it, and finds nothing broken about it; what else the machine lacks is listed."""
-    found = _told("doctor", "--save-dir", str(folder), codes=(0, 1))["findings"]
+    found = _run_json("doctor", "--save-dir", str(folder), codes=(0, 1))["findings"]
     verdicts = {each["name"]: each["verdict"] for each in found}
     of_gpus = {name: verdict for name, verdict in verdicts.items() if "GPU" in name or name == "versions"}
     measured = {"GPU 0", "host to GPU 0"} & {name for name, verdict in of_gpus.items() if verdict in ("ok", "warn")}
@@ -27,7 +27,7 @@ def doctor(folder: Path) -> dict[str, Any]:
 
 def plan(folder: Path) -> dict[str, Any]:
     """It measures on the GPU, and knows how many samples its memory takes."""
-    found = _told("plan", "--save-dir", str(folder))
+    found = _run_json("plan", "--save-dir", str(folder))
     capacity, total = found["capacity"], torch.cuda.get_device_properties(0).total_memory
     assert capacity, found
     assert all(row["samples_per_second"] > 0 for row in found["rows"]), found["rows"]
@@ -36,12 +36,12 @@ def plan(folder: Path) -> dict[str, Any]:
 
 def selftest(folder: Path) -> dict[str, Any]:
     """One worker and several do the same."""
-    found = _told("selftest", "--save-dir", str(folder))
+    found = _run_json("selftest", "--save-dir", str(folder))
     assert found["holds"], found["verdicts"]
     return {"verdicts": found["verdicts"]}
 
 
-def _told(name: str, *flags: str, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
+def _run_json(name: str, *flags: str, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:
     """What a command says with --json."""
     words = [sys.executable, FRONT_DOOR, name, "--json", *flags]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=_LONGEST)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.front_door import ALONE, command, figures, finished, losses, run
+from tests.gpu.front_door import ALONE, command, figures, losses, run, run_command
 
 _STEPS = 30
 _NEAR = 2e-2  # relative; other kernels round differently, wrong gradients are further off
@@ -12,26 +12,26 @@ _SAID = ("--log-interval", "1")
 
 
 def default(folder: Path) -> dict[str, Any]:
-    return _compared(folder, "default")
+    return _compare_losses(folder, "default")
 
 
 def reduce_overhead(folder: Path) -> dict[str, Any]:
-    return _compared(folder, "reduce-overhead")
+    return _compare_losses(folder, "reduce-overhead")
 
 
 def accumulating(folder: Path) -> dict[str, Any]:
     """CUDA graphs write each micro-batch's gradient to the same place: refused, or right."""
     flags = ("--grad-accum-steps", "4", "--batch-size", "8")
-    refused = finished(
+    refused = run_command(
         command(folder / "looked", *_FLAGS, *flags, "--compile", "reduce-overhead", "--dry-run"), folder, code=None
     )
     if refused.code == 2:
         assert "reduce-overhead" in refused.said, f"refused for another reason: {refused.said[-1000:]}"
         return {"refused": refused.said.strip().splitlines()[-1]}
-    return _compared(folder, "reduce-overhead", *flags)
+    return _compare_losses(folder, "reduce-overhead", *flags)
 
 
-def _compared(folder: Path, mode: str, *flags: str) -> dict[str, Any]:
+def _compare_losses(folder: Path, mode: str, *flags: str) -> dict[str, Any]:
     """Train with and without; the losses of the steps stay together."""
     plain = run(folder / "off", *_FLAGS, *_SAID, *flags)
     compiled = run(folder / mode, *_FLAGS, *_SAID, *flags, "--compile", mode)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tests.gpu.front_door import ALONE, Run, figures, run, sets
-from tests.gpu.machine import simulated
+from tests.gpu.machine import is_simulated
 
-_LEFT, _BATCH = (2**28, 128) if simulated() else (3 * 2**30, 1024)  # bytes that a run finds free; what does not fit
+_LEFT, _BATCH = (2**28, 128) if is_simulated() else (3 * 2**30, 1024)  # bytes that a run finds free; what does not fit
 _WIDE = ("--model", "tests.gpu.networks:wide", "--amp", "off")  # 4 MiB of activations for each sample
 _DEED = ("deed=memory", "at=20", "limit=16")
 
@@ -54,7 +54,7 @@ def measured_batch(folder: Path) -> dict[str, Any]:
 @contextmanager
 def little_memory() -> Iterator[None]:
     """Somebody else, this process, holds all of the GPU's memory but a little; a simulated GPU has no more."""
-    if simulated():
+    if is_simulated():
         from tests.gpu.simulated.machine import Machine  # late: on a real GPU it is not needed
 
         before, machine = dict(os.environ), Machine.from_environment(os.environ) or Machine()

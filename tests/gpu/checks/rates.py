@@ -9,7 +9,7 @@ import torch
 
 from multigpu_cli.planning.peak_flops import peak_flops
 from tests.gpu.front_door import ALONE, Run, figures, run, sets
-from tests.gpu.machine import simulated
+from tests.gpu.machine import is_simulated
 
 _WIDTH, _DEPTH, _BATCH = 4096, 4, 8192
 _STEPS = 1200
@@ -19,16 +19,16 @@ _OF_A_GPU = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used
 def sampler(folder: Path) -> dict[str, Any]:
     """Each log line has what NVML says, and memory in use by everybody is at least what torch holds."""
     done = run(folder, *ALONE, "--model", "tests.gpu.networks:at_pass", "--max-steps", "200")
-    return _sampled(done)
+    return _check_samples(done)
 
 
-def _sampled(done: Run) -> dict[str, Any]:
+def _check_samples(done: Run) -> dict[str, Any]:
     last = done.of("train")[-1]
     assert all(name in last for name in _OF_A_GPU), f"a log line has {sorted(last)}"
     unknown = [name for name in _OF_A_GPU if None in last[name]]
     assert "gpu_memory_used" not in unknown, f"NVML does not say: {unknown}"
     used, held = last["gpu_memory_used"][0], last["memory_reserved"][0]
-    assert used >= held > 0 or simulated(), (
+    assert used >= held > 0 or is_simulated(), (
         f"{used} bytes in use, torch holds {held}"
     )  # there NVML's answers are planted
     return figures(done) | {name: last[name] for name in _OF_A_GPU} | {"unknown": unknown}
@@ -51,7 +51,7 @@ def mfu_of_known_products(folder: Path) -> dict[str, Any]:
     busy = [line["gpu_utilisation"][0] for line in lines if line["gpu_utilisation"][0] is not None]
     assert busy, "NVML says nothing of utilisation"
     assert max(busy) > 50, f"utilisation {busy} %"
-    return _sampled(done) | {"mfu": mfu, "product_share": share, "busy": busy}
+    return _check_samples(done) | {"mfu": mfu, "product_share": share, "busy": busy}
 
 
 def _product_rate() -> float:

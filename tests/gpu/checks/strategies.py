@@ -14,7 +14,7 @@ from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
-from tests.gpu.front_door import DIGITS, GOOD_ENOUGH, finished, holds, launcher, run, words
+from tests.gpu.front_door import DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 
 
@@ -40,7 +40,7 @@ def self_launched(folder: Path) -> dict[str, Any]:
 
 def two_gloo_ranks_on_one_gpu(folder: Path) -> dict[str, Any]:
     """Two nccl ranks could not share a GPU."""
-    done = finished([*launcher(2), "-m", "tests.gpu.checks.strategies", str(folder)], folder)
+    done = run_command([*launcher(2), "-m", "tests.gpu.checks.strategies", str(folder)], folder)
     assert done.summary["world_size"] == 2, done.summary
     return holds(done, "ddp", "bf16")
 

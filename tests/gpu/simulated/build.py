@@ -19,7 +19,7 @@ class NoCompiler(Exception):
     """There is none; says which one was looked for."""
 
 
-def built() -> Path:
+def build_library() -> Path:
     """The library, compiled now if it never was: about a CPU minute.
 
     Raises:

@@ -2,7 +2,7 @@
 
     alone(work)                          work(sim) in a forked process with two GPUs; what it returned
     each_rank(2, work)                   work(sim, world) on two ranks, rank n on cuda:n, with "nccl" between them
-    trained(2, prepare=look, **flags)    a whole run, as in support/run_training.py; look(sim) in each rank before it
+    train_on_gpus(2, prepare=look)       a whole run, as in support/run_training.py; look(sim) in each rank before it
     front_door("--multi-gpu", "ddp")     main_multi_gpu.py (torchrun=2: under torchrun) as a process of its own
     machine=Machine.of(4, memory=2**20)  in all of them: other GPUs; Machine((Gpu(…), Gpu(…))) for unlike ones
     CUDA_VISIBLE_DEVICES                 in the environment leaves some of them out, as on a real machine
@@ -52,7 +52,7 @@ def alone(work: Callable[[Simulated], Any], machine: Machine = TWO) -> Any:
     def join(store: dist.Store, rank: int, size: int) -> Any:
         return install(machine)
 
-    _required()
+    _require_compiler()
     return ranks.run_on_each_rank(1, work, join)[0]  # type: ignore[arg-type]
 
 
@@ -67,11 +67,11 @@ def each_rank(size: int, work: Callable[[Simulated, World], Any], machine: Machi
         )
         return sim, World(device, rank, size, rank, size)
 
-    _required()
+    _require_compiler()
     return ranks.run_on_each_rank(size, lambda joined: work(*joined), join)  # type: ignore[misc]
 
 
-def trained(
+def train_on_gpus(
     workers: int = 1,
     *,
     machine: Machine = TWO,
@@ -79,7 +79,7 @@ def trained(
     **request: Any,
 ) -> Ended:
     """Train on so many workers, each a forked process; see tests/support/run_training.py for the rest."""
-    _required()
+    _require_compiler()
     return trained_anywhere(workers, prepare=lambda: prepare(install(machine)), **request)
 
 
@@ -87,7 +87,7 @@ def front_door(
     *words: str, machine: Machine = TWO, torchrun: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line with these words and environment variables; with `torchrun`, in so many processes."""
-    _required()
+    _require_compiler()
     launcher = [sys.executable]
     if torchrun:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
@@ -102,8 +102,8 @@ def events_in(file: Path) -> list[tuple[int, Event]]:
     return [(int(line.pop("rank")), Event(**{name: line[name] for name in Event._fields})) for line in lines]
 
 
-def _required() -> None:
+def _require_compiler() -> None:
     try:
-        build.built()
+        build.build_library()
     except build.NoCompiler as missing:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))

@@ -33,7 +33,7 @@ def install(machine: Machine) -> Simulated:
     Raises:
         NoCompiler: see `build`.
     """
-    device = _loaded()
+    device = _load_library()
     import torch
 
     from tests.gpu.simulated import management, parallel, torch_cuda
@@ -56,10 +56,10 @@ def install_from_environment() -> None:
         install(machine)
 
 
-def _loaded() -> ModuleType:
+def _load_library() -> ModuleType:
     import torch.distributed  # noqa: F401  # the library's types stand on torch's
 
-    loader = ExtensionFileLoader(build.NAME, str(build.built()))
+    loader = ExtensionFileLoader(build.NAME, str(build.build_library()))
     spec = importlib.util.spec_from_loader(build.NAME, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ def test_it_comes_to_its_end_and_has_nothing_to_do_a_second_time(
     tmp_path: Path, real_data: Callable[[str], Path], names: list[str]
 ) -> None:
     try:
-        build.built()
+        build.build_library()
     except build.NoCompiler as missing:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
     words = [*names, "--tiny", "--turns", "1", "--into", str(tmp_path / "rows.jsonl")]

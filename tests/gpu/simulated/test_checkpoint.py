@@ -18,11 +18,11 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.runtime.precision import Precision
-from tests.gpu.simulated.gpus import alone, trained
+from tests.gpu.simulated.gpus import alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 
 
-def kept(device: torch.device, optimizer: str, precision: str) -> TrainState:
+def build_state(device: torch.device, optimizer: str, precision: str) -> TrainState:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
     built = build_optimizer(model, OptimizerConfig(name=optimizer))
     return TrainState(model, built, Precision(precision, device), EMAModel(model, 0.9), Progress())
@@ -64,7 +64,7 @@ def test_every_copy_is_on_the_stream_that_is_waited_for(number: int) -> None:
     def work(sim: Simulated) -> None:
         torch.cuda.set_device(number)
         for optimizer, precision in (("adamw", "off"), ("sgd", "bf16"), ("adamw", "fp16")):
-            captures(sim, kept(torch.device("cuda", number), optimizer, precision))
+            captures(sim, build_state(torch.device("cuda", number), optimizer, precision))
 
     alone(work)
 
@@ -81,7 +81,7 @@ def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
         patch.object(engine, "save_checkpoint", noted).start()
 
     flags: dict[str, Any] = {"gpu_ids": str(number), "multi_gpu": "none", "checkpoint_every": "2", "keep": "9"}
-    ended = trained(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, ema="0.9", **flags)
+    ended = train_on_gpus(prepare=look, save_dir=str(tmp_path / "run"), max_steps=4, ema="0.9", **flags)
     assert not ended.error
     live = json.loads((tmp_path / "live.json").read_text())
     written = {file.parent.name: fingerprint(read_weights(file)) for file in tmp_path.glob("run/**/step_*/state.pt")}

@@ -18,7 +18,7 @@ from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.monitor import gpu as nvml
 from multigpu_cli.runtime.world import World
 from tests.gpu.simulated import build
-from tests.gpu.simulated.gpus import alone, each_rank, events_in, front_door, trained
+from tests.gpu.simulated.gpus import alone, each_rank, events_in, front_door, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import GIB, Gpu, Machine
 
@@ -313,7 +313,7 @@ def test_nccl_adds_over_ranks() -> None:
     assert each_rank(2, reductions) == [["nccl", [3, 3, 3], [1.5, 1.5, 1.5], [0, 1]]] * 2
 
 
-def replicated(sim: Simulated, world: World) -> Any:
+def replicate_model(sim: Simulated, world: World) -> Any:
     """The gradient of DDP, after a step that no rank waited in; in the first two DDP lays out its buckets."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1).to(world.device), device_ids=[world.rank])
     inputs = torch.full((1, 2), world.rank + 1.0, device=world.device)
@@ -328,10 +328,10 @@ def replicated(sim: Simulated, world: World) -> Any:
 
 
 def test_ddp_averages_over_ranks() -> None:
-    assert each_rank(2, replicated) == [[[1.5, 1.5]]] * 2
+    assert each_rank(2, replicate_model) == [[[1.5, 1.5]]] * 2
 
 
-def normalised(sim: Simulated, world: World) -> Any:
+def normalise_batch(sim: Simulated, world: World) -> Any:
     """Output, gradient and running mean of SyncBatchNorm, each rank with its part of one batch."""
     whole = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(2)).square()
     part = (whole[:2] if world.rank == 0 else whole[2:]).to(world.device).requires_grad_()
@@ -350,7 +350,7 @@ def test_batch_norm_is_over_all_ranks() -> None:
     out = layer(whole)
     (out**3).sum().backward()
     assert whole.grad is not None
-    found = each_rank(2, normalised)
+    found = each_rank(2, normalise_batch)
     torch.testing.assert_close(
         torch.cat([torch.tensor(values) for values, _, _ in found], 1), torch.stack([out.detach(), whole.grad])
     )
@@ -412,7 +412,7 @@ def test_the_command_line_trains_on_two_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["none", "dp"])
 def test_one_process_trains_on_its_gpus(how: str, tmp_path: Path) -> None:
-    ended = trained(data="digits", model="mlp", multi_gpu=how, max_steps=4, save_dir=str(tmp_path / "run"))
+    ended = train_on_gpus(data="digits", model="mlp", multi_gpu=how, max_steps=4, save_dir=str(tmp_path / "run"))
     assert not ended.error
     assert (ended.summary["status"], ended.summary["precision"]) == ("completed", "bf16")
     assert ended.summary["strategy"] == ("dp" if how == "dp" else "single")
@@ -439,13 +439,13 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(compiler))
-    words = [sys.executable, "-c", "from tests.gpu.simulated import build; print(build.built())"]
+    words = [sys.executable, "-c", "from tests.gpu.simulated import build; print(build.build_library())"]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     places = {process.communicate()[0] for process in both}
     assert len(places) == 1
     assert Path(places.pop().strip()).read_text() == "library\n"
     assert Path(f"{compiler}.calls").read_text() == "once\n"
-    assert build.built().read_text() == "library\n"
+    assert build.build_library().read_text() == "library\n"
 
 
 def test_a_wait_in_a_thread_of_torchs_own_is_recorded() -> None:

@@ -30,7 +30,7 @@ def test_gpus_come_to_the_bits_of_the_cpu(what: str, tmp_path: Path) -> None:
     flags = EXACT | RUNS[what]
     on_cpu = run_training(1, **flags, save_dir=str(tmp_path / "cpu"))
     on_gpus = [
-        gpus.trained(count, machine=Machine.of(count), **flags, save_dir=str(tmp_path / f"gpu{count}"))
+        gpus.train_on_gpus(count, machine=Machine.of(count), **flags, save_dir=str(tmp_path / f"gpu{count}"))
         for count in (1, 2)
     ]
     assert [ended.error for ended in (on_cpu, *on_gpus)] == ["", "", ""]

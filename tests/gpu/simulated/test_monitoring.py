@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.gpu.simulated.gpus import front_door, trained
+from tests.gpu.simulated.gpus import front_door, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
 
@@ -54,7 +54,7 @@ HALVED = {"batch_size": 20, "global_batch_size": 20}
 @pytest.mark.parametrize(("batch", "halvings"), [(HALVED, 1), ({"batch_size": "auto"}, 0)], ids=["halved", "auto"])
 def test_what_did_not_fit_is_not_the_peak_of_what_goes_on(batch: dict[str, Any], halvings: int, tmp_path: Path) -> None:
     flags = batch | {"max_steps": 4, "log_interval": 1, "multi_gpu": "none", "data": "tests.support.user_code:tensors"}
-    ended = trained(1, save_dir=str(tmp_path), model="tests.gpu.simulated.test_monitoring:Hungry", **flags)
+    ended = train_on_gpus(1, save_dir=str(tmp_path), model="tests.gpu.simulated.test_monitoring:Hungry", **flags)
     assert (ended.error, [fault["kind"] for fault in ended.summary["faults"]]) == ("", ["out of memory"] * halvings)
     assert all(fault["step"] > 0 for fault in ended.summary["faults"])
     assert 0 < ended.summary["peak_memory_bytes"][0] < 2**20
@@ -78,7 +78,7 @@ class Seeds(nn.Module):
 def test_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"max_steps": 3, "batch_size": 6, "data": "tests.support.user_code:tensors"}
     flags |= {"model": "tests.gpu.simulated.test_monitoring:Seeds", "save_dir": str(tmp_path / "run")}
-    ended = trained(1, multi_gpu="dp", **flags, sets=[f"model.args.file={tmp_path / 'seeds'}"])
+    ended = train_on_gpus(1, multi_gpu="dp", **flags, sets=[f"model.args.file={tmp_path / 'seeds'}"])
     assert (ended.error, ended.summary["strategy"]) == ("", "dp")
     seeds = [tuple(map(int, line.split())) for line in (tmp_path / "seeds").read_text().splitlines()][-3:]
     assert len({number for pair in seeds for number in pair}) == 6, "each GPU in each step"
@@ -104,13 +104,13 @@ def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:
         "epochs": 4,
     }
     sets = ["model.args.after=6", "model.args.limit=5", "model.args.rank=1"]
-    ended = trained(2, prepare=note_end, save_dir=str(tmp_path / "run"), **flags, sets=sets)
+    ended = train_on_gpus(2, prepare=note_end, save_dir=str(tmp_path / "run"), **flags, sets=sets)
     assert "rank 1 ran out of memory at step" in ended.error
     assert (tmp_path / "ends").read_text().split() == ["aborted"] * 2
 
 
 def test_exact_is_refused_on_unlike_gpus(tmp_path: Path) -> None:
     unlike = Machine((Gpu(), Gpu(name="Tesla T4", capability=(7, 5))))
-    ended = trained(2, machine=unlike, save_dir=str(tmp_path), exact=True, amp="off", max_steps=2)
+    ended = train_on_gpus(2, machine=unlike, save_dir=str(tmp_path), exact=True, amp="off", max_steps=2)
     assert ended.kind == "RequestError"
     assert "rank 1 would train with device Tesla T4, rank 0 with NVIDIA H100 80GB HBM3" in ended.error

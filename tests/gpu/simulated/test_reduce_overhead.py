@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 from tests.runtime.test_compile import in_graphs
@@ -22,7 +22,7 @@ def use_stand_in(sim: Simulated) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_accumulated_gradients_are_those_without_graphs(workers: int) -> None:
     ended = [
-        trained(workers, machine=Machine.of(workers), prepare=use_stand_in, compile=mode, save_dir=mode, **RUN)
+        train_on_gpus(workers, machine=Machine.of(workers), prepare=use_stand_in, compile=mode, save_dir=mode, **RUN)
         for mode in ("off", "reduce-overhead")
     ]
     assert [end.error for end in ended] == [""] * 2
@@ -31,7 +31,7 @@ def test_accumulated_gradients_are_those_without_graphs(workers: int) -> None:
 
 
 def test_with_exact_it_is_refused() -> None:
-    ended = trained(machine=Machine.of(1), compile="reduce-overhead", exact=True, save_dir="run", **RUN)
+    ended = train_on_gpus(machine=Machine.of(1), compile="reduce-overhead", exact=True, save_dir="run", **RUN)
     assert ended.kind == "RequestError"
     assert "--compile reduce-overhead" in ended.error
     assert not Path("run").exists()
@@ -41,7 +41,7 @@ def test_with_exact_it_is_refused() -> None:
 def test_replicas_of_data_parallel_are_not_compiled(mode: str) -> None:
     """Those on other GPUs would run what was compiled for the weights of the first."""
     run: dict[str, Any] = {"multi_gpu": "dp", "compile": mode, "save_dir": "run", "batch_size": 5}
-    ended = trained(prepare=use_stand_in, **run)
+    ended = train_on_gpus(prepare=use_stand_in, **run)
     assert ended.kind == "RequestError", ended.error
     assert ended.error.startswith(f"--compile {mode} together with --multi-gpu dp: ")
     assert not Path("run").exists()

@@ -10,7 +10,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.run.training_run import Run
-from tests.gpu.simulated.gpus import trained
+from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 
@@ -60,7 +60,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_host_waits_for_nothing_in_a_steady_step(run: str) -> None:
     workers, flags = RUNS[run]
     machine = Machine.of(2 if flags.get("multi_gpu") == "dp" else workers)
-    ended = trained(workers, machine=machine, prepare=refuse_waits, **BASE | flags)
+    ended = train_on_gpus(workers, machine=machine, prepare=refuse_waits, **BASE | flags)
     assert ended.error == ""
     assert ended.summary["steps"] > STEADY
     assert len(ended.summary["peak_memory_bytes"]) == workers

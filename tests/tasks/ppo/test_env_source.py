@@ -19,7 +19,7 @@ def request(*sets: str, **flags: Any) -> Config:
     return resolve(OWN | flags, sets, None)
 
 
-def opened(*sets: str, **flags: Any) -> EnvSource:
+def open_env(*sets: str, **flags: Any) -> EnvSource:
     return open_environments(request(*sets, **flags))
 
 
@@ -30,29 +30,29 @@ def test_what_is_a_matter_of_acting() -> None:
 
 
 def test_an_epoch_is_one_update() -> None:
-    source = opened("task.args.rollout=32", "task.args.passes=3", num_envs=24, env_group=4, env_steps=2000)
+    source = open_env("task.args.rollout=32", "task.args.passes=3", num_envs=24, env_group=4, env_steps=2000)
     assert (source.num_train_samples, source.fixed_batch_sizes) == (24 * 32 * 3, (32, 6 * 32))
     assert (source.groups, source.steps, source.epochs) == (6, 768, 3)
     assert (source.action, source.num_classes, source.input_shape) == (Discrete(2), 2, (2,))
 
 
 def test_the_shorter_of_epochs_and_environment_steps() -> None:
-    assert opened(num_envs=16, env_steps=10_000, epochs=3).epochs == 3
-    assert opened(num_envs=16, env_steps=2049, epochs=3).epochs == 2
-    assert opened(num_envs=16, epochs=7).epochs == 7
+    assert open_env(num_envs=16, env_steps=10_000, epochs=3).epochs == 3
+    assert open_env(num_envs=16, env_steps=2049, epochs=3).epochs == 2
+    assert open_env(num_envs=16, epochs=7).epochs == 7
 
 
 def test_real_actions_have_means_and_deviations() -> None:
-    source = opened("data.args.real=true")
+    source = open_env("data.args.real=true")
     assert (source.action, source.num_classes) == (Box((1,), -1.0, 1.0), 2)
 
 
 def test_the_batch_size_says_how_many_minibatches() -> None:
-    assert opened(num_envs=8, env_group=4, batch_size=64).fixed_batch_sizes == (64, 128)
+    assert open_env(num_envs=8, env_group=4, batch_size=64).fixed_batch_sizes == (64, 128)
 
 
 def test_splits_have_other_randomness() -> None:
-    source = opened()
+    source = open_env()
     train, val = (source.make(split, range(4), torch.device("cpu")).reset() for split in ("train", "val"))
     assert not torch.equal(train, val)
 
@@ -75,4 +75,4 @@ def test_splits_have_other_randomness() -> None:
 )
 def test_numbers_that_do_not_go_together(sets: list[str], flags: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=f"(?s){words}"):
-        opened(*sets, **flags)
+        open_env(*sets, **flags)

@@ -10,15 +10,15 @@ from multigpu_cli.tasks.ppo import episodes
 from multigpu_cli.tasks.ppo.episodes import Episodes
 from multigpu_cli.tasks.ppo.policy import build_policy
 from tests.support.world import CPU
-from tests.tasks.ppo.test_env_source import opened
+from tests.tasks.ppo.test_env_source import open_env
 
 
 def rightwards(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor([0.0, 1.0]).expand(*begun.shape, 2), begun, memory
 
 
-def played(rank: int = 0, workers: int = 1) -> list[tuple[range, dict[str, Tensor]]]:
-    source = opened("task.args.evaluate_episodes=70")
+def play_twice(rank: int = 0, workers: int = 1) -> list[tuple[range, dict[str, Tensor]]]:
+    source = open_env("task.args.evaluate_episodes=70")
     made = Episodes(source, "val", World(CPU, rank, workers, rank, workers), 70)
     first = list(made.play(rightwards, build_policy(source.action), 0))
     again = list(made.play(rightwards, build_policy(source.action), 0))
@@ -28,9 +28,9 @@ def played(rank: int = 0, workers: int = 1) -> list[tuple[range, dict[str, Tenso
 
 
 def test_each_environment_plays_its_first_episode_once_and_the_same_every_time() -> None:
-    found = played()
+    found = play_twice()
     assert [numbers for numbers, _ in found] == [range(32), range(32, 64), range(64, 70)]
-    places = opened().make("val", range(70), CPU).reset()[:, 0] * 8
+    places = open_env().make("val", range(70), CPU).reset()[:, 0] * 8
     lengths = torch.cat([figures["length"] for _, figures in found])
     assert torch.equal(lengths, (8 - places).double()), "straight to the end"
     rewards = torch.cat([figures["reward"] for _, figures in found])
@@ -39,7 +39,7 @@ def test_each_environment_plays_its_first_episode_once_and_the_same_every_time()
 
 
 def test_workers_share_them_out() -> None:
-    assert [[numbers for numbers, _ in played(rank, 2)] for rank in (0, 1)] == [
+    assert [[numbers for numbers, _ in play_twice(rank, 2)] for rank in (0, 1)] == [
         [range(32)],
         [range(32, 64), range(64, 70)],
     ]
@@ -48,4 +48,4 @@ def test_workers_share_them_out() -> None:
 def test_one_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes, "_LONGEST", 3)
     with pytest.raises(TrainingError, match="did not end in 3 steps"):
-        played()
+        play_twice()
