@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.launcher_rules import OWN_RUN_ID
-from multigpu_cli.config.rules import drop_launcher_settings, find_rule_errors
+from multigpu_cli.config.rules import RuleContext, drop_launcher_settings, find_rule_errors
 from multigpu_cli.config.sources import gather, resolve
 
 TORCHRUN = {
@@ -22,8 +22,12 @@ TORCHRUN = {
 }
 
 
+def context(environ: Mapping[str, str]) -> RuleContext:
+    return RuleContext(["digits", "har"], ["gym"], ["mlp"], ["classification", "ppo"], environ)
+
+
 def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
-    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), environ=environ or {}, **NAMES))
+    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), context(environ or {})))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from multigpu_cli.monitor import journal
 from tests.gpu.simulated.gpus import TWO, alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Gpu, Machine
-from tests.support.run_training import OWN
+from tests.support.run_training import OWN, run_training
 from train_multi_gpu import train
 
 FOUR = Machine.of(4)
@@ -54,9 +54,7 @@ def test_each_rank_may_see_one_gpu_of_its_own(tmp_path: Path) -> None:
     """A whole run with gradients from both; alone(…) has compiled the library before the forks."""
     alone(lambda sim: None)
     run: dict[str, Any] = {"max_steps": 6, "exact": True, "amp": "off", "batch_size": 10, "global_batch_size": 20}
-    ended = anywhere.run_training(
-        2, prepare=show_gpus(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run
-    )
+    ended = run_training(2, prepare=show_gpus(lambda rank: str(3 - rank)), save_dir=str(tmp_path / "two"), **run)
     assert not ended.error, ended.error
     assert (ended.summary["strategy"], ended.summary["world_size"]) == ("ddp", 2)
     lone = train_on_gpus(1, machine=TWO, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
@@ -65,7 +63,7 @@ def test_each_rank_may_see_one_gpu_of_its_own(tmp_path: Path) -> None:
 
 def test_ranks_that_see_the_same_gpu_are_refused(tmp_path: Path) -> None:
     alone(lambda sim: None)
-    ended = anywhere.run_training(2, prepare=show_gpus(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
+    ended = run_training(2, prepare=show_gpus(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
     assert ended.kind == "RequestError"
     assert "ranks 0,1 have one GPU" in ended.error
     assert not (tmp_path / "run").exists()
