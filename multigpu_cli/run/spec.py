@@ -30,9 +30,6 @@ class RunRequest:
         placement: strategy and devices.
         resume_point: run folder and checkpoint.
         source: the dataset.
-        plan: the arithmetic.
-        model, task: names, the dataset's own where the user named none.
-        data_fingerprint: of the dataset's contents.
         user_objects: live objects, in place of what the settings name.
     """
 
