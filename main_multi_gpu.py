@@ -29,7 +29,7 @@ from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
-from multigpu_cli.faults.diagnose import describe_unexpected_error, is_peer_failure
+from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.parent_death import die_with_parent
 

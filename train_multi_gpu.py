@@ -24,7 +24,12 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserve_stdout
 from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import (
+    Placement,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+)
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.rank_output import RankOutput
 

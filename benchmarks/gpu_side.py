@@ -28,7 +28,7 @@ from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.torch_settings import enable_fast_kernels
 
 _NEVER = 1_000_000

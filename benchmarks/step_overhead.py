@@ -21,11 +21,11 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.engine import train_step
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.run.assemble_run import assemble_run
 from multigpu_cli.run.build import build_components
-from multigpu_cli.run.resolve_spec import resolve_spec
-from multigpu_cli.run.startup import assemble_run
-from multigpu_cli.run.training_run import Run
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.run_context import Run
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 
 
@@ -106,7 +106,7 @@ def _steps(run: Run) -> Iterator[None]:
 def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
     choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
-    components = build_components(resolve_spec(config, choice, world), world)
+    components = build_components(prepare_spec(config, choice, world), world)
     stack.enter_context(lock_folder(Path(flags["save_dir"])))
     watch = stack.enter_context(Watchdog(world, config.fault.hang_timeout, lambda error: None))
     return assemble_run(components, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)

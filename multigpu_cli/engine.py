@@ -18,10 +18,10 @@ from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.lifecycle import open_run, resolve_request
 from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
+from multigpu_cli.run.run_context import Run
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.run.train_log import log_recovery, log_step
-from multigpu_cli.run.training_run import Run
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.seeding import seed_micro_batch

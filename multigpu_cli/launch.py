@@ -26,9 +26,9 @@ from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.diagnose import describe_unexpected_error, is_peer_failure
+from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
 from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.rank_output import quote_last_lines
 from multigpu_cli.runtime.script_guard import check_spawned_script

@@ -20,7 +20,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed, run_cli, run_in_workers, self_launch
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.fork import exit_code
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))

@@ -4,7 +4,7 @@ from typing import Any
 
 from multigpu_cli.api.gpu_info import clear_gpu_memory
 from multigpu_cli.api.trainers import MultiGPUTrainer
-from multigpu_cli.faults.diagnose import remedy_for
+from multigpu_cli.faults.interpret_error import remedy_for
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 
 

@@ -12,7 +12,7 @@ from multigpu_cli.api import gpu_info, scaling, training
 from multigpu_cli.api.input_check import check_inputs_differ
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.device_placement import check_gpus_exist, count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import check_gpus_exist, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
 
 

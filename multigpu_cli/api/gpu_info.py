@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.device_placement import count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import count_visible_gpus
 
 _GIB = 2**30
 

@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.user_objects import UserObjects
-from multigpu_cli.runtime.device_placement import (
+from multigpu_cli.runtime.choose_strategy_and_devices import (
     Placement,
     check_gpus_exist,
     choose_placement,

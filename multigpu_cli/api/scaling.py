@@ -10,7 +10,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
-from multigpu_cli.runtime.device_placement import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import choose_placement, count_cores, count_visible_gpus
 
 
 def optimize_batch_size_for_multi_gpu(

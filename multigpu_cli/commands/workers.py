@@ -5,7 +5,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from multigpu_cli.config.schema import DeviceConfig
-from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import (
+    Placement,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+)
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.world import World

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.channel_normalize import fit_standardised, model_input_shape
+from multigpu_cli.data.channel_transform import fit_standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.image_augment import shift_and_mirror
 from multigpu_cli.data.locate_dataset_files import DatasetFiles

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.channel_normalize import Standardised, model_input_shape
+from multigpu_cli.data.channel_transform import Standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError

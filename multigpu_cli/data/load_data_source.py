@@ -91,7 +91,7 @@ def _from_one(
             f"data.args.new: {name} knows no new samples by {other!r}",
             remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
         )
-    from multigpu_cli.data.unlabeled import wrap_unlabeled  # late: few have new samples
+    from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled  # late: few have new samples
 
     new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
     return replace(source, new=wrap_unlabeled(new, source.train) or new)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.diagnose import remedy_for
+from multigpu_cli.faults.interpret_error import remedy_for
 from multigpu_cli.faults.rank_position import RankPosition
 from multigpu_cli.faults.rank_status import RankExit
 from multigpu_cli.runtime.rank_output import quote_last_lines

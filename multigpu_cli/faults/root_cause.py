@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults import failure_messages
-from multigpu_cli.faults.diagnose import is_peer_failure
+from multigpu_cli.faults.interpret_error import is_peer_failure
 from multigpu_cli.faults.rank_position import OwnProgress
 from multigpu_cli.faults.rank_status import RankExit, RankExits
 from multigpu_cli.faults.stack_lines import describe_innermost_line

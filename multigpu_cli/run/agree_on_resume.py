@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.run_folder import (
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
 from multigpu_cli.runtime.world import World
 

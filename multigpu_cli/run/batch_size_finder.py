@@ -15,11 +15,11 @@ from multigpu_cli.run.build import first_batch
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_batch
-from multigpu_cli.run.resolve_spec import with_measured_batch
+from multigpu_cli.run.prepare_spec import with_measured_batch
 from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 

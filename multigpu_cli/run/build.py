@@ -19,11 +19,11 @@ from multigpu_cli.models.build import adapt_model, build_model, prepare_model
 from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
-from multigpu_cli.run.smoke_test import choose_memory_format
 from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.run.try_first_batch import try_first_batch
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
@@ -66,7 +66,7 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
     task.check_model(model, precision)
-    choose_memory_format(spec, task, model, precision, first_batch(train, 2))
+    try_first_batch(spec, task, model, precision, first_batch(train, 2))
     check_extra_state(model, spec.model)
     ema = config.optimizer.ema
     average = None if ema == "off" else EMAModel(model, float(ema))

@@ -4,10 +4,10 @@ from torch import nn
 
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
-from multigpu_cli.run.early_stopping import track_best
-from multigpu_cli.run.nonfinite_check import check_nonfinite
 from multigpu_cli.run.oom_recovery import halve_eval_batch
-from multigpu_cli.run.training_run import Run
+from multigpu_cli.run.report_skipped_steps import report_skipped_steps
+from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.track_best import track_best
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.tasks.base import Evaluation
 
@@ -41,7 +41,7 @@ def _evaluate_in_batches(run: Run, model: nn.Module, loader: Loader) -> Evaluati
 def evaluate_epoch(run: Run) -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
-    check_nonfinite(run)
+    report_skipped_steps(run)
     run.observer.loss.all_reduce_pending()
     if reached := run.task.stop_reason():
         progress.stopped_early = True

@@ -7,14 +7,14 @@ from torch import Tensor
 from multigpu_cli.checkpoint.best import BEST, restore_file
 from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
-from multigpu_cli.faults.diagnose import find_unused_parameters
+from multigpu_cli.faults.interpret_error import find_unused_parameters
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
+from multigpu_cli.run.run_context import Run
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather_object
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch, and what a step of several gives."""
+"""Forward and backward of one micro-batch."""
 
 from typing import Protocol
 

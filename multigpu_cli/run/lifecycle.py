@@ -12,18 +12,18 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.assemble_run import assemble_run, start_run
 from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
-from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.run_context import Run
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.startup import assemble_run, start_run
 from multigpu_cli.run.summary import build_summary, write_run_end
-from multigpu_cli.run.training_run import Run
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import process_group
-from multigpu_cli.runtime.rank_errors import run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels
 from multigpu_cli.runtime.world import World
 
@@ -67,7 +67,7 @@ def resolve_request(
         StopRequest() as stop,
         Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
-        spec = resolve_spec(config, placement, world, user_objects=user_objects)
+        spec = prepare_spec(config, placement, world, user_objects=user_objects)
         if spec.config.reproducibility.exact:
             enable_determinism()
         else:

@@ -9,7 +9,7 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunRequest
-from multigpu_cli.runtime.device_placement import count_cores
+from multigpu_cli.runtime.choose_strategy_and_devices import count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World

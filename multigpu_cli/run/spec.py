@@ -12,7 +12,7 @@ from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects

@@ -14,9 +14,9 @@ from multigpu_cli.errors import pluralize
 from multigpu_cli.monitor.noise_scale import Norms
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
-from multigpu_cli.run.nonfinite_check import check_nonfinite
+from multigpu_cli.run.report_skipped_steps import report_skipped_steps
+from multigpu_cli.run.run_context import Run
 from multigpu_cli.run.step_result import StepResult
-from multigpu_cli.run.training_run import Run
 from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.tasks.base import divide
 
@@ -50,7 +50,7 @@ def log_step(run: Run, outcome: StepResult) -> None:
         run.log.console.note(unknown)
     if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
-    check_nonfinite(run)
+    report_skipped_steps(run)
 
 
 def measure_rank(run: Run, peak: int) -> Tensor:

@@ -17,7 +17,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.collectives import broadcast_object
-from multigpu_cli.runtime.rank_errors import run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Loss
 

@@ -6,7 +6,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.spec import RunSpec, describe_machine
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments

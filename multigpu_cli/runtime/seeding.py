@@ -1,4 +1,4 @@
-"""Random state as a function of (seed, step, micro-batch), and how many threads a worker may use."""
+"""Random state as a function of (seed, step, micro-batch)."""
 
 import random
 

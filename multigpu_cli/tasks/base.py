@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import all_reduce_max, all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
 

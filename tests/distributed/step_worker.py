@@ -20,12 +20,12 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.assemble_run import assemble_run
 from multigpu_cli.run.build import build_components
-from multigpu_cli.run.resolve_spec import resolve_spec
-from multigpu_cli.run.startup import assemble_run
-from multigpu_cli.run.training_run import Run
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.run_context import Run
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.collectives import all_reduce_sum
-from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.world import World
@@ -59,7 +59,7 @@ def sets(case: Case) -> list[str]:
 def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
     """Losses, the first gradient, and buffers and weights at the end, through the engine's own `train_step`."""
     choice = Placement("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    spec = resolve_spec(resolve(flags(case, folder), sets(case), None), choice, world)
+    spec = prepare_spec(resolve(flags(case, folder), sets(case), None), choice, world)
     with ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         watch = Watchdog(world, 600, lambda error: None)

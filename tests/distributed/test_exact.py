@@ -36,11 +36,11 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.assemble_run import assemble_run, start_run
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.resolve_spec import resolve_spec
-from multigpu_cli.run.startup import assemble_run, start_run
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.torch_settings import enable_determinism
 from multigpu_cli.runtime.world import World
@@ -109,7 +109,7 @@ def train(world: World, settings: dict[str, Any], source: DataSource | None = No
     """A whole run by the engine's own parts in this process's world; every line and the bits of its end."""
     config = resolve(settings, [], None)
     choice = Placement("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    spec = resolve_spec(config, choice, world, source=source)
+    spec = prepare_spec(config, choice, world, source=source)
     if config.reproducibility.exact:
         enable_determinism()
     torch.set_num_threads(1)
@@ -307,7 +307,7 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     cell = Cell("mlp", steps=1).settings(folder)
     train(ALONE, cell, shorten(load_data_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("spec", "resolve_spec", "validate_request"):
+    for module in ("spec", "prepare_spec", "validate_request"):
         monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))

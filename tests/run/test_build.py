@@ -13,9 +13,9 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.compile import compile_model
-from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.world import CPU
 
@@ -67,7 +67,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def components(folder: Path, *sets: str, **flags: Any) -> TrainComponents:
     config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
     choice, world = Placement("single", (CPU,), 0, "a test"), World(CPU)
-    return build_components(resolve_spec(config, choice, world), world)
+    return build_components(prepare_spec(config, choice, world), world)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.validate_request import check_data
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors
@@ -35,7 +35,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def spec(workers: int = 1, /, **flags: Any) -> RunSpec:
     """A request as `workers` self-launched CPU processes would settle it, or one alone."""
     choice = Placement("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
-    return resolve_spec(resolve(OWN | flags, [], None), choice, ALONE)
+    return prepare_spec(resolve(OWN | flags, [], None), choice, ALONE)
 
 
 def save_checkpoint(found: RunSpec, step: int = 10, workers: int = 1) -> None:
@@ -195,7 +195,7 @@ def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
     def work(world: World) -> str:
         data = arrays(f"here{world.rank}", X_train=float(world.rank))
         try:
-            resolve_spec(resolve(OWN | data, [], None), Placement("ddp", (world.device,), 0, "a test"), world)
+            prepare_spec(resolve(OWN | data, [], None), Placement("ddp", (world.device,), 0, "a test"), world)
         except RequestError as error:
             return error.problem
         return ""
@@ -256,12 +256,12 @@ def test_flags_without_effect_here_are_named() -> None:
 def test_dataparallel_counts_its_devices_as_workers() -> None:
     devices = (torch.device("cuda", 0), torch.device("cuda", 1))
     choice = Placement("dp", devices, 0, "a test")
-    plan = resolve_spec(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE).plan
+    plan = prepare_spec(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE).plan
     assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
 
 
 def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> None:
-    found = resolve_spec(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE)
+    found = prepare_spec(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE)
     assert (found.model, found.task) == ("convnet", "classification")
     assert found.user_config.model.name is None
     assert found.pinned["model"] == "convnet"

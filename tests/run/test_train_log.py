@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from multigpu_cli.run import startup, train_log
+from multigpu_cli.run import assemble_run, train_log
 from multigpu_cli.run.train_log import combine_ranks, peak_memory
 from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import read_board
-from tests.run.test_micro_batch_profile import plain
+from tests.run.test_micro_batch_flops_and_memory import plain
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences, tensors
 
@@ -91,7 +91,7 @@ def test_what_nvml_does_not_say_is_told_once() -> None:
 def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for room in (train_log, startup):
+    for room in (train_log, assemble_run):
         monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
     flags: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
     flags |= {"epochs": 2, "batch_size": 10, "log_interval": 3}  # an epoch
@@ -135,7 +135,7 @@ def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, worke
     Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two. With 25 in
     a step the last one of an epoch has 10.
     """
-    flags: dict[str, Any] = {"model": "tests.run.test_micro_batch_profile:plain", "lr": 1e-2}
+    flags: dict[str, Any] = {"model": "tests.run.test_micro_batch_flops_and_memory:plain", "lr": 1e-2}
     flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 12, "log_interval": 2}
     run_training(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.support.user_code:OneSample"})
     line = last_line(tmp_path / "a")
@@ -156,7 +156,11 @@ def test_tokens_that_do_not_count_do_not_hide_the_noise(tmp_path: Path) -> None:
 def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> None:
     """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
     flags: dict[str, Any] = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30"}
-    flags |= {"model": "tests.run.test_micro_batch_profile:plain", "warmup_epochs": "0", "schedule": "constant"}
+    flags |= {
+        "model": "tests.run.test_micro_batch_flops_and_memory:plain",
+        "warmup_epochs": "0",
+        "schedule": "constant",
+    }
     ended = run_training(2, save_dir=str(tmp_path), weight_decay="0", **flags)
     assert not ended.error
     line = last_line(tmp_path)

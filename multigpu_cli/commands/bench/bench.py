@@ -20,7 +20,7 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
-from multigpu_cli.runtime.device_placement import count_cores, usable_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import count_cores, usable_gpus
 
 _STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
 _KNOBS = {

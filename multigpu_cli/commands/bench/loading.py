@@ -14,7 +14,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.device_placement import count_cores, cuda_devices, usable_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import count_cores, cuda_devices, usable_gpus
 from multigpu_cli.tasks.open_data import check_has_samples
 
 _SECONDS = 3.0  # of each pass at most

@@ -25,8 +25,8 @@ from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement, cuda_devices, usable_gpus
 from multigpu_cli.runtime.collectives import all_gather
-from multigpu_cli.runtime.device_placement import Placement, cuda_devices, usable_gpus
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds

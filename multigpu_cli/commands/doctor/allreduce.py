@@ -13,8 +13,8 @@ from multigpu_cli.commands.doctor.findings import Finding, warn_if
 from multigpu_cli.commands.workers import join_workers
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.collectives import all_reduce_max
-from multigpu_cli.runtime.device_placement import Placement
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.world import World
 

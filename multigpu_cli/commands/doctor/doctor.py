@@ -19,7 +19,7 @@ from multigpu_cli.errors import FAILED
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
-from multigpu_cli.runtime.device_placement import Placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, count_visible_gpus
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import init_process_group, rendezvous
 

@@ -23,7 +23,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.run.rank_consistency import group_ranks
+from multigpu_cli.run.check_same_data_and_machine import group_ranks
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.world import World
 

@@ -14,14 +14,14 @@ from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.commands.workers import join_workers, place_on_machine
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.unlabeled import wrap_unlabeled
+from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build_task import build_task
-from multigpu_cli.runtime.device_placement import count_cores
+from multigpu_cli.runtime.choose_strategy_and_devices import count_cores
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task

@@ -13,7 +13,7 @@ from multigpu_cli.commands.inference.distributed_pass import InferencePass, run_
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.runtime.collectives import broadcast_object
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 Columns = dict[str, list[Any]]
 

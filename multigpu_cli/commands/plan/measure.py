@@ -19,10 +19,10 @@ from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.micro_batch_profile import MicroBatchProfile, profile_micro_batch
-from multigpu_cli.run.resolve_spec import resolve_spec
+from multigpu_cli.run.micro_batch_flops_and_memory import MicroBatchProfile, profile_micro_batch
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
 from multigpu_cli.runtime.collectives import all_gather
-from multigpu_cli.runtime.device_placement import Placement, count_cores
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.world import World
@@ -157,7 +157,7 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
 
 def build_probed(config: Config, placement: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
     """The components of a training after the memory probe, and what it changed; the folder stays empty."""
-    spec = resolve_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), placement, world)
+    spec = prepare_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), placement, world)
     components = build_components(spec, world)
     return components, "; ".join(fit_batch_sizes_to_memory(components))
 

@@ -30,7 +30,7 @@ from multigpu_cli.planning.speedup import (
     find_scaling_limit,
     forecast,
 )
-from multigpu_cli.runtime.device_placement import Placement, count_cores, cuda_devices, usable_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
 _PHASES = ("data", "forward", "backward", "commit")

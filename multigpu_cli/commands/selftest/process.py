@@ -11,13 +11,13 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.assemble_run import assemble_run
 from multigpu_cli.run.batch_size_finder import warm_up
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.resolve_spec import resolve_spec
-from multigpu_cli.run.startup import assemble_run
-from multigpu_cli.run.training_run import Run
-from multigpu_cli.runtime.device_placement import Placement, count_cores
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.run_context import Run
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 
@@ -57,7 +57,7 @@ class SelftestProcess:
     def components(self, **overrides: Any) -> TrainComponents:
         """Newly built components of a training."""
         config = replace_settings(self.config, overrides)
-        spec = resolve_spec(config, self.placement, self.world, source=self.source)
+        spec = prepare_spec(config, self.placement, self.world, source=self.source)
         set_threads_per_rank(self.workers, count_cores(), exact=config.reproducibility.exact)
         components = build_components(spec, self.world)
         warm_up(components)

@@ -30,7 +30,12 @@ from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_in_workers
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.device_placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.choose_strategy_and_devices import (
+    Placement,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+)
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import check_has_samples

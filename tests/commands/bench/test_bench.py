@@ -29,14 +29,14 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime import device_placement
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime import choose_strategy_and_devices
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
 
 def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 6)
+    monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda: 6)
     config = resolve(OWN, [], None)
     assert choose_worker_counts(None, config) == [1, 2, 4]
     assert choose_worker_counts("6,3", config) == [1, 3, 6]
@@ -58,7 +58,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
         asked.append(words[0][1])
         raise InterruptedError
 
-    monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda: 4)
     monkeypatch.setattr(trainer_run, "run_cli", started)
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
     several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
@@ -78,7 +78,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
 
 def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
-    monkeypatch.setattr(device_placement, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda: 4)
     chosen: list[Placement] = []
 
     def started(*words: Any) -> None:
@@ -188,7 +188,7 @@ def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.Monk
         (2, {"compile": "default"}, "it can't be compiled"),
         (2, {}, ""),
     ):
-        monkeypatch.setattr(device_placement, "count_visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda gpus=gpus: gpus)
         assert why_no_dp(resolve(OWN | flags, [], None)) == reason
 
     def started(*_: Any) -> None:

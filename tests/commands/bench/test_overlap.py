@@ -14,7 +14,7 @@ from multigpu_cli.commands.bench.overlap import Overlap, compare_reductions, mea
 from multigpu_cli.commands.plan.measure import build_probed
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.replica_check import check_replicas
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 

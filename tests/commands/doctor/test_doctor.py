@@ -15,7 +15,7 @@ from multigpu_cli.commands.output import print_result
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
 

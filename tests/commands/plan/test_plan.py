@@ -19,11 +19,11 @@ from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
-OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_micro_batch_profile:plain"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_micro_batch_flops_and_memory:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:

@@ -1,10 +1,10 @@
 """Reports steps that were skipped for a non-finite gradient, and ends a run that has too many of them."""
 
 from multigpu_cli.errors import TrainingError, pluralize
-from multigpu_cli.run.training_run import Run
+from multigpu_cli.run.run_context import Run
 
 
-def check_nonfinite(run: Run) -> None:
+def report_skipped_steps(run: Run) -> None:
     """Journal the steps that were skipped since the last call.
 
     Raises:

@@ -24,16 +24,16 @@ from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.peak_flops import peak_flops
-from multigpu_cli.run.best_weights import restore_best_file
 from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.loss_meter import LossMeter
+from multigpu_cli.run.restore_best_file import restore_best_file
+from multigpu_cli.run.run_context import Run, RunControl, RunLog
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.run.training_run import Run, RunControl, RunLog
+from multigpu_cli.runtime.choose_strategy_and_devices import describe_unlike_gpus, gpu_models
 from multigpu_cli.runtime.collectives import disable_collective_timeout
-from multigpu_cli.runtime.device_placement import describe_unlike_gpus, gpu_models
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.rank_output import log_path
 from multigpu_cli.runtime.restart_records import record_run
 
@@ -105,7 +105,7 @@ def _count_flops(components: TrainComponents) -> float | None:
     """FLOPs of a sample, where the device's peak rate is known; counting costs a forward and backward pass."""
     if peak_flops(components.plan.device, components.state.precision.name) is None:
         return None
-    from multigpu_cli.run.micro_batch_profile import profile_micro_batch  # late: it loads torch's counter
+    from multigpu_cli.run.micro_batch_flops_and_memory import profile_micro_batch  # late: it loads torch's counter
 
     return profile_micro_batch(components, components.plan.batches.micro_batch).flops_per_sample
 

@@ -15,8 +15,8 @@ from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.make_plan import make_plan
 from multigpu_cli.run.spec import RunRequest, RunSpec, describe_machine
 from multigpu_cli.run.validate_request import check_data, check_device, raise_all
-from multigpu_cli.runtime.device_placement import Placement
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import open_data
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
 
 
-def resolve_spec(
+def prepare_spec(
     config: Config,
     placement: Placement,
     world: World,
@@ -57,7 +57,10 @@ def resolve_spec(
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.rank_consistency import check_same_data, check_same_machine  # late: not for one process
+        from multigpu_cli.run.check_same_data_and_machine import (  # late: not for one process
+            check_same_data,
+            check_same_machine,
+        )
 
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(

@@ -20,24 +20,26 @@ from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.tasks.base import Task
 
 
-def choose_memory_format(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
-    """Use channels last if the model has 2-d convolutions and accepts a batch in it: a `.view` of features may not.
+def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
+    """Evaluate the batch, and choose the memory format by it.
+
+    Channels last is taken if the model has 2-d convolutions and accepts the batch in it: a `.view` of features may not.
 
     Raises:
         RequestError: the model does not accept the batch in any format.
     """
     if any(map(is_lazy, model.parameters())):  # the first pass creates their weights: before it there is no format
         seed_weights(spec.config.reproducibility.seed, late=True)
-        _smoke_test_batch(spec, task, model, precision, batch)
+        _evaluate_batch(spec, task, model, precision, batch)
     if use_channels_last(model):
         try:
-            return _smoke_test_batch(spec, task, model, precision, batch)
+            return _evaluate_batch(spec, task, model, precision, batch)
         except RequestError:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    return _smoke_test_batch(spec, task, model, precision, batch)
+    return _evaluate_batch(spec, task, model, precision, batch)
 
 
-def _smoke_test_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
+def _evaluate_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
     outputs: list[str] = []
     hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(describe_shapes(output)))
     try:

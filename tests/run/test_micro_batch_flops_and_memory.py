@@ -9,9 +9,9 @@ from torch import nn
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.micro_batch_profile import profile_micro_batch
-from multigpu_cli.run.resolve_spec import resolve_spec
-from multigpu_cli.runtime.device_placement import Placement
+from multigpu_cli.run.micro_batch_flops_and_memory import profile_micro_batch
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.world import CPU
 
@@ -32,12 +32,12 @@ def in_a_block(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 def components(tmp_path: Path, model: str, **flags: str | bool) -> TrainComponents:
     words = {"data": "tests.support.user_code:tensors", "model": model, "save_dir": str(tmp_path / "run")}
     choice = Placement("single", (CPU,), 0, "test")
-    return build_components(resolve_spec(resolve(words | flags, [], None), choice, World(CPU)), World(CPU))
+    return build_components(prepare_spec(resolve(words | flags, [], None), choice, World(CPU)), World(CPU))
 
 
 def test_two_matrices(tmp_path: Path) -> None:
     """Forward 2·n·in·out each; backward the same for each weight, and once for the input of the second layer."""
-    found = profile_micro_batch(components(tmp_path, "tests.run.test_micro_batch_profile:plain"), 10)
+    found = profile_micro_batch(components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain"), 10)
     first, second = 2 * 10 * 6 * 16, 2 * 10 * 16 * 3
     assert found.samples == 10
     assert found.flops == 2 * first + 3 * second
@@ -46,7 +46,7 @@ def test_two_matrices(tmp_path: Path) -> None:
 
 def test_activations_grow_with_the_batch_and_nothing_else_is_counted(tmp_path: Path) -> None:
     """Tanh keeps its output, cross-entropy its log-probabilities; float32 takes 4 bytes. A few bytes do not grow."""
-    made = components(tmp_path, "tests.run.test_micro_batch_profile:plain")
+    made = components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain")
     ten, forty = profile_micro_batch(made, 10).activations, profile_micro_batch(made, 40).activations
     assert (forty - ten) / 30 == 4 * (16 + 3)
     assert ten < 10 * 4 * (16 + 3) + 64
@@ -56,7 +56,8 @@ def test_checkpointed_blocks_keep_less_and_are_counted_once(tmp_path: Path) -> N
     """What backward computes a second time is work, but not the model's: it must not raise its MFU."""
     whole, checkpointed = (
         profile_micro_batch(
-            components(tmp_path / str(on), "tests.run.test_micro_batch_profile:in_a_block", grad_checkpointing=on), 10
+            components(tmp_path / str(on), f"{__name__}:in_a_block", grad_checkpointing=on),
+            10,
         )
         for on in (False, True)
     )
@@ -73,9 +74,9 @@ def test_it_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigpu_cli.run import startup
+    from multigpu_cli.run import assemble_run
 
-    made = components(tmp_path, "tests.run.test_micro_batch_profile:plain")
-    assert startup._count_flops(made) is None
-    monkeypatch.setattr(startup, "peak_flops", lambda device, precision: 1e12)
-    assert startup._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3
+    made = components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain")
+    assert assemble_run._count_flops(made) is None
+    monkeypatch.setattr(assemble_run, "peak_flops", lambda device, precision: 1e12)
+    assert assemble_run._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3

@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, sign_manif
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.best_weights import restore_best_file
+from multigpu_cli.run.restore_best_file import restore_best_file
 from multigpu_cli.run.train_log import log_recovery
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 from multigpu_cli.runtime.world import World

@@ -5,7 +5,7 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.device_placement import (
+from multigpu_cli.runtime.choose_strategy_and_devices import (
     Placement,
     choose_placement,
     count_cores,

@@ -7,7 +7,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import (
     all_reduce_max,
 )
-from multigpu_cli.runtime.rank_errors import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
