@@ -16,6 +16,7 @@ from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_batch
 from multigpu_cli.run.resolve_spec import with_measured_batch
+from multigpu_cli.run.smoke_test import smoke_test_batch
 from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
@@ -175,4 +176,9 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
     """Forward and backward; twice on a GPU, where accumulation holds the first pass's gradients in the second."""
     batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     for _ in range(2 if components.world.device.type == "cuda" else 1):
-        forward_backward(components, batch, 1.0, last=False)
+        try:
+            forward_backward(components, batch, 1.0, last=False)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            state, two = components.state, first_batch(components.loaders.train, 2)
+            smoke_test_batch(components.spec, components.task, state.model, state.precision, two, training=True)
+            raise
