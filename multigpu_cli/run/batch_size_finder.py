@@ -40,6 +40,24 @@ def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
     return warnings
 
 
+def try_micro_batch(components: TrainComponents) -> tuple[int, list[str]]:
+    """For a dry run: on a CPU, where memory sets no clear limit, two samples in place of all that fit.
+
+    Returns:
+        The number of samples, and a warning for each halving.
+
+    Raises:
+        RequestError, TrainingError: as `fit_batch_sizes_to_memory` would.
+    """
+    if components.world.device.type == "cuda":
+        warnings = fit_batch_sizes_to_memory(components)
+        return components.plan.batches.micro_batch, warnings
+    size = min(2, components.plan.batches.micro_batch)
+    _try_shortest_micro_batch(components)
+    _fits_in_memory(components, size)
+    return size, []
+
+
 def warm_up(components: TrainComponents) -> None:
     """Run the strategy's warm-up on two samples, which fit wherever a micro-batch does.
 
@@ -140,7 +158,8 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
         fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size))
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
     model.zero_grad(set_to_none=True)
-    if unused and components.strategy.name == "ddp" and not components.config.communication.find_unused_parameters:
+    waits = components.spec.placement.strategy == "ddp" and not components.config.reproducibility.exact
+    if unused and waits and not components.config.communication.find_unused_parameters:
         names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
         raise RequestError(
             f"--model {components.spec.model}: {names} took no part in the loss, and DDP waits for every gradient",
