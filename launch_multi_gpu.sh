@@ -13,7 +13,7 @@
 #   --save-dir DIR         folder of the run (default: the trainer names one)
 #   --resume auto|never    continue a run that is there, or start afresh
 #   --yes                  take the default of every question
-#   --dry-run              show the plan and the command, run nothing
+#   --dry-run              show the command, after trying a batch
 #   --help                 show this
 #
 # Examples:

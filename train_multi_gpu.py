@@ -60,7 +60,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         config: as the command line builds it from its flags: `Config()`, or
             `multigpu_cli.config.sources.resolve({"data": "digits", "epochs": 2}, ["model.args.width=64"], None)`.
         screen: quiet, normal, verbose, or json (the summary is then the only thing on stdout).
-        dry_run: stop after the plan, and return it.
+        dry_run: build the model, try a batch as the run would, and return the plan; nothing is written.
 
     Returns:
         The summary, as in summary.json; `status` is completed or stopped.

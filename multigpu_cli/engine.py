@@ -16,7 +16,7 @@ from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.lifecycle import open_run, resolve_request
+from multigpu_cli.run.lifecycle import open_run, resolve_request, try_request
 from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
 from multigpu_cli.run.run_context import Run
 from multigpu_cli.run.step_result import StepResult
@@ -56,9 +56,7 @@ def run(
     with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
         spec = request.spec
         if dry_run:
-            console.plan(spec.plan.rows(), "Plan")
-            console.print_json(spec.plan.as_dict())
-            return spec.plan.as_dict()
+            return try_request(request)
         if spec.is_complete:
             console.note(f"{spec.resume_point.folder} is complete: nothing to do")
             console.report(spec.resume_point.summary or {})

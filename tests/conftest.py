@@ -2,12 +2,14 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from hypothesis import settings
+
+from tests.support.site import sitecustomize  # noqa: F401 - here too, for what a test imports and what it forks
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHER = (
@@ -24,6 +26,7 @@ ALLOWED_SKIPS = (
     "no real data in ",
     "no earlier documents",
     "UCI HAR is not in ",
+    "Fashion-MNIST is not in ",
     "there is a GPU",
     "says what a machine without GPUs gets",
     "root may write anywhere",
@@ -47,6 +50,25 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     settings.register_profile("here", deadline=None)  # a busy machine is no failure
     settings.load_profile("here")
+
+
+def _fail_unlisted_skip(report: Report) -> Report:
+    """In CI a test, or a file of them, that is skipped for a reason not on the list fails."""
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if not any(allowed in reason for allowed in ALLOWED_SKIPS):
+            report.outcome, report.longrepr = "failed", f"skipped, and not on the list of tests/conftest.py: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _fail_unlisted_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _fail_unlisted_skip((yield))
 
 
 @pytest.fixture

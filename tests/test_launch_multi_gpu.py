@@ -693,10 +693,11 @@ def test_shellcheck_is_content() -> None:
 # --- For real ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_real_training_on_two_cpu_processes(tmp_path: Path) -> None:
-    told = subprocess.run(
-        [BASH, LAUNCHER, "--yes", "--nproc", "2", "--mode", "ddp", "--", "--max-steps", "3"],
-        cwd=tmp_path,
+def run_real_launcher(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The launcher and the trainer as they are, for two CPU processes."""
+    return subprocess.run(
+        [BASH, LAUNCHER, "--yes", "--nproc", "2", "--mode", "ddp", *words],
+        cwd=folder,
         env=os.environ
         | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -708,6 +709,17 @@ def test_a_real_training_on_two_cpu_processes(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
+
+
+def test_a_dry_run_tells_what_the_training_would_refuse(tmp_path: Path) -> None:
+    told = run_real_launcher(tmp_path, "--dry-run", "--", "--model", "mlp", "--set", "model.num_classes=5")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert "try: --set model.num_classes=10" in told.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_real_training_on_two_cpu_processes(tmp_path: Path) -> None:
+    told = run_real_launcher(tmp_path, "--", "--max-steps", "3")
     assert told.returncode == 0, told.stderr
     (folder,) = (tmp_path / "checkpoints" / "digits").iterdir()
     summary = json.loads((folder / "summary.json").read_text())

@@ -49,6 +49,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "task": ({"task": "planted:Classification"}, "--task planted:Classification"),
     "gym": (ACTING | {"data": "gym:planted:Env-v0"}, "--data gym:planted:Env-v0"),
     "gym's id": (ACTING | {"data": "gym:A-v0", "data.args": {"id": "planted:Env-v0"}}, "data.args.id=planted:Env-v0"),
+    "a library's": ({"model": "timm/planted:net"}, "--model timm/planted:net"),
+    "within its network": (
+        {"model": "timm/resnet10t", "model.args": {"act_layer": "planted:net"}},
+        "model.args.act_layer=planted:net",
+    ),
     "within": ({"task.args": {"loss": [{"of": "planted:net"}]}}, "task.args.loss.0.of=planted:net"),
 }
 """What may stand in a checkpoint's settings and in the label of weights, and how it is called."""
@@ -130,6 +135,15 @@ def test_own_code_of_the_command_is_not_handed_the_name_of_another(
     assert not Path("ran").exists()
     assert code == 2
     assert "names code that this command does not: model.args.network=planted:net\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", [TRAIN[0], *USE[:1]], ids=" ".join)
+def test_a_librarys_network_is_no_strangers_code_and_downloads_nothing(
+    run: Path, words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    plant(run, {"model": "timm/resnet10t", "model.args": {"pretrained": True}})
+    assert run_apart(words) == 2
+    assert "model.args.pretrained=True names weights to download" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", LOOK, ids=" ".join)

@@ -44,6 +44,7 @@ def copy_project(folder: Path) -> Path:
 def run(script: str, folder: Path) -> tuple[int, str]:
     """Exit code and output of a script; its whole process group is ended when the time is up."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "support" / "site")}
     command = ["bash", "-euo", "pipefail", "-c", script]
     with subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

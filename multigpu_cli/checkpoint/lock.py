@@ -42,6 +42,12 @@ def wait_until_unlocked(folder: Path, *, patience: float) -> bool:
     return True
 
 
+def check_unlocked(folder: Path) -> None:
+    """Raises RequestError where another run is at work in the folder, as `lock_folder` does, and leaves no trace."""
+    if not wait_until_unlocked(folder, patience=_MOMENT):
+        raise locked_error(folder)
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Make the folder and own it for as long as the context lasts.

@@ -17,7 +17,7 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
     ("config", str, "FILE|NAME", "settings from a YAML file, or a recipe by name"),
     ("set", list[str], "KEY=VALUE", "one setting by its YAML key, e.g. model.args.depth=4; may be repeated"),
     ("no_amp", bool, "", "the same as --amp off"),
-    ("dry_run", bool, "", "show the plan and stop before the first step"),
+    ("dry_run", bool, "", "show the plan, try a batch, and train nothing"),
     ("print_config", bool, "", "print all settings as YAML and stop"),
     ("quiet", bool, "", "only the result"),
     ("verbose", bool, "", "also versions, sizes, every number, each checkpoint"),

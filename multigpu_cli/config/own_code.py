@@ -41,7 +41,10 @@ def check_code(
 
 
 def _code(config: Config, environments: Collection[str], parts: Collection[str]) -> Iterator[str]:
-    """What these settings would have imported, as a command says it; built-in names are nothing of the kind."""
+    """What these settings would have imported, as a command says it; built-in names are nothing of the kind.
+
+    Nor are those of a library (timm/resnet18): it makes a network of its own by that name, and loads no weights.
+    """
     head, _, id = config.data.name.partition(":")
     acts = head in environments
     for part in parts:

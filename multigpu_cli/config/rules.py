@@ -78,6 +78,8 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     for flag, name, known in asked:
         if name is None or name in known or (flag == "--data" and name.partition(":")[0] in facts.environments):
             continue
+        if "".join(name.partition("/")[:2]) in known:  # a library's own name, which only that library knows
+            continue
         if ":" not in name:
             yield RequestError(
                 f"{flag} {name}: unknown name", remedy=f"{did_you_mean(name, known)} (or your own as module:factory)"

@@ -88,7 +88,9 @@ class ModelConfig:
     """What is trained."""
 
     PANEL = "Data, model, task"
-    name: str | None = setting("model", None, types.text, "network: a name, or module:factory (default: the dataset's)")
+    name: str | None = setting(
+        "model", None, types.text, "network: a name, timm/NAME, or module:factory (default: the dataset's)"
+    )
     args: dict[str, Any] = _arguments("model.args")
     sync_bn: bool = setting("sync_bn", False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
     grad_checkpointing: bool = setting(

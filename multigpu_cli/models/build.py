@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.registry import MODELS
-from multigpu_cli.runtime import factories
+from multigpu_cli.models.factory import call_model_factory, find_model_factory
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 
@@ -26,9 +25,7 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
     Raises:
         RequestError: no such model, arguments it does not take, or something that is no nn.Module.
     """
-    model: nn.Module = factories.call_factory(
-        factories.find_factory(name, MODELS, flag="--model"), offered, config.args, where="model"
-    )
+    model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
     return prepare_model(adapt_model(model), config, name)

@@ -17,6 +17,7 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_batch
 from multigpu_cli.run.prepare_spec import with_measured_batch
 from multigpu_cli.run.spec import with_micro_batch
+from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
@@ -37,6 +38,24 @@ def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
     if not first:
         warm_up(components)
     return warnings
+
+
+def try_micro_batch(components: TrainComponents) -> tuple[int, list[str]]:
+    """For a dry run: on a CPU, where memory sets no clear limit, two samples in place of all that fit.
+
+    Returns:
+        The number of samples, and a warning for each halving.
+
+    Raises:
+        RequestError, TrainingError: as `fit_batch_sizes_to_memory` would.
+    """
+    if components.world.device.type == "cuda":
+        warnings = fit_batch_sizes_to_memory(components)
+        return components.plan.batches.micro_batch, warnings
+    size = min(2, components.plan.batches.micro_batch)
+    _try_shortest_micro_batch(components)
+    _fits_in_memory(components, size)
+    return size, []
 
 
 def warm_up(components: TrainComponents) -> None:
@@ -139,7 +158,8 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
         fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size))
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
     model.zero_grad(set_to_none=True)
-    if unused and components.strategy.name == "ddp" and not components.config.communication.find_unused_parameters:
+    waits = components.spec.placement.strategy == "ddp" and not components.config.reproducibility.exact
+    if unused and waits and not components.config.communication.find_unused_parameters:
         names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
         raise RequestError(
             f"--model {components.spec.model}: {names} took no part in the loss, and DDP waits for every gradient",
@@ -175,4 +195,9 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
     """Forward and backward; twice on a GPU, where accumulation holds the first pass's gradients in the second."""
     batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     for _ in range(2 if components.world.device.type == "cuda" else 1):
-        forward_backward(components, batch, 1.0, last=False)
+        try:
+            forward_backward(components, batch, 1.0, last=False)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            state, two = components.state, first_batch(components.loaders.train, 2)
+            smoke_test_batch(components.spec, components.task, state.model, state.precision, two, training=True)
+            raise

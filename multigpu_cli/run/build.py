@@ -135,7 +135,7 @@ def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
         from multigpu_cli.strategies.data_parallel import DataParallel
 
         return DataParallel(model, placement.devices)
-    if placement.strategy == "ddp":
+    if placement.strategy == "ddp" and not placement.num_processes_to_launch:  # a dry run starts no other processes
         from multigpu_cli.strategies.distributed import Distributed
 
         return Distributed(model, world, config.communication, live.ddp if live else {})

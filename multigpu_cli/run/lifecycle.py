@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.lock import check_unlocked, lock_folder
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assemble_run import assemble_run, start_run
-from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
+from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
 from multigpu_cli.run.prepare_spec import prepare_spec
@@ -73,6 +73,34 @@ def resolve_request(
         else:
             enable_fast_kernels(world.device)
         yield ResolvedRequest(spec, world, stop, watchdog, console, began)
+
+
+def try_request(request: ResolvedRequest) -> dict[str, Any]:
+    """Build the components as `open_run` does, try a micro-batch, and show the plan; nothing is written.
+
+    Returns:
+        The plan, and what was tried.
+
+    Raises:
+        RequestError: the run would refuse the same.
+        TrainingError: the run would fail before its first step.
+    """
+    spec, world, console = request.spec, request.world, request.console
+    plan, tried = spec.plan, "nothing: the run is complete"
+    if not spec.is_complete:
+        run_on_main_rank(world, lambda: check_unlocked(Path(spec.resume_point.folder)))
+        components = build_components(spec, world)
+        with closing(components.loaders):
+            samples, memory_warnings = try_micro_batch(components)
+        for warning in memory_warnings:
+            console.warn(warning)
+        plan = components.plan
+        tried = f"forward and backward with {pluralize(samples, 'sample')}: model, data and task fit"
+        tried += ", in one process" if spec.placement.num_processes_to_launch else ""
+    console.plan([*plan.rows(), ("tried", tried)], "Plan")
+    facts = plan.as_dict() | {"tried": tried}
+    console.print_json(facts)
+    return facts
 
 
 @contextmanager

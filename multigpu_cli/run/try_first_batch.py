@@ -1,10 +1,12 @@
 """A first evaluation of one small batch: whether data, model and task fit together, and in which memory format."""
 
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from multigpu_cli.config.types import quote_value
@@ -12,6 +14,7 @@ from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import use_channels_last
+from multigpu_cli.models.factory import suggest_outputs
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
@@ -30,21 +33,29 @@ def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
     """
     if any(map(is_lazy, model.parameters())):  # the first pass creates their weights: before it there is no format
         seed_weights(spec.config.reproducibility.seed, late=True)
-        _evaluate_batch(spec, task, model, precision, batch)
+        smoke_test_batch(spec, task, model, precision, batch)
     if use_channels_last(model):
         try:
-            return _evaluate_batch(spec, task, model, precision, batch)
+            return smoke_test_batch(spec, task, model, precision, batch)
         except RequestError:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    return _evaluate_batch(spec, task, model, precision, batch)
+    return smoke_test_batch(spec, task, model, precision, batch)
 
 
-def _evaluate_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
-    outputs: list[str] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(describe_shapes(output)))
+def smoke_test_batch(
+    spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch, *, training: bool = False
+) -> None:
+    """Evaluate a small batch, or with `training` compute its loss: some models return something else in training.
+
+    Raises:
+        RequestError: data, model and task do not fit together.
+    """
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    mode, measure = (nullcontext(), task.loss_sum) if training else (eval_mode(model), task.measure)
     try:
-        with preserve_buffers(model), eval_mode(model), precision.autocast():
-            task.measure(model, batch)
+        with preserve_buffers(model), mode, precision.autocast():
+            measure(model, batch)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         if is_out_of_memory(error):
             raise
@@ -53,25 +64,35 @@ def _evaluate_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
         hook.remove()
 
 
-def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[str], error: Exception) -> RequestError:
+def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[Any], error: Exception) -> RequestError:
     """What the model was called with, what it returned, and what the task expects."""
     source, config = spec.source, spec.config
     line = traceback.extract_tb(error.__traceback__)[-1]
     message = (str(error).splitlines() or [""])[0]
     classes = source.num_classes or source.num_outputs
-    args = "".join(f", {name}={quote_value(value)}" for name, value in config.model.args.items())
-    built = f"  the model was built for input_shape={source.input_shape}, num_classes={classes}{args}"
+    args = {"input_shape": source.input_shape, "num_classes": classes} | config.model.args
+    built = f"  the model was built for {', '.join(f'{name}={quote_value(value)}' for name, value in args.items())}"
     lines = [
         f"--model {spec.model} does not take the first batch of --data {config.data.name}, or --task {spec.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {message}",
         *([] if spec.user_objects else [built]),
         f"  it was called with  {describe_shapes(batch.inputs)}",
-        f"  it returned         {outputs[0] if outputs else 'nothing: it failed itself'}",
+        f"  it returned         {describe_shapes(outputs[0]) if outputs else 'nothing: it failed itself'}",
         f"  the targets are     {describe_shapes(batch.targets)}",
         f"  the task expects    {task.expected_shapes}",
     ]
-    remedy = "another --model, or --task" if outputs else "a model for these inputs"
+    remedy = _suggest_model(spec, outputs, classes) if outputs else "a model for these inputs"
     return RequestError(
         "\n".join(lines), remedy=remedy + ("" if spec.user_objects else "; --debug shows the traceback")
     )
+
+
+def _suggest_model(spec: RunSpec, outputs: list[Any], wanted: int) -> str:
+    """A remedy for these outputs; the last dimension of (n, classes) and (n, t, classes) is their number."""
+    found = outputs[0]
+    if not isinstance(found, Tensor) or found.ndim not in (2, 3) or found.shape[-1] == wanted:
+        return "another --model, or --task"
+    if spec.user_objects:
+        return f"a last layer with {wanted} outputs, or another task"
+    return f"{suggest_outputs(spec.model, spec.config.model.args, found.shape[-1], wanted)}, or another --task"

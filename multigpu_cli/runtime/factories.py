@@ -11,6 +11,8 @@ from typing import Any
 from multigpu_cli.config.types import quote_value
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
+_EXTRAS = {"timm": "vision", "torchvision": "vision"}  # packages of the networks that have a library's name
+
 
 def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
     """The factory that a registry name or the user's own 'module:factory' stands for.
@@ -87,6 +89,8 @@ def call_factory(
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
+        if foreign := _explain_torchvision(f"--{where} {_name(factory)}", error):
+            raise foreign from error
         told = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_describe_place(error)}: {error}"]
         told += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         raise RequestError("\n".join(told), remedy=f"other {where}.args, or --debug to see the whole way") from error
@@ -96,12 +100,36 @@ def _not_imported(name: str, module: str, flag: str, error: Exception) -> Except
     """What to raise where a module can't be imported; one of ours lacks a package of an extra, at worst."""
     if isinstance(error, TrainingError):
         return error
+    if foreign := _explain_torchvision(f"{flag} {name}", error):
+        return foreign
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        package = f"the package {error.name} is not installed"
+        return RequestError(f"{flag} {name}: {package}", remedy=f"pip install 'multigpu-cli[{_EXTRAS[error.name]}]'")
     of_ours = isinstance(error, ImportError) and (error.name or "").startswith("multigpu_cli")
     return RequestError(
         f"{flag} {name}: importing {module} raised {type(error).__name__} in {_describe_place(error)}: {error}",
         remedy="docs/migration.md says what it is called now"
         if of_ours
         else f"python -c 'import {module}' must work where you run this",
+    )
+
+
+def _explain_torchvision(what: str, error: Exception) -> RequestError | None:
+    """A torchvision whose operators were compiled for another torch fails at its import, also inside transformers."""
+    found: BaseException | None = error
+    while found and "operator torchvision::" not in str(found):
+        found = found.__cause__ or found.__context__
+    if not found:
+        return None
+    import torch  # late: torchvision has loaded it
+
+    version, _, build = torch.__version__.partition("+")
+    major, minor = version.split(".")[:2]
+    own = f"'torchvision==0.{int(minor) + 15}.*'" if major == "2" else "torchvision"  # 0.15 is that of torch 2.0
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return RequestError(
+        f"{what}: the torchvision that is installed is not built for torch {torch.__version__} ({found})",
+        remedy=f"pip install --force-reinstall --no-deps {own}{index}",
     )
 
 

@@ -36,7 +36,8 @@ def alone(*words: str, **flags: Any) -> list[str]:
 
 def start_command(command: Sequence[str], folder: Path, **environ: str) -> subprocess.Popen[str]:
     """Start it in a folder, as the head of a process group of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support" / "site")])
+    environment = os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"} | environ
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True

@@ -91,3 +91,12 @@ def test_gpus_of_unlike_memory_take_what_fits_the_smaller(tmp_path: Path) -> Non
     plan, tried = plan_of(tmp_path / "run"), [trial.size for trial in smaller if trial.fits]
     assert (plan["batch_size"], plan["global_batch_size"]) == (max(tried), 2 * max(tried))
     assert any(trial.size > max(tried) and trial.fits for trial in larger), "the larger one had room for more"
+
+
+def test_a_dry_run_measures_it_too_on_one_of_the_gpus_and_writes_nothing(tmp_path: Path) -> None:
+    two = Machine(tuple(Gpu(memory=30 * MIB) for _ in range(2)))
+    plan = train_on_gpus(1, machine=two, **RUN, dry_run=True, save_dir=str(tmp_path / "run")).summary
+    run = train_on_gpus(1, machine=Machine((Gpu(memory=30 * MIB),)), **RUN, save_dir=str(tmp_path / "one")).summary
+    assert (plan["workers"], plan["batch_size"]) == (2, run["global_batch_size"])
+    assert plan["tried"].startswith(f"forward and backward with {plan['batch_size']} samples")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -1,0 +1,35 @@
+"""The rules that hold for all tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = {
+    "test_whole.py": 'import pytest\npytest.importorskip("a_package_nobody_has")\n',
+    "test_one.py": (
+        "import pytest\n"
+        "@pytest.mark.skipif(True, reason='root may write anywhere')\ndef test_listed(): pass\n"
+        "@pytest.mark.skipif(True, reason='not today')\ndef test_unlisted(): pass\n"
+        "def test_inside(): pytest.skip('not now')\n"
+        "@pytest.mark.xfail(strict=True)\ndef test_expected(): assert 0\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "4 skipped, 1 xfailed"), ("true", "1 skipped, 1 xfailed, 2 errors")])
+def test_with_ci_a_skip_that_is_on_no_list_fails(tmp_path: Path, ci: str, outcome: str) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    words = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, f"--rootdir={Path.cwd()}", str(tmp_path)],
+        env=os.environ | {"CI": ci},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome in done.stdout.splitlines()[-1], done.stdout + done.stderr
+    assert ("tests/conftest.py: Skipped: not today" in done.stdout) == bool(ci)
