@@ -57,7 +57,7 @@ def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None
     assert code == 1
     assert "no progress for 0 s\n  rank 0: forward, 1 steps done, at " in words
     assert "test_watchdog.py" in words
-    assert "in moved" in (tmp_path / "logs" / "stacks_0_rank_0.txt").read_text()
+    assert "in move_run" in (tmp_path / "logs" / "stacks_0_rank_0.txt").read_text()
 
 
 def test_where_the_run_folder_takes_no_word_the_run_is_ended_all_the_same(

@@ -71,10 +71,18 @@ def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedR
     config = replace_settings(config, {"model": config.model.name or built_for["model"]})
     command = _make_command_config({}, own_code=own_code)
     check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
-    tokens, shape = built_for.pop("vocabulary", None), tuple(built_for.pop("input_shape"))
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
-    known = deserialize_vocabulary(tokens) if tokens else None
-    source = DataSource(train=nothing, val=None, test=None, input_shape=shape, vocabulary=known, **built_for)
+    source = DataSource(
+        train=nothing,
+        val=None,
+        test=None,
+        input_shape=tuple(built_for["input_shape"]),
+        num_classes=built_for["num_classes"],
+        num_outputs=built_for.get("outputs", 1),
+        vocabulary=deserialize_vocabulary(built_for["vocabulary"]) if "vocabulary" in built_for else None,
+        model=built_for["model"],
+        task=built_for["task"],
+    )
     return _load_weights(config, source, weights)
 
 
