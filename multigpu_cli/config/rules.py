@@ -137,6 +137,11 @@ def _exact(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             yield RequestError(f"--exact together with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
 
 
+def _starting_weights(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    if config.model.init_partial and config.model.init_from is None:
+        yield RequestError("--init-partial without --init-from: there are no weights to take a part of")
+
+
 def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
@@ -197,6 +202,7 @@ RULES = (
     Rule("lr base_lr base_batch_size lr_scaling warmup_epochs epochs env_steps", _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
+    Rule("init_from init_partial", _starting_weights),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
-from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
+from multigpu_cli.checkpoint.weights import check_extra_state
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
@@ -42,7 +43,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     task = run_on_all_ranks(world, lambda: build_task(spec.config, spec.source, live.criterion if live else None))
     loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
     state = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
-    if live:
+    if live or spec.begins_from_weights:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
         broadcast_weights(state.model, world)
@@ -61,8 +62,9 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     config, source = spec.config, spec.source
     live = spec.user_objects
     model = prepare_model(adapt_model(live.model), config.model, spec.model) if live else init_model(config, source)
-    if config.model.init_from and not spec.resume_point.checkpoint:
-        warm_start(model, Path(config.model.init_from))
+    weights = None
+    if spec.begins_from_weights and world.is_main:  # the others get them from there
+        weights = load_initial_weights(model, Path(str(config.model.init_from)), partial=config.model.init_partial)
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
     task.check_model(model, precision)
@@ -72,7 +74,7 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     average = None if ema == "off" else EMAModel(model, float(ema))
     optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(model, config.optimizer)
     scheduler = live.scheduler if live else None
-    return TrainState(model, optimizer, precision, average, Progress(), scheduler)
+    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
 
 
 def init_model(config: Config, source: DataSource) -> nn.Module:

@@ -90,6 +90,8 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         components = build_components(spec, world)
         memory_warnings = fit_batch_sizes_to_memory(components)
         console.plan(components.plan.rows(), "Plan")
+        if weights := components.state.initial_weights:
+            console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
         run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
         run = assemble_run(components, console, stop, watchdog, stack)
         run.progress.startup_seconds += time.perf_counter() - began

@@ -38,6 +38,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "grad_checkpointing": True,
     "freeze": ["features.*"],
     "init_from": "w.pt",
+    "init_partial": True,
     "compile": "default",
     "task": "ppo",
     "task.args": {"x": 1},
@@ -109,6 +110,13 @@ def test_free_are_devices_loaders_logging_checkpoints_and_length() -> None:
         "trace_samples", "checkpoint_every", "keep", "epochs", "max_steps", "hang_timeout", "max_restarts",
     } <= FREE  # fmt: skip
     assert not FREE & {"seed", "lr", "batch_size", "global_batch_size", "amp", "optimizer", "model", "data", "exact"}
+
+
+def test_a_run_of_before_a_setting_was_there_is_the_same_run() -> None:
+    older = flatten_settings(Config())
+    del older["init_partial"], older["freeze"]
+    assert is_same_run(Config(), older)
+    assert not is_same_run(make_config(init_partial=True), older)
 
 
 @pytest.mark.parametrize("key", KEYS)
