@@ -1,7 +1,6 @@
 """Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
 
 from contextlib import AbstractContextManager, nullcontext
-from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.rate_factors import match_names
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import factories
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
@@ -72,15 +72,14 @@ def use_channels_last(model: nn.Module) -> bool:
 
 
 def freeze(model: nn.Module, pattern: str) -> None:
-    """Keep the parameters whose names match the shell pattern as they are."""
-    chosen = [p for name, p in model.named_parameters() if fnmatch(name, pattern)]
-    if not chosen:
-        names = [name for name, _ in model.named_parameters()]
-        raise RequestError(
-            f"--freeze {pattern!r} matches no parameter", remedy=f"names are like {', '.join(names[:4])}"
-        )
-    for parameter in chosen:
-        parameter.requires_grad_(False)
+    """Keep the parameters whose names match the shell pattern as they are.
+
+    Raises:
+        RequestError: none does.
+    """
+    parameters = dict(model.named_parameters())
+    for name in match_names(list(parameters), pattern, f"--freeze {pattern!r}"):
+        parameters[name].requires_grad_(False)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.models.build import adapt_model, build_model, prepare_model
+from multigpu_cli.models.rate_factors import compute_rate_factors
 from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
@@ -72,7 +73,9 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     check_extra_state(model, spec.model)
     ema = config.optimizer.ema
     average = None if ema == "off" else EMAModel(model, float(ema))
-    optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(model, config.optimizer)
+    optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(
+        model, config.optimizer, compute_rate_factors(model, config.optimizer)
+    )
     scheduler = live.scheduler if live else None
     return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
 

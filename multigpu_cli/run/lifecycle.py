@@ -15,6 +15,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
+from multigpu_cli.run.parameter_groups import describe_groups
 from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.startup import assemble_run, start_run
@@ -90,6 +91,8 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         components = build_components(spec, world)
         memory_warnings = fit_batch_sizes_to_memory(components)
         console.plan(components.plan.rows(), "Plan")
+        if groups := describe_groups(components):
+            console.plan(groups, "Learning rates")
         if weights := components.state.initial_weights:
             console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
         run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))

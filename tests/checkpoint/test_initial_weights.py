@@ -160,7 +160,7 @@ def test_of_tied_weights_one_is_enough(tmp_path: Path) -> None:
     """Hugging Face leaves the second name out of its files."""
     model, other = (nn.ModuleDict({"embed": nn.Embedding(5, 3), "out": nn.Linear(3, 5, bias=False)}) for _ in range(2))
     for each in (model, other):
-        each.out.weight = each.embed.weight  # type: ignore[union-attr, assignment]
+        each.out.weight = each.embed.weight  # type: ignore[union-attr]
     torch.save({"embed.weight": other.embed.weight.detach()}, tmp_path / "file.pt")  # type: ignore[union-attr, operator]
     match = load_initial_weights(model, tmp_path / "file.pt", partial=False)
     assert match.loaded == {"embed.weight": "embed.weight", "out.weight": "embed.weight"}
@@ -169,9 +169,9 @@ def test_of_tied_weights_one_is_enough(tmp_path: Path) -> None:
 
 def test_layers_without_weights_yet_take_those_of_a_file(tmp_path: Path) -> None:
     torch.save({"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}, tmp_path / "file.pt")
-    model = nn.Sequential(nn.LazyLinear(4))
-    load_initial_weights(model, tmp_path / "file.pt", partial=False)
-    assert float(model[0].weight.detach().sum()) == 12
+    layer = nn.LazyLinear(4)
+    load_initial_weights(nn.Sequential(layer), tmp_path / "file.pt", partial=False)
+    assert float(layer.weight.detach().sum()) == 12
 
 
 def test_a_checkpoint_is_compared_with_its_checksum(tmp_path: Path) -> None:
