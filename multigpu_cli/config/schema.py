@@ -100,6 +100,9 @@ class ModelConfig:
         "grad_checkpointing", False, types.switch, "recompute activations in backward: less memory, more time"
     )
     freeze: tuple[str, ...] = setting("freeze", (), types.patterns, "parameters kept as they are, e.g. 'features.*'")
+    unfreeze_at: int | None = setting(
+        "model.unfreeze_at", None, integer(2, 10**9), "what --freeze kept learns from this epoch on, counted from 1"
+    )
     init_from: str | None = setting("init_from", None, types.path, "start from the weights in this file or folder")
     init_partial: bool = setting("init_partial", False, types.switch, "what --init-from lacks stays as initialised")
     compile: str = setting("compile", "off", choice("off", "default", "reduce-overhead"), "torch.compile")

@@ -53,7 +53,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     _restore_checkpoint(state, task, spec, world)
     model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
-    strategy, units = _build_strategy(model, world, spec), LossNormalizer(task, world)
+    strategy, units = build_strategy(model, world, spec), LossNormalizer(task, world)
     compiled = model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
@@ -130,7 +130,8 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
     return replace(spec, config=replace_settings(config, {"bucket_cap_mb": measure_cap(model, world)}))
 
 
-def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
+def build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
+    """What shares a step's work over the devices, for the parameters that learn now."""
     config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction

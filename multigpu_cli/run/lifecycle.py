@@ -15,6 +15,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
+from multigpu_cli.run.freezing import freeze_until_due
 from multigpu_cli.run.parameter_groups import describe_groups
 from multigpu_cli.run.resolve_spec import resolve_spec
 from multigpu_cli.run.spec import RunSpec
@@ -90,6 +91,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     with ExitStack() as stack:
         components = build_components(spec, world)
         memory_warnings = fit_batch_sizes_to_memory(components)
+        freeze_until_due(components)
         console.plan(components.plan.rows(), "Plan")
         if groups := describe_groups(components):
             console.plan(groups, "Learning rates")

@@ -17,15 +17,17 @@ def describe_groups(components: TrainComponents) -> list[tuple[str, str]]:
     for group in components.state.optimizer.param_groups:
         groups.setdefault(group.get("rate_factor", 1.0), []).extend(group["params"])
     moved = {id(parameter) for parameters in groups.values() for parameter in parameters}
-    still = [parameter for parameter in model.parameters() if id(parameter) not in moved]
-    if set(groups) == {1.0} and not still:
+    still: list[Tensor] = [parameter for parameter in model.parameters() if id(parameter) not in moved]
+    if set(groups) == {1.0} and not still and not components.frozen:
         return []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rows = [
         (f"{peak * factor:.4g}" + (f" (× {factor:.4g})" if factor != 1 else ""), _describe(groups[factor], names))
         for factor in sorted(groups, reverse=True)
     ]
-    return rows + ([("frozen", _describe(still, names))] if still else [])
+    until = f"frozen until epoch {components.config.model.unfreeze_at}"
+    frozen = (("frozen", still), (until, components.frozen))
+    return rows + [(label, _describe(parameters, names)) for label, parameters in frozen if parameters]
 
 
 def _describe(parameters: Sequence[Tensor], names: dict[int, str]) -> str:

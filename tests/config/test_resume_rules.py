@@ -37,6 +37,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "sync_bn": True,
     "grad_checkpointing": True,
     "freeze": ["features.*"],
+    "model.unfreeze_at": 3,
     "init_from": "w.pt",
     "init_partial": True,
     "compile": "default",

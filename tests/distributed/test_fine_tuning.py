@@ -44,3 +44,65 @@ def test_rates_stay_as_the_run_was_started_with() -> None:
     state = torch.load("run/checkpoints/step_00000012/state.pt", weights_only=True)["optimizer"]
     factors = sorted({group["rate_factor"] for group in state["param_groups"]})
     assert factors == pytest.approx([0.4, 0.64, 0.8, 5, 10])
+
+
+# -- parameters that learn later: 2.* and 3.* from epoch 3 on, of 3 steps each
+
+LATER = {"freeze": ["2.*", "3.*"]}
+AT = ["model.unfreeze_at=3"]
+BODY = ["2.weight", "3.weight", "3.bias"]
+
+
+def weights(folder: str, step: int) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(f"{folder}/checkpoints/step_{step:08d}/state.pt", weights_only=True)
+    return state["model"]  # type: ignore[return-value]
+
+
+def moved(folder: str, before: int, after: int) -> set[str]:
+    one, other = weights(folder, before), weights(folder, after)
+    return {name for name in [*BODY, "6.weight", "6.bias"] if not torch.equal(one[name], other[name])}
+
+
+ITEMS = {"data": "tests.support.user_code:Items", "num_workers": 1}  # from a loader process, also amid the run
+
+
+@pytest.mark.parametrize("flags", [ITEMS, {"optimizer": "sgd", "lr": 0.05}, {"ema": 0.9}], ids=str)
+def test_what_is_frozen_learns_from_its_epoch_on(flags: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    ended = run_training(**RUN | LATER | flags | {"keep": 9}, sets=AT, screen="normal")
+    assert ended.error == ""
+    assert moved("run", 3, 6) == {"6.weight", "6.bias"}, "in epoch 2"
+    assert moved("run", 6, 9) == {*BODY, "6.weight", "6.bias"}, "in epoch 3"
+    [told] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "unfreeze"]
+    assert (told["step"], told["tensors"], told["parameters"]) == (6, 3, 128)
+    shown = capfd.readouterr().out
+    assert "\n frozen until epoch 3  3 tensors, 128 parameters: 2.weight, 3.weight, 3.bias\n" in shown
+    said = shown.index("epoch 3: 3 tensors that --freeze kept learn from here on")
+    assert shown.index("step 6/12") < said < shown.index("step 7/12")
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_curve_is_the_same_on_any_number_of_workers(workers: int) -> None:
+    for count, folder in ((1, "run"), (workers, "several")):
+        assert run_training(count, **RUN | LATER | {"save_dir": folder}, sets=AT).error == ""
+    assert curve("several") == pytest.approx(curve("run"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("workers", "flags"), [(1, {"ema": 0.9}), (2, {"optimizer": "sgd"}), (3, {}), (2, {"exact": True, "ema": 0.9})]
+)
+def test_a_resume_goes_on_to_the_bit_before_and_after_that_epoch(workers: int, flags: dict[str, Any]) -> None:
+    flags = RUN | LATER | flags | {"checkpoint_every": "1", "keep": 99}
+    whole = run_training(workers, **flags | {"save_dir": "whole"}, sets=AT).summary
+    for step in (2, 6, 7):
+        start = f"whole/checkpoints/step_{step:08d}"
+        ended = run_training(workers, **flags | {"save_dir": f"from{step}"}, sets=AT, resume=start)
+        assert (ended.error, ended.summary["resumed_from"]) == ("", start)
+        assert ended.summary["fingerprint"] == whole["fingerprint"], step
+
+
+def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
+    marks = {
+        run_training(count, **RUN | LATER | {"exact": True, "save_dir": f"on{count}"}, sets=AT).summary["fingerprint"]
+        for count in (1, 2, 3)
+    }
+    assert len(marks) == 1
