@@ -16,6 +16,7 @@ from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.forward_backward import forward_backward
+from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import open_run, resolve_request, try_request
 from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
 from multigpu_cli.run.run_context import Run
@@ -119,6 +120,7 @@ def fit(run: Run, *, until: int | None = None) -> str:
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
+        unfreeze_when_due(run)
         run.observer.watchdog.set_position(progress.step, "fetching data")
         for layout, work in train.epoch(batches, epoch, first, run.world.rank, run.strategy.replicas_per_process):
             try:

@@ -2,9 +2,10 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -98,16 +99,19 @@ def _without_compiler() -> None:
             setattr(method, _DISABLED, method)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, factors: Mapping[str, float] = MappingProxyType({})
+) -> torch.optim.Optimizer:
     """AdamW or SGD with Nesterov momentum 0.9; weight decay on matrices and kernels only, not on biases and norms.
 
-    A model's `rate_factors` maps prefixes of parameter names to their share of the rate.
+    Args:
+        factors: name of a parameter → what its rate is multiplied by, where that is not 1.
 
     Raises:
         RequestError: torch's optimizer does not accept optimizer.args.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = _groups(model, config.weight_decay)
+    groups = _groups(model, config.weight_decay, factors)
     kind, offered = _KINDS[config.name]
     offered = offered | {"fused": kind is not SGD or not any(map(_has_no_fused_sgd, trained))}
     _without_compiler()
@@ -141,14 +145,15 @@ def _as_built_here(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter).copy_(value)
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups by share of the rate, the full rate first, and matrices before the others."""
-    factors: dict[str, float] = getattr(model, "rate_factors", {})
+def _groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Parameter groups by share of the rate, the full rate first, and matrices before the others.
+
+    Checkpoints hold the optimizer's state in this order.
+    """
     groups: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            factor = next((share for part, share in factors.items() if name.startswith(part)), 1.0)
-            groups.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
+            groups.setdefault((factors.get(name, 1.0), parameter.ndim >= 2), []).append(parameter)
     return [
         {"params": members, "weight_decay": weight_decay if matrices else 0.0}
         | ({"rate_factor": factor} if factor != 1 else {})
@@ -161,6 +166,12 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every group the schedule's rate, or its share of it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
+
+
+def base_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The rate that `set_rate` was given; the first group's rate in a user's own optimizer."""
+    group = optimizer.param_groups[0]
+    return float(group["lr"]) / float(group.get("rate_factor", 1.0))
 
 
 class EMAModel(AveragedModel):

@@ -125,6 +125,10 @@ DOOR = [
     yaml("seed: !mine 3\n", ":1: the tag !mine"),
     yaml("a: &a [1]\nseed: *a\n", ":2: anchors"),
     yaml("seed: " + "9" * 5000, ":1: seed must be"),
+    Row("--set optimizer.rates=10", ["--set optimizer.rates must be a mapping of patterns to factors"]),
+    Row("--set optimizer.rates={a:-1}", ["--set optimizer.rates"]),
+    Row('--set optimizer.rates={"a":-1}', ["--set optimizer.rates must be a number above 0, not -1"]),
+    Row("--set optimizer.layer_decay=2", ["--set optimizer.layer_decay must be a number above 0 and at most 1"]),
     # settings that exclude each other
     Row("--lr 1 --base-lr 2", ["--lr together with --base-lr"]),
     Row("--lr 1 --set base_lr=2", ["--lr together with --set base_lr"]),
@@ -150,7 +154,11 @@ DOOR = [
     Row("--data-dir none", ["--data-dir none"]),
     Row("--data-dir file", ["--data-dir file", "not a folder"], {"file": b""}),
     Row("--init-from none.pt", ["--init-from none.pt", "no such file"]),
-    Row("--init-from run", ["--init-from run", "is a folder"], {"run": None}),
+    Row("--init-from run", ["--init-from run", "is a folder without weights"], {"run": None}),
+    Row("--set model.unfreeze_at=3", ["model.unfreeze_at without --freeze"]),
+    Row("--freeze *.bias --set model.unfreeze_at=21", ["model.unfreeze_at 21", "never comes within --epochs 20"]),
+    Row("--freeze *.bias --set model.unfreeze_at=1", ["--set model.unfreeze_at must be a whole number from 2"]),
+    Row("--init-partial", ["--init-partial without --init-from"]),
     Row("--save-dir file", ["--save-dir file", "not a folder"], {"file": b""}),
     Row("--save-dir file/run", ["--save-dir file/run", "not a folder"], {"file": b""}),
     Row("--resume none", ["--resume none"]),
@@ -172,6 +180,9 @@ DOOR = [
         ["--epochs", "--lr", "'digits'", "--sync-bn", "--data-dir none", "--set keep", "KEY=VALUE"],
     ),
 ]
+LINEAR = b"""from torch import nn
+def net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+"""
 ENGINE = [
     Row("--multi-gpu dp --gpu-ids 900,901", ["--gpu-ids 900,901", "no GPU"]),
     Row("--multi-gpu ddp --gpu-ids 900", ["--gpu-ids 900", "no GPU"]),
@@ -197,6 +208,8 @@ ENGINE = [
     ),
     Row("--resume empty", ["--resume empty", "no checkpoint"], {"empty": None}),
     Row("--freeze nothing.*", ["--freeze", "nothing.*"]),
+    Row('--set optimizer.rates={"claissfy.*":2}', ["optimizer.rates 'claissfy.*'", "classify.1.weight"]),
+    Row("--model my:net --set optimizer.layer_decay=0.9", ["no repeated blocks"], {"my.py": LINEAR}),
     Row("--save-dir /proc/none", ["--save-dir /proc/none"]),
     Row("--config configs-like.yaml", ["--gpu-ids 900", "no GPU"], {"configs-like.yaml": b"gpu_ids: [900]"}),
     *(

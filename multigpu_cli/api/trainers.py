@@ -23,6 +23,7 @@ from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.run_context import Run
 from multigpu_cli.runtime.collectives import all_reduce_sum
@@ -58,6 +59,7 @@ class TrainLoader:
         run, batches = self._run, self._run.plan.batches
         run.observer.timer.start()
         epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
+        unfreeze_when_due(run)
         for layout, work in run.loaders.train.epoch(
             batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
         ):

@@ -1,9 +1,12 @@
 """Serializes a state, and reads back only tensors and plain values, so that no code runs from a file."""
 
 import io
+import re
 from collections.abc import Iterator
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, BinaryIO
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -68,16 +71,22 @@ class _Summed:
         self._file.flush()
 
 
-def deserialize(content: bytes, origin: str) -> Any:
+def deserialize(content: bytes | Path, origin: str) -> Any:
     """The state in a file's bytes; nothing but tensors and plain values is accepted, so no code runs.
+
+    Args:
+        content: the bytes, or the file itself, whose tensors are then mapped into memory as far as torch can do that.
 
     Raises:
         RequestError: not such a file.
     """
+    mapped = isinstance(content, Path) and is_zipfile(content)  # torch's files from before 2020 are none
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        source = content if isinstance(content, Path) else io.BytesIO(content)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError for a foreign file
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # what a pickle would need beside tensors
         raise RequestError(
-            f"{origin} is no file of weights that can be loaded safely ({type(error).__name__})",
-            remedy="a file saved by torch.save that holds only tensors and plain values",
+            f"{origin} is no file of weights that can be loaded safely ({asked[1] if asked else type(error).__name__})",
+            remedy="a file saved by torch.save that holds only tensors and plain values, or .safetensors",
         ) from error

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
 from multigpu_cli.runtime.precision import Precision
@@ -54,6 +55,7 @@ class TrainState:
     Attributes:
         scheduler: the user's own.
         restore_warning: what the checkpoint could not bring back, in words.
+        initial_weights: what --init-from brought, on the rank that read it.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class TrainState:
     progress: Progress
     scheduler: LRScheduler | None = None
     restore_warning: str = ""
+    initial_weights: WeightMatch | None = None
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Plain values and tensors in host memory; see `begin_capture`."""

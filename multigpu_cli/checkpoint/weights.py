@@ -1,4 +1,4 @@
-"""Weights for use: best.pt and last.pt, the fingerprint of a model, and starting from somebody's weights.
+"""Weights for use: best.pt and last.pt, the fingerprint of a model, and whether weights fit it.
 
 A state dict holds tensors, and what modules tell by `get_extra_state`: anything that `torch.load(weights_only=True)`
 reads back.
@@ -18,6 +18,7 @@ from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.errors import RequestError
 
 _EXTRA = "_extra_state"  # how the name of what `get_extra_state` returns ends; torch's own word
+_PLACES = ("model", "state_dict", "model_state_dict", "module")  # where programs put a state dict beside other things
 
 
 def copy_to_host(value: Any) -> Any:
@@ -95,31 +96,24 @@ def save_weights(
 
 
 def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
-    """The state dict in best.pt, last.pt, a checkpoint's state.pt, or a plain `torch.save(model.state_dict())`.
+    """The state dict in best.pt, last.pt, a checkpoint's state.pt, or whatever else `torch.save` wrote one into.
+
+    Its tensors are mapped from the file, where that is possible.
 
     Raises:
         RequestError: no such file, or no weights in it; the message begins with the flag that named it.
     """
     if not path.is_file():
         raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder, say")
-    found = deserialize(path.read_bytes(), f"{flag} {path}".lstrip())
-    state = found.get("model", found) if isinstance(found, dict) else found
-    if not is_state_dict(state):
+    found = deserialize(path, f"{flag} {path}".lstrip())
+    places = [found, *(found.get(key) for key in _PLACES)] if isinstance(found, dict) else []
+    state: dict[str, Any] | None = next((place for place in places if is_state_dict(place)), None)
+    if state is None:
         raise RequestError(
-            f"{flag} {path} holds no weights".lstrip(), remedy="a state dict, or a file with one under 'model'"
+            f"{flag} {path} holds no weights".lstrip(),
+            remedy=f"a state dict, or a file with one under {', '.join(map(repr, _PLACES))}",
         )
-    return state  # type: ignore[no-any-return]
-
-
-def warm_start(model: nn.Module, path: Path) -> None:
-    """--init-from: load weights that must fit the model name by name.
-
-    Raises:
-        RequestError: names or shapes differ; says which.
-    """
-    state = read_weights(path, "--init-from")
-    check_fit(model, state, f"--init-from {path}")
-    model.load_state_dict(state)
+    return state
 
 
 def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
@@ -132,15 +126,22 @@ def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
     wrong += [
-        f"{name} is {_shape(state[name])}, the model has {_shape(own[name])}"
+        f"{name} is {format_shape(state[name])}, the model has {format_shape(own[name])}"
         for name in own
-        if name in state and not is_lazy(own[name]) and _shape(state[name]) != _shape(own[name])
+        if name in state and not is_lazy(own[name]) and format_shape(state[name]) != format_shape(own[name])
     ]
     if wrong:
-        more = [f"… {len(wrong) - 6} more"] if len(wrong) > 6 else []
-        listed = "\n".join(f"    {line}" for line in [*wrong[:6], *more])
-        raise RequestError(f"{origin} does not fit the model:\n{listed}", remedy="the --model that it came from")
+        raise RequestError(
+            f"{origin} does not fit the model:\n{format_differences(wrong)}", remedy="the --model that it came from"
+        )
 
 
-def _shape(value: Any) -> tuple[int, ...] | str:
-    return tuple(value.shape) if isinstance(value, Tensor) else "no tensor"
+def format_differences(lines: list[str]) -> str:
+    """The first few, a line each, and how many more there are."""
+    more = [f"… {len(lines) - 6} more"] if len(lines) > 6 else []
+    return "\n".join(f"    {line}" for line in [*lines[:6], *more])
+
+
+def format_shape(value: Any) -> str:
+    """'(3, 4)', or that an entry of a state dict is no tensor."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else "no tensor"

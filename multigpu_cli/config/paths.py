@@ -10,6 +10,9 @@ from multigpu_cli.errors import RequestError
 
 BEGAN = ".began_from"  # in a run folder: the name of its checkpoint from which --resume made it begin again
 
+_WEIGHT_FILES = ("best.pt", "state.pt", "*.index.json", "*.safetensors", "pytorch_model.bin")
+_USUAL = ("model", "pytorch_model")  # of Hugging Face's, where a folder has several
+
 
 def read_rewind_checkpoint(run: Path) -> str | None:
     """The checkpoint from which a run began again; it may be gone by now, and the same command goes on all the same."""
@@ -48,11 +51,11 @@ def _data_dir(given: str, *, own: bool) -> Iterator[RequestError]:
 
 def _init_from(path: Path) -> Iterator[RequestError]:
     if path.is_dir():
-        best = path / "best.pt"
-        yield RequestError(
-            f"--init-from {path}: is a folder, not a file of weights",
-            remedy=f"--init-from {best}" if best.exists() else "name the file, for instance best.pt of a run folder",
-        )
+        if find_weight_file(path) is None:
+            yield RequestError(
+                f"--init-from {path}: is a folder without weights, or with several",
+                remedy="name the file, for instance best.pt of a run folder",
+            )
     elif not path.exists():
         yield RequestError(
             f"--init-from {path}: there is no such file", remedy=_suggest_path(path, folders=False) or "check the path"
@@ -61,6 +64,19 @@ def _init_from(path: Path) -> Iterator[RequestError]:
         yield RequestError(f"--init-from {path}: is not a regular file", remedy="best.pt of a run folder, say")
     elif not os.access(path, os.R_OK):
         yield RequestError(f"--init-from {path}: cannot be read", remedy="check its permissions")
+
+
+def find_weight_file(folder: Path) -> Path | None:
+    """The file of weights in a folder: of a run, of a checkpoint, or as Hugging Face lays them out.
+
+    None where there is none, or where there are several of a kind and none has the usual name.
+    """
+    for pattern in _WEIGHT_FILES:
+        found = sorted(folder.glob(pattern))
+        usual = found if len(found) < 2 else [file for file in found if file.name.partition(".")[0] in _USUAL]
+        if found:
+            return usual[0] if len(usual) == 1 else None
+    return None
 
 
 def _resume(path: Path) -> Iterator[RequestError]:

@@ -139,6 +139,23 @@ def _exact(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             yield RequestError(f"--exact together with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
 
 
+def _starting_weights(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    if config.model.init_partial and config.model.init_from is None:
+        yield RequestError("--init-partial without --init-from: there are no weights to take a part of")
+
+
+def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    epoch, length = config.model.unfreeze_at, config.length.epochs
+    if epoch is None:
+        return
+    if not config.model.freeze:
+        yield RequestError("model.unfreeze_at without --freeze: nothing is frozen", remedy="--freeze 'features.*', say")
+    if config.task.env_steps is None and config.task.episodes is None and epoch > length:
+        yield RequestError(
+            f"model.unfreeze_at {epoch}: that epoch never comes within --epochs {length}", remedy="more --epochs"
+        )
+
+
 def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
@@ -199,6 +216,8 @@ RULES = (
     Rule("lr base_lr base_batch_size lr_scaling warmup_epochs epochs env_steps", _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
+    Rule("init_from init_partial", _starting_weights),
+    Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),

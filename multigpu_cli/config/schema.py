@@ -1,7 +1,8 @@
 """Every setting of a run: one frozen section for each part of the program, one table for flags, YAML and help.
 
-A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Only the free-form
-arguments of the parts have no flag: data.args.*, and so for model, task, optimizer and schedule.
+A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Those with a dot in their
+key have no flag: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer and schedule),
+and what few people need, such as optimizer.rates.
 """
 
 from collections.abc import Iterator
@@ -44,8 +45,12 @@ def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = 
     return field(default=default, metadata={"key": key, "kind": kind, "help": help, "free": free})
 
 
+def _mapping(key: str, kind: ValueType, help: str) -> Any:
+    return field(default_factory=dict, metadata={"key": key, "kind": kind, "help": help, "free": False})
+
+
 def _arguments(key: str) -> Any:
-    return field(default_factory=dict, metadata={"key": key, "kind": types.args, "help": "arguments", "free": False})
+    return _mapping(key, types.args, "arguments")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +102,11 @@ class ModelConfig:
         "grad_checkpointing", False, types.switch, "recompute activations in backward: less memory, more time"
     )
     freeze: tuple[str, ...] = setting("freeze", (), types.patterns, "parameters kept as they are, e.g. 'features.*'")
-    init_from: str | None = setting("init_from", None, types.path, "start from these weights")
+    unfreeze_at: int | None = setting(
+        "model.unfreeze_at", None, integer(2, 10**9), "what --freeze kept learns from this epoch on, counted from 1"
+    )
+    init_from: str | None = setting("init_from", None, types.path, "start from the weights in this file or folder")
+    init_partial: bool = setting("init_partial", False, types.switch, "what --init-from lacks stays as initialised")
     compile: str = setting("compile", "off", choice("off", "default", "reduce-overhead"), "torch.compile")
 
 
@@ -173,6 +182,12 @@ class OptimizerConfig:
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", choice("adamw", "sgd"), "optimizer (fused where the device has it)")
     args: dict[str, Any] = _arguments("optimizer.args")
+    rates: dict[str, float] = _mapping(
+        "optimizer.rates", types.rates, "what the learning rate is multiplied by, e.g. {head.*: 10}"
+    )
+    layer_decay: float | None = setting(
+        "optimizer.layer_decay", None, number(0, 1, above=True), "a block's share of the next block's learning rate"
+    )
     weight_decay: float = setting("weight_decay", 1e-4, number(0), "on matrices and kernels, not on biases and norms")
     max_grad_norm: float | str = setting(
         "max_grad_norm", 1.0, number(0, above=True, word="off"), "clip the global batch's gradient to this norm"
@@ -296,7 +311,7 @@ def _list_settings() -> Iterator[Setting]:
     for section, kind in SECTIONS.items():
         for entry in fields(kind):
             meta = entry.metadata
-            default = {} if meta["key"].endswith(".args") else entry.default
+            default = {} if entry.default is MISSING else entry.default
             yield Setting(**meta, section=section, attribute=entry.name, panel=kind.PANEL, default=default)
 
 

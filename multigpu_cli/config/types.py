@@ -139,6 +139,13 @@ def _args(value: Any) -> dict[str, Any]:
     return {name: _numeric(entry) for name, entry in value.items()}
 
 
+def _rates(value: Any) -> dict[str, float]:
+    factor = number(0, above=True).parse
+    if not isinstance(value, dict) or not all(isinstance(pattern, str) and pattern for pattern in value):
+        raise ValueError(f"must be a mapping of patterns to factors, like {{head.*: 10}}, not {quote_value(value)}")
+    return {pattern: float(factor(entry)) for pattern, entry in value.items()}
+
+
 def _numeric(value: Any) -> Any:
     """YAML 1.1 reads 4e-3 as text; people mean the number."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
@@ -159,3 +166,4 @@ gpu_ids = ValueType("0,1", _ids)
 every = ValueType("500|10m", _every)
 patterns = ValueType("PATTERN", _patterns)
 args = ValueType("", _args)
+rates = ValueType("{PATTERN: X}", _rates)

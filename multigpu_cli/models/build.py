@@ -1,17 +1,18 @@
 """Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.factory import call_model_factory, find_model_factory
+from multigpu_cli.models.rate_factors import match_names
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 
@@ -48,10 +49,12 @@ def prepare_model(model: nn.Module, config: ModelConfig, name: str) -> nn.Module
     """
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for pattern in config.freeze:
-        freeze(model, pattern)
-    if not any(p.requires_grad for p in model.parameters()):
+    frozen = find_frozen(model, config.freeze)
+    if len(frozen) == sum(p.requires_grad for p in model.parameters()):
         raise RequestError(f"--model {name}: no parameter is left to train", remedy="freeze fewer with --freeze")
+    if config.unfreeze_at is None:  # else run/freezing.py does it, once the optimizer has them
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     if config.grad_checkpointing:
         checkpoint_activations(model)
     return model
@@ -68,16 +71,15 @@ def use_channels_last(model: nn.Module) -> bool:
     return True
 
 
-def freeze(model: nn.Module, pattern: str) -> None:
-    """Keep the parameters whose names match the shell pattern as they are."""
-    chosen = [p for name, p in model.named_parameters() if fnmatch(name, pattern)]
-    if not chosen:
-        names = [name for name, _ in model.named_parameters()]
-        raise RequestError(
-            f"--freeze {pattern!r} matches no parameter", remedy=f"names are like {', '.join(names[:4])}"
-        )
-    for parameter in chosen:
-        parameter.requires_grad_(False)
+def find_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Tensor]:
+    """The parameters whose names match one of --freeze's shell patterns, and that would learn otherwise.
+
+    Raises:
+        RequestError: a pattern that matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    names = {name for pattern in patterns for name in match_names(list(parameters), pattern, f"--freeze {pattern!r}")}
+    return [parameter for name, parameter in parameters.items() if name in names and parameter.requires_grad]
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -117,3 +117,14 @@ def _floor(args: Mapping[str, Any]) -> float:
     if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
         raise RequestError(f"schedule.args.floor: {floor!r}", remedy="a share of the peak rate, from 0 to 1")
     return float(floor)
+
+
+def decay_by_depth(decay: float, depth: int, deepest: int) -> float:
+    """The share of the rate at some depth of a network: 1 at the deepest, `decay` times as much a block before it.
+
+    Clark et al. 2020, "ELECTRA"; Bao et al. 2022, "BEiT".
+
+    Args:
+        depth: 0 for what comes before the first block, to `deepest`.
+    """
+    return float(decay ** (deepest - depth))

@@ -134,6 +134,8 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
         resumed_from=start.checkpoint,
         **compiler_fields(run),
     )
+    if weights := run.state.initial_weights:
+        log.journal.write("initial_weights", file=run.config.model.init_from, **weights._asdict())
     if warning := describe_unlike_gpus(models, "rank" if world.size > 1 else "GPU"):
         log.console.warn(warning)
     for warning in start.warnings:

@@ -6,16 +6,18 @@ from typing import Any
 
 from torch import nn
 
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
-from multigpu_cli.checkpoint.weights import check_extra_state, warm_start
+from multigpu_cli.checkpoint.weights import check_extra_state
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.models.build import adapt_model, build_model, prepare_model
+from multigpu_cli.models.rate_factors import compute_rate_factors
 from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
@@ -42,7 +44,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     task = run_on_all_ranks(world, lambda: build_task(spec.config, spec.source, live.criterion if live else None))
     loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
     state = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
-    if live:
+    if live or spec.begins_from_weights:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
         broadcast_weights(state.model, world)
@@ -51,7 +53,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     _restore_checkpoint(state, task, spec, world)
     model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
-    strategy, units = _build_strategy(model, world, spec), LossNormalizer(task, world)
+    strategy, units = build_strategy(model, world, spec), LossNormalizer(task, world)
     compiled = model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
@@ -61,8 +63,9 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     config, source = spec.config, spec.source
     live = spec.user_objects
     model = prepare_model(adapt_model(live.model), config.model, spec.model) if live else init_model(config, source)
-    if config.model.init_from and not spec.resume_point.checkpoint:
-        warm_start(model, Path(config.model.init_from))
+    weights = None
+    if spec.begins_from_weights and world.is_main:  # the others get them from there
+        weights = load_initial_weights(model, Path(str(config.model.init_from)), partial=config.model.init_partial)
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
     task.check_model(model, precision)
@@ -70,9 +73,11 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     check_extra_state(model, spec.model)
     ema = config.optimizer.ema
     average = None if ema == "off" else EMAModel(model, float(ema))
-    optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(model, config.optimizer)
+    optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(
+        model, config.optimizer, compute_rate_factors(model, config.optimizer)
+    )
     scheduler = live.scheduler if live else None
-    return TrainState(model, optimizer, precision, average, Progress(), scheduler)
+    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
 
 
 def init_model(config: Config, source: DataSource) -> nn.Module:
@@ -125,7 +130,8 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
     return replace(spec, config=replace_settings(config, {"bucket_cap_mb": measure_cap(model, world)}))
 
 
-def _build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
+def build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
+    """What shares a step's work over the devices, for the parameters that learn now."""
     config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction

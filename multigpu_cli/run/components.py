@@ -41,7 +41,11 @@ class Loaders:
 
 @dataclass
 class TrainComponents:
-    """The parts that a step and an evaluation need."""
+    """The parts that a step and an evaluation need.
+
+    Attributes:
+        frozen: parameters that do not learn yet (run/freezing.py).
+    """
 
     spec: RunSpec
     world: World
@@ -51,6 +55,7 @@ class TrainComponents:
     loaders: Loaders
     loss_normalizer: LossNormalizer
     compiled: CompiledModel | None = field(default=None, kw_only=True)
+    frozen: list[Tensor] = field(default_factory=list, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.compiled:

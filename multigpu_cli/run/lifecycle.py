@@ -16,6 +16,8 @@ from multigpu_cli.run.assemble_run import assemble_run, start_run
 from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.build import build_components
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
+from multigpu_cli.run.freezing import freeze_until_due
+from multigpu_cli.run.parameter_groups import describe_groups
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.run_context import Run
 from multigpu_cli.run.spec import RunSpec
@@ -117,7 +119,12 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     with ExitStack() as stack:
         components = build_components(spec, world)
         memory_warnings = fit_batch_sizes_to_memory(components)
+        freeze_until_due(components)
         console.plan(components.plan.rows(), "Plan")
+        if groups := describe_groups(components):
+            console.plan(groups, "Learning rates")
+        if weights := components.state.initial_weights:
+            console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
         run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
         run = assemble_run(components, console, stop, watchdog, stack)
         run.progress.startup_seconds += time.perf_counter() - began

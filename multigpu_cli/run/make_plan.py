@@ -109,6 +109,8 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
         unused -= inspect.signature(find_data_factory(config)).parameters.keys()
     if request.placement.devices[0].type == "cpu":
         unused |= {"data_on_device"}
+    if live and live.optimizer:
+        unused |= {"optimizer.rates", "optimizer.layer_decay"}
     ddp_arguments: list[str] = []
     if request.placement.strategy != "ddp":
         unused |= {"grad_compression", "bucket_cap_mb", "find_unused_parameters"}

@@ -106,6 +106,11 @@ class RunSpec(RunRequest):
         }
 
     @property
+    def begins_from_weights(self) -> bool:
+        """Whether --init-from gives the weights, and not a checkpoint."""
+        return bool(self.config.model.init_from and not self.resume_point.checkpoint)
+
+    @property
     def is_complete(self) -> bool:
         """Whether the folder holds this very run, completed."""
         manifest, ended = self.resume_point.manifest or {}, self.resume_point.summary or {}

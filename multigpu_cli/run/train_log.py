@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multigpu_cli.errors import pluralize
 from multigpu_cli.monitor.noise_scale import Norms
+from multigpu_cli.optimizers import base_rate
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.report_skipped_steps import report_skipped_steps
@@ -36,7 +37,7 @@ def log_step(run: Run, outcome: StepResult) -> None:
         "samples": run.loaders.train.samples_seen_at(progress.step, run.plan.batches),
         "loss": observer.loss.last,
         "mean_loss": observer.loss.pop_mean_since_log(),
-        "lr": float(run.state.optimizer.param_groups[0]["lr"]),
+        "lr": base_rate(run.state.optimizer),
         **gradient_fields(run, rows, float(outcome.grad_norm)),
         "samples_per_second": rates["samples_per_second"],
         **run.loss_normalizer.rate(rates["samples_per_second"]),

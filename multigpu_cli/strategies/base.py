@@ -73,6 +73,9 @@ class Strategy(ABC):
         """Mean seconds per step, since the last call, of waiting for the reduction; None: unknown."""
         return None
 
+    def close(self) -> None:  # noqa: B027 - most strategies leave nothing
+        """Take back what was attached to the model, which another strategy takes over."""
+
     def abort_step(self) -> None:
         """Discard a step that could not be finished."""
         self._buffers.abort_step()

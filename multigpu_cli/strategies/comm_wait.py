@@ -37,6 +37,11 @@ class CommWait:
             self._hooks = {self._last: self._hooks[self._last]}
             self._watches_all = False
 
+    def close(self) -> None:
+        """Watch no parameter any more."""
+        for hook in self._hooks.values():
+            hook.remove()
+
     def read(self) -> float | None:
         """The mean seconds of the waits since the last call, or None; waits for the device."""
         seconds, waits = self._watch.read()

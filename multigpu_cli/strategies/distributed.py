@@ -111,3 +111,9 @@ class Distributed(Strategy):
 
     def read_comm_wait(self) -> float | None:
         return self._wait.read()
+
+    def close(self) -> None:
+        """DDP lies in a cycle of references: without this its hooks and buckets would stay."""
+        self._wait.close()
+        del self._ddp.reducer
+        self._ddp.logger = None  # it holds the reducer too

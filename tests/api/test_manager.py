@@ -1,7 +1,7 @@
 """A loop of the user's own, epoch by epoch and step by step, on the engine."""
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,24 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
     assert summary["steps"] == EPOCHS * len(train_loader) == 9
     assert summary["avg_throughput"] == pytest.approx(9 * 16 / summary["total_time"])
     assert monitor.plot_metrics(tmp_path / "training_metrics.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_frozen_learns_from_its_epoch_on(tmp_path: Path) -> None:
+    """By steps and by epochs, and with DDP's static graph, which is another one from then on."""
+    later: dict[str, Any] = {"settings": {"freeze": ["0.*"], "model.unfreeze_at": 2}}
+    seen = []
+    with MultiGPUTrainingManager(config(tmp_path / "steps", **later)) as manager:
+        model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
+        for _ in range(EPOCHS):
+            for batch in train_loader:
+                manager.trainer.train_step(batch)
+                seen.append(weights(model))
+    moved = [before[0] != after[0] for before, after in pairwise(seen)]
+    assert moved == [False] * 2 + [True] * 6, "in steps 4 to 9, of the second epoch and the third"
+    assert seen[-1] == by_epochs(tmp_path / "epochs", **later)[1]
+    more: dict[str, Any] = {"training_mode": "ddp", "static_graph": True, **later}
+    ends = run_on_each_rank(2, lambda world: by_epochs(tmp_path / "two", rank=world.rank, **more)[1])
+    assert ends == [pytest.approx(seen[-1], abs=1e-6)] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

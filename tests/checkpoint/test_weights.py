@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.checkpoint.serialize import serialize
 from multigpu_cli.checkpoint.weights import (
     check_extra_state,
@@ -13,7 +14,6 @@ from multigpu_cli.checkpoint.weights import (
     fingerprint,
     read_weights,
     save_weights,
-    warm_start,
 )
 from multigpu_cli.errors import RequestError
 from tests.support.awkward_models import Note, Telling
@@ -81,7 +81,7 @@ def test_weights_are_found_in_each_kind_of_file(layout: str, tmp_path: Path) -> 
     }
     (tmp_path / "file.pt").write_bytes(serialize(contents[layout]))
     model = network(seed=1)
-    warm_start(model, tmp_path / "file.pt")
+    load_initial_weights(model, tmp_path / "file.pt", partial=False)
     assert fingerprint(model.state_dict()) == fingerprint(state)
 
 
@@ -104,7 +104,7 @@ def test_a_malicious_file_is_refused_unrun(tmp_path: Path) -> None:
 
     torch.save({"model": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(RequestError, match=r"evil\.pt"):
-        warm_start(network(), tmp_path / "evil.pt")
+        load_initial_weights(network(), tmp_path / "evil.pt", partial=False)
     assert not (tmp_path / "attacked").exists()
 
 
@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_listed_before_anything_is_loaded(tmp_path: Path) -
     del state["2.bias"]
     (tmp_path / "file.pt").write_bytes(serialize({name: value + 1 for name, value in state.items()}))
     with pytest.raises(RequestError) as refused:
-        warm_start(model, tmp_path / "file.pt")
+        load_initial_weights(model, tmp_path / "file.pt", partial=False)
     assert "--init-from" in refused.value.problem
     assert "2.bias is missing" in refused.value.problem
     assert "extra is not in the model" in refused.value.problem
@@ -143,7 +143,7 @@ def test_state_beside_tensors_is_kept_as_it_is_and_has_no_part_in_the_fingerprin
     assert copied["_extra_state"]["kept"] == ["a"]
     save_weights(tmp_path / "best.pt", model.state_dict(), {}, {})
     other = Telling(3, 2, None)
-    warm_start(other, tmp_path / "best.pt")
+    load_initial_weights(other, tmp_path / "best.pt", partial=False)
     assert (other.kept, other.passes) == (["a", "b"], 7)
     with pytest.raises(RequestError, match="_extra_state is not in the model"):
         check_fit(nn.Module(), model.state_dict(), "it")
@@ -181,10 +181,3 @@ def test_a_model_that_takes_its_state_back_is_left_as_it_was() -> None:
     before = serialize(model.state_dict())
     check_extra_state(model, "own:net")
     assert serialize(model.state_dict()) == before
-
-
-def test_layers_without_weights_yet_take_those_of_a_file(tmp_path: Path) -> None:
-    save_weights(tmp_path / "best.pt", network().state_dict(), {}, {})
-    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
-    warm_start(model, tmp_path / "best.pt")
-    assert fingerprint(model.state_dict()) == fingerprint(network().state_dict())

@@ -125,7 +125,7 @@ def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Pat
     (tmp_path / "data").mkdir()
     file = tmp_path / "weights.pt"
     file.touch()
-    (tmp_path / "data" / "best.pt").touch()
+    (tmp_path / "data" / "last.pt").touch()
     for flags, words in (
         ({"data_dir": tmp_path / "dat"}, ["--data-dir", "did you mean", "data"]),
         ({"data_dir": file}, ["--data-dir", "is a file"]),
@@ -148,6 +148,8 @@ def test_paths_that_are_right_pass(tmp_path: Path) -> None:
         == ""
     )
     assert list_faults({"data": "mine:load", "data_dir": file}) == ""
+    (tmp_path / "model.safetensors").touch()
+    assert list_faults({"init_from": tmp_path}) == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -78,6 +78,16 @@ def test_set_with_a_settings_own_name_is_no_argument() -> None:
     assert resolve({}, ("data.name=har",), None).data.name == "har"
 
 
+def test_a_parts_own_settings_stand_beside_its_arguments(recipe: Write) -> None:
+    file = recipe("model: {name: mlp, unfreeze_at: 3}\noptimizer: {rates: {head.*: 10}, layer_decay: 0.9}\n")
+    config = resolve({}, (), file)
+    assert (config.model.unfreeze_at, config.model.args) == (3, {})
+    assert (config.optimizer.rates, config.optimizer.layer_decay) == ({"head.*": 10.0}, 0.9)
+    config = resolve({}, ("optimizer.rates={'*.bias': 2}", "optimizer.layer_decay=null", "model.unfreeze_at=4"), file)
+    assert (config.optimizer.rates, config.optimizer.layer_decay) == ({"*.bias": 2.0}, None)
+    assert (config.model.unfreeze_at, config.model.args) == (4, {})
+
+
 def test_lr_and_base_lr_in_one_layer_are_refused(recipe: Write) -> None:
     assert "--lr together with --base-lr" in read_refusal({"lr": "1", "base_lr": "2"})
     assert "--lr together with --set base_lr" in read_refusal({"lr": "1"}, ("base_lr=2",))
@@ -164,6 +174,9 @@ WRITTEN = {
     "data.args": {"window": 3, "names": ["a", None], "nested": {"rate": 1e-5}},
     "model": "my.module:build",
     "optimizer.args": {"betas": [0.9, 0.95]},
+    "optimizer.rates": {"head.*": "10", "*.bias": 0.5},
+    "optimizer.layer_decay": "0.75",
+    "model.unfreeze_at": "3",
     "freeze": ["features.*", "*"],
     "gpu_ids": "1,0",
     "checkpoint_every": "10m",

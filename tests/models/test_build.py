@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import build_model, checkpoint_activations, freeze
+from multigpu_cli.models.build import build_model, checkpoint_activations, find_frozen
 from multigpu_cli.optimizers import EMAModel
 
 OFFERED = {"input_shape": (1, 8, 8), "num_classes": 10, "mode": "flatten", "seed": 42}
@@ -85,7 +85,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 def test_an_unmatched_pattern_shows_names() -> None:
     with pytest.raises(RequestError) as refused:
-        freeze(build("mlp"), "nope")
+        find_frozen(build("mlp"), ["nope"])
     assert "1.weight" in refused.value.remedy
 
 
@@ -176,7 +176,8 @@ def test_names_and_evaluation_stay_as_they_are() -> None:
 
 def test_frozen_blocks_are_not_recomputed() -> None:
     model = fresh("blocks")
-    freeze(model, "blocks.0.*")
+    for parameter in find_frozen(model, ["blocks.0.*"]):
+        parameter.requires_grad_(False)
     checkpoint_activations(model)
     assert "forward" not in vars(model.blocks[0])  # type: ignore[index]
     assert "forward" in vars(model.blocks[1])  # type: ignore[index]

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ import torch
 import torch._dynamo  # seconds; DDP imports it, and here it is done once rather than in each forked rank
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
 from multigpu_cli.faults.replica_check import check_replicas
@@ -122,6 +124,36 @@ def test_buffers_that_forward_replaces_stay_alike() -> None:
         for found in run_on_each_rank(3, partial(work, share=share)):
             for name, value in expected.items():
                 assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-14), (share, name)
+
+
+def test_a_closed_one_leaves_the_model_to_another_and_frees_its_buckets() -> None:
+    def work(world: World) -> list[dict[str, list[float]]]:
+        model, plan = network(), replace(SHARES["even"], workers=world.size)
+        frozen = next(iter(model.parameters()))
+        found = []
+        for learns in (True, False, True):
+            frozen.requires_grad_(learns)
+            strategy = Distributed(model, world, CommunicationConfig()) if world.size > 1 else Single(model)
+            for _ in range(2):
+                model.zero_grad(set_to_none=True)
+                reduce_step(strategy, plan, world.rank)
+            found.append({name: values for name, values in state(model).items() if "running" not in name})
+            bucket = StorageWeakRef(model[0].bias.grad.untyped_storage())  # type: ignore[index]
+            model.zero_grad(set_to_none=True)
+            assert bucket.expired() == (world.size == 1), "gradients are views of DDP's buckets"
+            strategy.close()
+            deadline = time.monotonic() + 10  # one of gloo's threads may have it in its hands for a moment
+            while not bucket.expired():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        return found
+
+    expected = work(World(torch.device("cpu")))
+    for found in run_on_each_rank(3, work):
+        for one, other in zip(found, expected, strict=True):
+            assert one.keys() == other.keys()
+            for name, value in other.items():
+                assert one[name] == pytest.approx(value, rel=1e-12, abs=1e-14), name
 
 
 def test_the_mean_over_workers_is_undone_in_the_loss() -> None:

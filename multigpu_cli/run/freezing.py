@@ -1,0 +1,52 @@
+"""Parameters that --freeze keeps as they are until an epoch (model.unfreeze_at).
+
+Everything is built, and tried for memory, as if all of them learned: the optimizer has its groups from the start, and
+later epochs fit as well as the first. Then they are frozen, and the strategy is built anew without them, so that no
+worker computes or sends their gradients; when their epoch begins, once more with them. Which of the two it is follows
+from the step alone, on resume too.
+"""
+
+from multigpu_cli.errors import pluralize
+from multigpu_cli.models.build import find_frozen
+from multigpu_cli.run.batch_size_finder import warm_up
+from multigpu_cli.run.build import build_strategy
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.run_context import Run
+
+
+def freeze_until_due(components: TrainComponents) -> None:
+    """Freeze what model.unfreeze_at lets learn later, unless the run is there already."""
+    if components.progress.step < _find_first_step(components):
+        components.frozen = find_frozen(components.state.model, components.config.model.freeze)
+        _set_learning(components, learns=False)
+
+
+def unfreeze_when_due(run: Run) -> None:
+    """Let the frozen parameters learn, if their epoch begins; called between epochs, while no loader is at work."""
+    if not run.frozen or run.progress.step < _find_first_step(run):
+        return
+    _set_learning(run, learns=True)
+    tensors, run.frozen = run.frozen, []
+    run.log.journal.write(
+        "unfreeze", step=run.progress.step, tensors=len(tensors), parameters=sum(tensor.numel() for tensor in tensors)
+    )
+    epoch, what = run.config.model.unfreeze_at, pluralize(len(tensors), "tensor")
+    run.log.console.note(f"epoch {epoch}: {what} that --freeze kept learn from here on")
+
+
+def _find_first_step(components: TrainComponents) -> int:
+    """The first optimizer step, counted from 0, in which everything learns."""
+    epoch = components.config.model.unfreeze_at
+    return 0 if epoch is None else (epoch - 1) * components.plan.batches.steps_per_epoch
+
+
+def _set_learning(components: TrainComponents, *, learns: bool) -> None:
+    """DDP and the exact reduction know the parameters that learn when they are built, and from then on."""
+    components.strategy.close()
+    for parameter in components.frozen:
+        parameter.requires_grad_(learns)
+    components.__dict__.pop("trainable_parameters", None)
+    components.strategy = build_strategy(
+        components.compiled or components.state.model, components.world, components.spec
+    )
+    warm_up(components)

@@ -1,0 +1,252 @@
+"""--init-from: the files that people have, and how their names and shapes fall to a model's."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.export import export_weights
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights, match_weights, read_initial_weights
+from multigpu_cli.checkpoint.serialize import serialize
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.weights import fingerprint, save_weights
+from multigpu_cli.config.paths import find_weight_file
+from multigpu_cli.errors import RequestError
+from tests.support.awkward_models import Note
+
+safetensors = pytest.importorskip("safetensors.torch")
+PREFIXES = ["module.", "_orig_mod.", "model.", "network."]
+
+
+def network(seed: int = 0, classes: int = 2) -> nn.Module:
+    torch.manual_seed(seed)
+    body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    return nn.Sequential(OrderedDict(body=body, head=nn.Linear(4, classes)))
+
+
+def write_parts(folder: Path, state: dict[str, Tensor], ending: str) -> Path:
+    """As Hugging Face writes weights that are too large for one file."""
+    names = list(state)
+    places = {name: f"model-{1 + 2 * place // len(names)}-of-2.{ending}" for place, name in enumerate(names)}
+    for file in set(places.values()):
+        part = {name: state[name].clone() for name in names if places[name] == file}
+        safetensors.save_file(part, folder / file) if ending == "safetensors" else torch.save(part, folder / file)
+    index = folder / f"model.{ending}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    return index
+
+
+def write(layout: str, folder: Path, state: dict[str, Tensor]) -> Path:
+    """The weights as some program writes them; returns what --init-from is given."""
+    file = folder / "file.pt"
+    match layout:
+        case "exported .safetensors" | "exported .pt":
+            file = folder / layout.replace("exported ", "weights")
+            export_weights(state, file)
+        case "a folder of .safetensors":
+            safetensors.save_file(state, folder / "model.safetensors")
+            return folder
+        case "index.json" | "a folder of parts":
+            index = write_parts(folder, state, "safetensors")
+            return index if layout == "index.json" else folder
+        case "a folder of .bin parts":
+            write_parts(folder, state, "bin")
+            return folder
+        case "an old file":
+            torch.save(state, file, _use_new_zipfile_serialization=False)
+        case "a run folder":
+            save_weights(folder / "best.pt", state, {}, {})
+            return folder
+        case "a checkpoint":
+            Store(folder, 3).save(1, {"model": state, "optimizer": {"state": {}}, "progress": {"step": 1}}, {})
+            return folder / "step_00000001"
+        case "parameters":
+            torch.save({name: nn.Parameter(value) if value.is_floating_point() else value
+                        for name, value in state.items()}, file)  # fmt: skip
+        case key:
+            torch.save({"epoch": 3, "accuracy": torch.tensor(0.5), key: OrderedDict(state)}, file)
+    return file
+
+
+LAYOUTS = [
+    *("exported .safetensors", "exported .pt", "a folder of .safetensors", "index.json", "a folder of parts"),
+    *("a folder of .bin parts", "an old file", "a run folder", "a checkpoint", "parameters"),
+    *("state_dict", "model", "model_state_dict", "module"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_come_from_whatever_file_people_have(layout: str, tmp_path: Path) -> None:
+    state, model = network().state_dict(), network(seed=1)
+    match = load_initial_weights(model, write(layout, tmp_path, state), partial=False)
+    assert fingerprint(model.state_dict()) == fingerprint(state)
+    assert (list(match.loaded), match.differences) == (list(state), [])
+
+
+@pytest.mark.parametrize("prefix", [*PREFIXES, "module._orig_mod.", "model.module."])
+@pytest.mark.parametrize("wrapped", ["file", "model"])
+def test_a_wrappers_prefix_makes_no_difference(prefix: str, wrapped: str, tmp_path: Path) -> None:
+    plain, model = network().state_dict(), network(seed=1)
+    named = {prefix + name: value for name, value in plain.items()}
+    if wrapped == "model":
+        for word in reversed(prefix.rstrip(".").split(".")):
+            model = nn.Sequential(OrderedDict({word: model}))
+    torch.save(named if wrapped == "file" else plain, tmp_path / "file.pt")
+    load_initial_weights(model, tmp_path / "file.pt", partial=False)
+    assert fingerprint(model.state_dict()) == fingerprint(named if wrapped == "model" else plain)
+
+
+NAMES = st.lists(st.sampled_from(["a", "b.c", "model.a", "module.b.c", "head", "model.model.a", "module"]), unique=True)
+
+
+@given(NAMES, NAMES)
+def test_each_name_of_the_model_has_one_of_the_file_or_none(own: list[str], found: list[str]) -> None:
+    match = match_weights({name: torch.ones(1) for name in own}, {name: torch.ones(1) for name in found})
+    sources = list(match.loaded.values())
+    assert sorted([*match.loaded, *match.initialised]) == sorted(own)
+    assert sorted([*sources, *match.unused]) == sorted(found), "nothing is taken twice or forgotten"
+    assert all(match.loaded[name] == name for name in set(own) & set(found)), "an equal name comes first"
+    assert all(name.endswith(source.split("model.")[-1].split("module.")[-1]) for name, source in match.loaded.items())
+
+
+def test_a_name_that_could_be_either_is_left_out() -> None:
+    match = match_weights({"a": torch.ones(1)}, {"model.a": torch.ones(1), "module.a": torch.ones(1)})
+    assert (match.loaded, match.unused) == ({}, ["model.a", "module.a"])
+
+
+def test_a_head_of_another_shape_names_the_flag_and_the_tensors(tmp_path: Path) -> None:
+    torch.save(network(classes=9).state_dict(), tmp_path / "file.pt")
+    model = network(seed=1)
+    before = fingerprint(model.state_dict())
+    with pytest.raises(RequestError) as refused:
+        load_initial_weights(model, tmp_path / "file.pt", partial=False)
+    assert "head.weight is (9, 4), the model has (2, 4)" in refused.value.problem
+    assert "head.bias is (9,), the model has (2,)" in refused.value.problem
+    assert refused.value.remedy.startswith("--init-partial")
+    assert fingerprint(model.state_dict()) == before, "nothing was loaded"
+
+
+def test_partial_leaves_what_does_not_fit_and_tells_it(tmp_path: Path) -> None:
+    state = network(classes=9).state_dict() | {"extra": torch.ones(1)}
+    del state["head.bias"]
+    torch.save(state, tmp_path / "file.pt")
+    model, untouched = network(seed=1), network(seed=1)
+    match = load_initial_weights(model, tmp_path / "file.pt", partial=True)
+    assert torch.equal(model.body[0].weight, state["body.0.weight"])  # type: ignore[union-attr, index]
+    assert torch.equal(model.head.weight, untouched.head.weight)  # type: ignore[union-attr, arg-type]
+    assert list(match.initialised) == ["head.weight", "head.bias"]
+    assert dict(match.rows()) == {
+        "loaded": "7 tensors: body.0.weight, body.0.bias, body.1.weight, body.1.bias, …",
+        "as initialised": "2 tensors: head.weight is (9, 4), the model has (2, 4), head.bias is missing",
+        "not used": "1 tensor: extra",
+    }
+
+
+def test_partial_is_no_way_to_load_nothing(tmp_path: Path) -> None:
+    torch.save({"other": torch.ones(1)}, tmp_path / "file.pt")
+    for partial in (True, False):
+        with pytest.raises(RequestError, match=r"does not fit the model(?s:.)*more") as refused:
+            load_initial_weights(network(), tmp_path / "file.pt", partial=partial)
+        assert "--init-partial" not in refused.value.remedy
+
+
+def test_of_tied_weights_one_is_enough(tmp_path: Path) -> None:
+    """Hugging Face leaves the second name out of its files."""
+    model, other = (nn.ModuleDict({"embed": nn.Embedding(5, 3), "out": nn.Linear(3, 5, bias=False)}) for _ in range(2))
+    for each in (model, other):
+        each.out.weight = each.embed.weight  # type: ignore[union-attr]
+    torch.save({"embed.weight": other.embed.weight.detach()}, tmp_path / "file.pt")  # type: ignore[union-attr, operator]
+    match = load_initial_weights(model, tmp_path / "file.pt", partial=False)
+    assert match.loaded == {"embed.weight": "embed.weight", "out.weight": "embed.weight"}
+    assert torch.equal(model.out.weight, other.embed.weight)  # type: ignore[union-attr, arg-type]
+
+
+def test_layers_without_weights_yet_take_those_of_a_file(tmp_path: Path) -> None:
+    torch.save({"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}, tmp_path / "file.pt")
+    layer = nn.LazyLinear(4)
+    load_initial_weights(nn.Sequential(layer), tmp_path / "file.pt", partial=False)
+    assert float(layer.weight.detach().sum()) == 12
+
+
+def test_a_checkpoint_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    folder = write("a checkpoint", tmp_path, network().state_dict())
+    content = bytearray((folder / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "state.pt").write_bytes(content)
+    for named in (folder, folder / "state.pt"):
+        with pytest.raises(RequestError, match=r"state\.pt does not match its checksum"):
+            read_initial_weights(named)
+
+
+def spoil(kind: str, folder: Path) -> str:
+    """A file that is not what it says; returns what the message should say."""
+    file = folder / "file.safetensors"
+    safetensors.save_file(network().state_dict(), file)
+    match kind:
+        case "torn":
+            file.write_bytes(file.read_bytes()[:-10])
+            return r"is no \.safetensors file"
+        case "no safetensors":
+            file.write_text("nonsense" * 100)
+            return r"is no \.safetensors file"
+        case "a Python object":
+            file = folder / "file.pt"
+            torch.save({"state_dict": network().state_dict(), "args": Note()}, file)
+            return r"loaded safely \(tests\.support\.awkward_models\.Note\)"
+    file = write_parts(folder, network().state_dict(), "safetensors")
+    index: dict[str, Any] = json.loads(file.read_text())
+    part = folder / "model-1-of-2.safetensors"
+    match kind:
+        case "a part is gone":
+            part.unlink()
+            expected = "model-1-of-2.safetensors is missing"
+        case "a name is gone":
+            safetensors.save_file({"other": torch.ones(1)}, part)
+            expected = "is not in model-1-of-2.safetensors"
+        case "a file elsewhere":
+            index["weight_map"]["head.bias"] = "../file.safetensors"
+            expected = "no file beside it"
+        case "no map":
+            del index["weight_map"]
+            expected = "no list of weights"
+    file.write_text(json.dumps(index))
+    file.replace(folder / "file.index.json")
+    return expected
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["torn", "no safetensors", "a Python object", "a part is gone", "a name is gone", "a file elsewhere", "no map"],
+)
+def test_what_is_broken_is_refused_in_one_message(kind: str, tmp_path: Path) -> None:
+    expected = spoil(kind, tmp_path)
+    names = {"a Python object": "file.pt", "torn": "file.safetensors", "no safetensors": "file.safetensors"}
+    with pytest.raises(RequestError, match=expected) as refused:
+        read_initial_weights(tmp_path / names.get(kind, "file.index.json"))
+    assert refused.value.problem.startswith("--init-from ")
+    assert "\n" not in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (["best.pt", "last.pt", "model.safetensors"], "best.pt"),
+        (["model-1-of-2.safetensors", "model-2-of-2.safetensors", "model.safetensors.index.json"],
+         "model.safetensors.index.json"),
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "model.safetensors"),
+        (["adapter.safetensors", "model.safetensors"], "model.safetensors"),
+        (["net.safetensors"], "net.safetensors"),
+        (["a.safetensors", "b.safetensors"], None),
+        (["last.pt", "notes.txt"], None),
+    ],
+)  # fmt: skip
+def test_a_folder_has_one_file_of_weights_or_is_refused(files: list[str], chosen: str | None, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(serialize({}))
+    assert find_weight_file(tmp_path) == (tmp_path / chosen if chosen else None)
