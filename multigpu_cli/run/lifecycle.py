@@ -15,6 +15,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assemble_run import assemble_run, start_run
 from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.build import build_components
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
 from multigpu_cli.run.freezing import freeze_until_due
 from multigpu_cli.run.parameter_groups import describe_groups
@@ -88,7 +89,7 @@ def try_request(request: ResolvedRequest) -> dict[str, Any]:
         TrainingError: the run would fail before its first step.
     """
     spec, world, console = request.spec, request.world, request.console
-    plan, tried = spec.plan, "nothing: the run is complete"
+    plan, tried, components = spec.plan, "nothing: the run is complete", None
     if not spec.is_complete:
         run_on_main_rank(world, lambda: check_unlocked(Path(spec.resume_point.folder)))
         components = build_components(spec, world)
@@ -100,6 +101,8 @@ def try_request(request: ResolvedRequest) -> dict[str, Any]:
         tried = f"forward and backward with {pluralize(samples, 'sample')}: model, data and task fit"
         tried += ", in one process" if spec.placement.num_processes_to_launch else ""
     console.plan([*plan.rows(), ("tried", tried)], "Plan")
+    if components:
+        _show_model_tables(components, console)
     facts = plan.as_dict() | {"tried": tried}
     console.print_json(facts)
     return facts
@@ -121,10 +124,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         memory_warnings = fit_batch_sizes_to_memory(components)
         freeze_until_due(components)
         console.plan(components.plan.rows(), "Plan")
-        if groups := describe_groups(components):
-            console.plan(groups, "Learning rates")
-        if weights := components.state.initial_weights:
-            console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
+        _show_model_tables(components, console)
         run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
         run = assemble_run(components, console, stop, watchdog, stack)
         run.progress.startup_seconds += time.perf_counter() - began
@@ -134,6 +134,14 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         if not run.control.summary_written:
             run.checkpointer.writer.wait()
             write_run_end(run, build_summary(run, "stopped", {}))
+
+
+def _show_model_tables(components: TrainComponents, console: Console) -> None:
+    """Show beside the plan the learning rates of parts of the model, and where its first weights come from."""
+    if groups := describe_groups(components):
+        console.plan(groups, "Learning rates")
+    if weights := components.state.initial_weights:
+        console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
 
 
 @contextmanager
