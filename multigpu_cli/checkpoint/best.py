@@ -1,4 +1,4 @@
-"""Keeps the best weights so far beside each checkpoint, since best.pt may be of a later step."""
+"""Stores the best weights so far in each checkpoint's folder, since best.pt may be of a later step."""
 
 import os
 from collections.abc import Iterable, Sequence

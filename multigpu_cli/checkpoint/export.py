@@ -86,9 +86,12 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
         TrainingError: reading the file back gives other content.
     """
     left_out = extra_state(state) if target.suffix == ".safetensors" else {}
-    kept = {name: value for name, value in state.items() if name not in left_out}
-    own = {name: value.clone().contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
-    # tied tensors become two: safetensors accepts no views
+    # copies, so that tied tensors become two: safetensors accepts no views
+    own = {
+        name: value.clone().contiguous() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if name not in left_out
+    }
     with _draft(target) as draft:
         if target.suffix == ".safetensors":
             from safetensors import torch as safetensors  # an optional dependency

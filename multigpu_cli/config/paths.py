@@ -89,7 +89,7 @@ def _save_dir(given: str) -> Iterator[RequestError]:
 
 
 def _suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
-    """A question that names the closest of `words` and of the folders (or files) beside a missing path; or ""."""
+    """A question with the closest match to a missing path among `words` and its neighbor folders (or files); or ""."""
     names = {word: word for word in words}
     if path.parent.is_dir() and os.access(path.parent, os.R_OK | os.X_OK):
         there = [entry for entry in path.parent.iterdir() if entry.is_dir() == folders and entry.name[0] != "."]

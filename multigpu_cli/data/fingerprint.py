@@ -1,4 +1,4 @@
-"""A cheap fingerprint of a dataset, equal on machines that hold the same data, floating-point rounding aside."""
+"""A cheap fingerprint of a dataset, equal on machines with the same data up to floating-point rounding."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

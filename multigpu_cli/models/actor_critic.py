@@ -80,13 +80,13 @@ def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, begun: Tensor, memory: Tensor) ->
     Returns:
         Outputs (T, n, hidden), and the memory after the last step.
     """
-    kept = (begun == 0).to(inputs.dtype).unsqueeze(-1)
+    keep = (begun == 0).to(inputs.dtype).unsqueeze(-1)
     steps = len(inputs)
     cuts = [0] if steps == 1 else [0, *(int(at) for at in (begun[1:] != 0).any(1).nonzero().flatten() + 1)]
     parts = []
     hidden, cell = memory.to(inputs.dtype).unsqueeze(0).chunk(2, -1)
     for first, stop in zip(cuts, [*cuts[1:], steps], strict=True):
-        hidden, cell = hidden * kept[first], cell * kept[first]
+        hidden, cell = hidden * keep[first], cell * keep[first]
         outputs, (hidden, cell) = lstm(inputs[first:stop], (hidden.contiguous(), cell.contiguous()))
         parts.append(outputs)
     return torch.cat(parts), torch.cat([hidden, cell], -1).squeeze(0)
