@@ -1,4 +1,4 @@
-"""Input shape, classes and vocabulary of a user's dataset, learned from its samples."""
+"""Infers input shape, number of classes and vocabulary size of a user's dataset from its samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ _MOST_SCANNED = 100_000
 
 
 def infer_source(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[Any] | None) -> DataSource:
-    """The splits with what can be learned from them."""
+    """A DataSource of the splits, with shapes and classes inferred from the samples."""
     one = [(0, get_sample(train, 0))]
-    inputs, targets = Collate(train)(one)  # a batch: a collate_fn may make what a sample lacks
+    inputs, targets = Collate(train)(one)  # a batch, since a collate_fn may add what a sample lacks
     held_in_memory = [part for part in (train, val, test) if isinstance(part, TensorDataset)]
     return DataSource(
         train=train,
@@ -27,23 +27,23 @@ def infer_source(train: Dataset[Any], val: Dataset[Any] | None, test: Dataset[An
         input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
         num_classes=_infer_vocabulary_size([part.tensors for part in held_in_memory], 2) or _classes(train),
         num_outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
-        note="a stream that was read once, with its randomness: "
+        note="an iterable dataset, read once with its randomness: "
         if isinstance(unwrap_dataset(train), MaterializedIterable)
         else "",
     )
 
 
 def _classes(dataset: Dataset[Any]) -> int:
-    """How many classes: the dataset says so, or its labels do; 0 where targets are no class numbers."""
-    if told := count_declared_classes(dataset):
-        return told
+    """The number of classes, declared by the dataset or inferred from its labels; 0 if targets are not classes."""
+    if declared := count_declared_classes(dataset):
+        return declared
     if isinstance(dataset, TensorDataset):
         labels = dataset.tensors[1]
         return 0 if labels.is_floating_point() or labels.ndim != 1 else int(labels.max()) + 1
     count = len(dataset)  # type: ignore[arg-type]
     if count > _MOST_SCANNED:
         raise RequestError(
-            f"--data: {count} samples are too many to look through for the number of classes",
+            f"--data: {count} samples are too many to infer the number of classes from",
             remedy="give the dataset an attribute num_classes",
         )
     pairs = [to_pair(get_sample(dataset, index), f"sample {index}") for index in range(count)]
@@ -53,10 +53,10 @@ def _classes(dataset: Dataset[Any]) -> int:
 
 
 def _infer_vocabulary_size(pairs: Sequence[Sequence[Any]], axes: int) -> int:
-    """How many tokens there are, where samples are tokens and those that follow them; else 0.
+    """The vocabulary size, if samples are tokens with the next tokens as targets; else 0.
 
     Args:
-        axes: that sequences have at least.
+        axes: the least number of dimensions of a sequence.
     """
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in pair):

@@ -11,10 +11,10 @@ from multigpu_cli.data.collate import TARGETS, Collate, get_sample, unwrap_datas
 
 
 class UnlabeledDataset(Dataset[Any]):
-    """A dataset of inputs alone: tensors, mappings without a target, or what its collate_fn makes a batch of.
+    """A dataset of inputs only: tensors, mappings without a target, or anything that its collate_fn accepts.
 
     Args:
-        target: what stands in for the target of each sample.
+        target: the placeholder target of each sample.
     """
 
     def __init__(self, dataset: Dataset[Any], target: Tensor) -> None:
@@ -42,7 +42,7 @@ class UnlabeledDataset(Dataset[Any]):
 
 
 def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any]) -> UnlabeledDataset | None:
-    """The dataset with something in the place of its targets; None where it has them, as the training samples do."""
+    """The dataset with placeholder targets; None if it has targets, or if the training samples have none."""
     item, known = get_sample(dataset, 0), get_sample(train, 0)
     if (own := getattr(unwrap_dataset(dataset), "collate_fn", None)) is not None:
         item, known = own([item]), own([known])

@@ -54,9 +54,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     damaged = run_in(tmp_path / "run") / "checkpoints/step_00000010"
     (damaged / "state.pt").write_bytes(b"torn")
     for path, message in (
-        (tmp_path / "empty", "no weights there"),
-        (tmp_path / "run", "no weights there"),
-        (tmp_path / "text.pt", r"text\.pt is no file of weights"),
+        (tmp_path / "empty", "contains no weights"),
+        (tmp_path / "run", "contains no weights"),
+        (tmp_path / "text.pt", r"text\.pt can't be loaded safely"),
         (tmp_path / "foreign.pt", r"foreign\.pt is not the best\.pt or last\.pt of a run"),
         (damaged, r"state\.pt has 4 bytes"),
     ):
@@ -70,7 +70,7 @@ def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
     checkpoint = poison_and_sign(run / "checkpoints/step_00000010", target)
     best = poison(tmp_path / "best.pt", target, {"model": STATE, "config": {}})
     for path in (run, checkpoint, best):
-        with pytest.raises(RequestError, match="no file of weights that can be loaded safely"):
+        with pytest.raises(RequestError, match="can't be loaded safely as weights"):
             load_trained_weights(path)
     assert not target.exists()
 
@@ -95,7 +95,7 @@ def test_weights_are_all_there_and_load_elsewhere(name: str, tmp_path: Path) -> 
 
 def test_weights_that_come_back_changed_are_not_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "serialize", lambda state: _bytes(state | {"w": state["w"] + 1}))
-    with pytest.raises(TrainingError, match="not what is read back"):
+    with pytest.raises(TrainingError, match="reading the file back gives other content"):
         export_weights(STATE, tmp_path / "w.pt")
     assert list(tmp_path.iterdir()) == []
 

@@ -129,9 +129,9 @@ def test_everything_wrong_is_reported_at_once_with_file_and_line(recipe: Write) 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "mine.yaml:1: empty"),
-        (b"- epochs\n", "mine.yaml:1: a list"),
-        (b"epochs\n", "mine.yaml:1: a single value"),
+        (b"", "mine.yaml:1: the file is empty"),
+        (b"- epochs\n", "mine.yaml:1: the file is a list"),
+        (b"epochs\n", "mine.yaml:1: the file is a single value"),
         (b"epochs: 3\nmode: \xe9\n", "mine.yaml:2: not UTF-8"),
         (b"#" * (2**20 + 1), "too large"),
         (b"epochs: [\n", "mine.yaml:2: malformed"),

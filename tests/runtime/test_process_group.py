@@ -64,7 +64,7 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     ("hosts", "uuids", "named"),
     [
         ("aabb", "1213", ""),
-        ("aaaa", "1211", "ranks 0,2,3 have one GPU"),
+        ("aaaa", "1211", "ranks 0,2,3 share a GPU"),
         ("abab", "1223", ""),  # machines may be copies of one another
     ],
 )
