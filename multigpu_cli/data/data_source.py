@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from multigpu_cli.data.collate import PAIR, SampleForm
 from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
@@ -39,8 +40,9 @@ class LoaderOptions:
 class DataSource:
     """A dataset, split and ready to train on.
 
-    A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets
-    (n,)) is held in memory and indexed by whole batches; anything else is fetched one by one, by loader processes.
+    A split is a map-style `torch.utils.data.Dataset` of (input, target), or whatever `form` says. A `TensorDataset`
+    (inputs (n, …), targets (n,)) is held in memory and indexed by whole batches; anything else is fetched one by one,
+    by loader processes.
 
     Attributes:
         train, val, test: the splits; None where there is none.
@@ -56,6 +58,7 @@ class DataSource:
         note: what is special about the samples, for the plan.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: how samples come to the device.
+        form: what of a sample are inputs, and what targets.
         model_kwargs: what else a network's factory may ask for.
         fixed_batch_sizes: samples of a micro-batch and of a global batch, where the user's settings don't say.
         epochs: how many there are, where --epochs does not say.
@@ -79,6 +82,7 @@ class DataSource:
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
     loader_options: LoaderOptions = LoaderOptions()
+    form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     fixed_batch_sizes: tuple[int, int] | None = None
     epochs: int | None = None

@@ -98,10 +98,12 @@ def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.
 
 
 def _length(inputs: tuple[Any, ...]) -> int:
-    """Samples in what a network is called with: the first tensor's first dimension; -1 where there is none."""
+    """Samples in what a network is called with: the first tensor's first dimension, or the length of the first list;
+    -1 where there is neither."""
     for value in inputs:
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim):
             return len(value)
-        if isinstance(value, dict) and (inside := _length(tuple(value.values()))) >= 0:
+        parts = tuple(value.values()) if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+        if (inside := _length(parts)) >= 0:
             return inside
     return -1
