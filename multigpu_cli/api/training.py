@@ -23,6 +23,7 @@ from multigpu_cli.models.build import is_of_transformers
 from multigpu_cli.run.build import adapt_live
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
+from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.tasks.base import Loss
@@ -169,6 +170,7 @@ def evaluate_with_multi_gpu(
         task = build_task(
             frozen, user_objects.source, user_objects.criterion, has_logits=is_of_transformers(user_objects.model)
         )
+        stack.callback(unbind_call, user_objects.model)
         network = adapt_live(frozen, user_objects).to(world.device)
         broadcast_weights(network, world)
         precision = Precision(agree_on_precision(frozen.precision.amp, world, [world.device]).name, world.device)
