@@ -1,5 +1,6 @@
 """Exports weights and models as safetensors, torch.export or ONNX; each file is read back and compared."""
 
+import inspect
 import io
 import logging
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
@@ -18,6 +20,7 @@ from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import extra_state, is_state_dict
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.model_call import Arguments, bind_arguments
 
 _TOLERANCE = 1e-4  # of the largest output; another runtime sums in another order
 
@@ -114,12 +117,12 @@ def _bits(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 
-def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
+def export_network(model: nn.Module, inputs: Any, target: Path) -> float:
     """Write a model that runs without this package, as .pt2 or .onnx, and compare its outputs with the original's.
 
     Args:
         model: in evaluation mode, on the CPU.
-        inputs: (n, …) samples, n > 2; the exported model accepts any batch size.
+        inputs: (n, …) samples, n > 2, or a tuple or dict of such tensors; the exported model accepts any batch size.
 
     Returns:
         The largest difference of an output.
@@ -131,9 +134,12 @@ def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
     pack, load = (_onnx, _run_onnx) if target.suffix == ".onnx" else (_pt2, _run_pt2)
     with _draft(target) as draft, torch.no_grad(), _silence():
         try:
-            publish(draft, pack(model, inputs[:-1]))
+            publish(draft, pack(model, bind_arguments(model, _take(inputs, -1))))
             run = load(draft.read_bytes())
-            pairs = [(model(some).double(), run(some).double()) for some in (inputs, inputs[:1])]
+            calls = [bind_arguments(model, some) for some in (inputs, _take(inputs, 1))]
+            pairs = [
+                pair for args, named in calls for pair in _pair_outputs(model(*args, **named), run(*args, **named))
+            ]
         except OSError:
             raise
         except Exception as error:  # torch raises many types of error for code that it can't trace
@@ -172,30 +178,52 @@ def _silence() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def _trace_network(model: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+def _take(inputs: Any, stop: int) -> Any:
+    """The first samples, or all but the last."""
+    return tree_map_only(Tensor, lambda tensor: tensor[:stop], inputs)
 
 
-def _pt2(model: nn.Module, inputs: Tensor) -> bytes:
+def _pair_outputs(one: Any, other: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of both, in double precision."""
+    sides = ([each.double() for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (one, other))
+    return list(zip(*sides, strict=True))
+
+
+def _trace_network(model: nn.Module, call: Arguments) -> torch.export.ExportedProgram:
+    """For any number of samples, which are the first dimension of every tensor."""
+    batch = {0: torch.export.Dim("batch")}
+    bound = inspect.signature(model.forward).bind(*call[0], **call[1]).arguments
+    shapes = {name: tree_map_only(Tensor, lambda _: batch, value) for name, value in bound.items()}
+    return torch.export.export(model, call[0], call[1], dynamic_shapes=shapes)
+
+
+def _pt2(model: nn.Module, call: Arguments) -> bytes:
     content = io.BytesIO()
-    torch.export.save(_trace_network(model, inputs), content)
+    torch.export.save(_trace_network(model, call), content)
     return content.getvalue()
 
 
-def _run_pt2(content: bytes) -> Callable[[Tensor], Tensor]:
-    network: Callable[[Tensor], Tensor] = torch.export.load(io.BytesIO(content)).module()
+def _run_pt2(content: bytes) -> Callable[..., Any]:
+    network: Callable[..., Any] = torch.export.load(io.BytesIO(content)).module()
     return network
 
 
-def _onnx(model: nn.Module, inputs: Tensor) -> bytes:
-    program = torch.onnx.export(
-        _trace_network(model, inputs), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
-    )
+def _onnx(model: nn.Module, call: Arguments) -> bytes:
+    """A lone input is called "input", several as the parameters of the network are."""
+    alone = len(call[0]) == 1 and isinstance(call[0][0], Tensor) and not call[1]
+    names = {"input_names": ["input"], "output_names": ["output"]} if alone else {}
+    program = torch.onnx.export(_trace_network(model, call), dynamo=True, verbose=False, **names)  # type: ignore[arg-type]
     return bytes(program.model_proto.SerializeToString())  # type: ignore[union-attr]  # None is the old exporter's
 
 
-def _run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+def _run_onnx(content: bytes) -> Callable[..., Any]:
     import onnxruntime  # an optional dependency
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
+
+    def run(*args: Any, **named: Any) -> list[Tensor]:
+        names = [each.name for each in session.get_inputs()]
+        given = {name: leaf.numpy() for name, leaf in zip(names, tree_leaves((args, named)), strict=True)}
+        return [torch.from_numpy(output) for output in session.run(None, given)]
+
+    return run

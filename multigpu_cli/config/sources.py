@@ -166,7 +166,7 @@ def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
         )
         for part in PARTS:
             if part in values and layer.get(part) not in (None, values[part]):
-                replaced += (f"{part}.args",)
+                replaced += tuple(key for key in values if key.startswith(f"{part}."))
         kept = {key: value for key, value in values.items() if key not in replaced}
         merged_args = {key: kept.get(key, {}) | value for key, value in layer.items() if key.endswith(".args")}
         values = {key: value for key, value in (kept | layer | merged_args).items() if value is not None}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from multigpu_cli.data.collate import PAIR, SampleForm
 from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
@@ -39,8 +40,9 @@ class LoaderOptions:
 class DataSource:
     """A dataset, split and ready to train on.
 
-    A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets
-    (n,)) is kept in memory and indexed by whole batches; any other is fetched sample by sample, by loader processes.
+    A split is a map-style `torch.utils.data.Dataset` of (input, target), or as `form` says. A `TensorDataset` (inputs
+    (n, …), targets (n,)) is kept in memory and indexed by whole batches; any other is fetched sample by sample, by
+    loader processes.
 
     Attributes:
         train, val, test: the splits, or None.
@@ -56,6 +58,7 @@ class DataSource:
         note: a property of the samples that the plan shows.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: options of the DataLoader.
+        form: which parts of a sample are inputs, and which are targets.
         model_kwargs: further arguments that a model's factory may name.
         fixed_batch_sizes: samples of a micro-batch and of a global batch, if the dataset defines them.
         epochs: number of epochs, if the dataset defines it.
@@ -79,6 +82,7 @@ class DataSource:
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
     loader_options: LoaderOptions = LoaderOptions()
+    form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     fixed_batch_sizes: tuple[int, int] | None = None
     epochs: int | None = None

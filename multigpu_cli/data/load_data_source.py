@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.collate import to_tensors
+from multigpu_cli.data.collate import PAIR, SampleForm, to_tensors
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.data.materialized_iterable import MaterializedIterable
@@ -22,13 +22,16 @@ from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime import factories
 
 
-def load_data_source(config: DataConfig, seed: int) -> DataSource:
+def load_data_source(config: DataConfig, seed: int, form: SampleForm = PAIR) -> DataSource:
     """Load the dataset that --data names: a built-in one, or the user's own.
 
     A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
     `data_dir`, `mode`, `seed` and the data.args; it returns a map-style Dataset or None. A factory without a `split`
     parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10.
     Arrays (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict.
+
+    Args:
+        form: of the samples.
 
     Raises:
         RequestError: an unknown dataset, missing or damaged files, or a factory that returns something else.
@@ -37,9 +40,9 @@ def load_data_source(config: DataConfig, seed: int) -> DataSource:
     offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
-        source = _from_one(factory, offered, config.args, config.name, seed)
+        source = _from_one(factory, offered, config.args, config.name, seed, form)
     else:
-        source = _from_splits(factory, offered, config.args, config.name, seed)
+        source = _from_splits(factory, offered, config.args, config.name, seed, form)
     if len(source.train) == 0:  # type: ignore[arg-type]
         raise RequestError(
             f"--data {config.name}: the training set is empty",
@@ -66,9 +69,9 @@ def _holds_numbers(value: Any) -> bool:
 
 def _check_finite(dataset: Any, where: str) -> None:
     """Refuse NaN and infinity, which would make the loss non-finite; only data in memory are checked."""
-    for tensor, kind in (
-        zip(dataset.tensors, ("input", "target"), strict=False) if isinstance(dataset, TensorDataset) else ()
-    ):
+    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
+    for place, tensor in enumerate(tensors):
+        kind = "target" if 0 < place == len(tensors) - 1 else "input"
         if tensor.is_floating_point() and tensor.numel() and not all(map(isfinite, tensor.aminmax())):
             sample = int((~tensor.isfinite()).nonzero()[0, 0])
             raise RequestError(
@@ -78,16 +81,24 @@ def _check_finite(dataset: Any, where: str) -> None:
 
 
 def _from_one(
-    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+    factory: Callable[..., Any],
+    offered: Mapping[str, Any],
+    args: dict[str, Any],
+    name: str,
+    seed: int,
+    form: SampleForm,
 ) -> DataSource:
     other = None
     if "new" not in inspect.signature(factory).parameters:
         other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
     found = factories.call_factory(factory, offered, args, where="data")
-    source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed)
+    if isinstance(found, DataSource):
+        source = replace(found, form=form)
+    else:
+        source = _split_by_seed(_dataset(found, name, seed), seed, form)
     if other is None:
         return source
-    if found is source or not isinstance(other, dict):
+    if isinstance(found, DataSource) or not isinstance(other, dict):
         raise RequestError(
             f"data.args.new: {name} has no new samples for {other!r}",
             remedy="give the arguments that differ for the new samples, for instance --set 'data.new={path: new.csv}'",
@@ -95,11 +106,16 @@ def _from_one(
     from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled  # late: few runs have new samples
 
     new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
-    return replace(source, new=wrap_unlabeled(new, source.train) or new)
+    return replace(source, new=wrap_unlabeled(new, source.train, form) or new)
 
 
 def _from_splits(
-    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+    factory: Callable[..., Any],
+    offered: Mapping[str, Any],
+    args: dict[str, Any],
+    name: str,
+    seed: int,
+    form: SampleForm,
 ) -> DataSource:
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
@@ -110,13 +126,13 @@ def _from_splits(
             f"--data {name}: the factory returned None for split='train'",
             remedy="return a dataset; only val and test may be None",
         )
-    return infer_source(splits["train"], splits["val"], splits["test"])
+    return infer_source(splits["train"], splits["val"], splits["test"], form)
 
 
-def _split_by_seed(dataset: Dataset[Any], seed: int) -> DataSource:
+def _split_by_seed(dataset: Dataset[Any], seed: int, form: SampleForm) -> DataSource:
     parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
     train, val, test = (_part(dataset, part) for part in parts)
-    return infer_source(train, val, test)
+    return infer_source(train, val, test, form)
 
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource, LoaderOptions
+from multigpu_cli.data.collate import to_pair
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
-from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class Batch:
     """One micro-batch on its device.
 
     Attributes:
-        inputs, targets: whole batches, first dimension n.
+        inputs, targets: whole batches, first dimension n; several inputs are a tuple or a dict of these, and targets
+            are None if samples have none.
         sample_indices: (n,) int64 on the CPU, the samples' indices in their dataset.
         micro_batch_index: index of the micro-batch in its step (or evaluation), counted over all workers.
     """
@@ -73,11 +74,11 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch = _InMemoryFetcher(split, device, config.on_device, source.loader_options)
+            self._fetch = _InMemoryFetcher(split, device, config.on_device, source)
         else:
             from multigpu_cli.data.map_style_fetcher import ItemFetcher  # late: data in memory need no loader processes
 
-            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.loader_options)
+            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source)
         self.data_location = self._fetch.data_location
 
     def close(self) -> None:
@@ -150,17 +151,16 @@ class Loader:
 class _InMemoryFetcher:
     """A dataset in host or device memory, indexed by whole batches."""
 
-    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, options: LoaderOptions) -> None:
-        tensors = split.tensors
-        if len(tensors) != 2:
-            raise RequestError(f"--data: a sample must be (input, target), not {len(tensors)} tensors")
-        self.device, on_device, self._pin = device, device.type == "cpu", options.pin_memory
+    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, source: DataSource) -> None:
+        tensors, self._form = split.tensors, source.form
+        to_pair(tensors, "a sample", self._form)  # or it is refused
+        self.device, on_device, self._pin = device, device.type == "cpu", source.loader_options.pin_memory
         if device.type == "cuda":
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             free, _ = torch.cuda.mem_get_info(device)
             on_device = wanted == "on" or (wanted == "auto" and size <= _SHARE_OF_GPU * free)
         home = device if on_device else torch.device("cpu")
-        self.inputs, self.targets = (tensor.to(home) for tensor in tensors)
+        self._home, self._tensors = home, [tensor.to(home) for tensor in tensors]
         self.data_location = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
 
     def close(self) -> None:
@@ -168,9 +168,10 @@ class _InMemoryFetcher:
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
         batches = self._pick(chunks)
-        return batches if self.inputs.device == self.device else move_batches(batches, self.device, pin=self._pin)
+        return batches if self._home == self.device else move_batches(batches, self.device, pin=self._pin)
 
     def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = to_device(indices, self.inputs.device)
-            yield self.inputs.index_select(0, at), self.targets.index_select(0, at), indices
+            at = to_device(indices, self._home)
+            parts = tuple(tensor.index_select(0, at) for tensor in self._tensors)
+            yield *to_pair(parts, "a sample", self._form), indices

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.collate import Collate, get_sample, get_samples, unwrap_dataset
-from multigpu_cli.data.data_source import LoaderOptions
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.transfer import Fetched, move_batches
 from multigpu_cli.data.worker_context import LoaderContext, end_processes, ignore_group_signals
@@ -41,14 +41,15 @@ class ItemFetcher:
         seed: int,
         wanted: int | str,
         workers_here: int,
-        options: LoaderOptions,
+        source: DataSource,
     ) -> None:
+        options = source.loader_options
         processes, reason = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
         self.device = device
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(split, seed),
-            collate_fn=Collate(split),
+            collate_fn=Collate(split, source.form),
             batch_sampler=self._chunks,
             num_workers=processes,
             pin_memory=options.pin_memory and device.type == "cuda",

@@ -26,6 +26,7 @@ class Plan:
         unused_flags: flags that were given and have no effect in this run.
         batch_size_reason: the reason for the micro-batch, if --batch-size did not give it.
         compiled: how the model is compiled; empty if it is not.
+        model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
     """
 
     placement_reason: str
@@ -46,6 +47,7 @@ class Plan:
     unused_flags: list[str]
     batch_size_reason: str = ""
     compiled: str = ""
+    model_call: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -61,6 +63,7 @@ class Plan:
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
             *([("torch.compile", self.compiled)] if self.compiled else []),
+            *([("model call", self.model_call)] if self.model_call else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -94,6 +97,7 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
+            "model_call": self.model_call,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

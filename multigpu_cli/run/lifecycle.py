@@ -25,6 +25,7 @@ from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels
@@ -120,6 +121,8 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     """
     spec, world, stop, watchdog, console, began = request
     with ExitStack() as stack:
+        if spec.user_objects:
+            stack.callback(unbind_call, spec.user_objects.model)
         components = build_components(spec, world)
         memory_warnings = fit_batch_sizes_to_memory(components)
         freeze_until_due(components)

@@ -92,7 +92,8 @@ def _open_source(config: Config, placement: Placement, world: World, source: Dat
 def with_measured_batch(spec: RunSpec, size: int, world: World, reason: str) -> RunSpec:
     """The request with the micro-batch that --batch-size auto measured; without --global-batch-size G follows it."""
     spec = replace(spec, config=replace_settings(spec.config, {"batch_size": size}))
-    return replace(spec, plan=replace(make_plan(spec, world), batch_size_reason=reason))
+    plan = replace(make_plan(spec, world), batch_size_reason=reason, model_call=spec.plan.model_call)
+    return replace(spec, plan=plan)
 
 
 def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:

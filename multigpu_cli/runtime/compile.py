@@ -99,10 +99,12 @@ def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.
 
 
 def _length(inputs: tuple[Any, ...]) -> int:
-    """Number of samples in a model's inputs: the first dimension of the first tensor; -1 if there is none."""
+    """Number of samples in a model's inputs: the first dimension of the first tensor, or the length of the first list;
+    -1 if there is neither."""
     for value in inputs:
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim):
             return len(value)
-        if isinstance(value, dict) and (inside := _length(tuple(value.values()))) >= 0:
+        parts = tuple(value.values()) if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+        if (inside := _length(parts)) >= 0:
             return inside
     return -1

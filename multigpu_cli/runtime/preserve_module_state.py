@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 
@@ -41,6 +43,22 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def loss_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode, in which some networks return their loss, with BatchNorm and dropout as in evaluation."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NormBase | _DropoutNd):
+            module.eval()
+    try:
+        with preserve_buffers(model):
             yield
     finally:
         for module, training in modes:
