@@ -17,7 +17,7 @@ from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.map_style_fetcher import ItemFetcher
+    from multigpu_cli.data.dataloader_fetcher import ItemFetcher
 
 _SHARE_OF_GPU = 0.25  # of its free memory, which a dataset may use with --data-on-device auto
 
@@ -76,7 +76,9 @@ class Loader:
         if isinstance(split, TensorDataset):
             self._fetch = _InMemoryFetcher(split, device, config.on_device, source)
         else:
-            from multigpu_cli.data.map_style_fetcher import ItemFetcher  # late: data in memory need no loader processes
+            from multigpu_cli.data.dataloader_fetcher import (
+                ItemFetcher,  # late: data in memory need no loader processes
+            )
 
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source)
         self.data_location = self._fetch.data_location

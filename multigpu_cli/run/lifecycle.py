@@ -12,16 +12,17 @@ from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assemble_run import assemble_run, start_run
-from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, try_micro_batch
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.assemble_run import assemble_run
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.describe_learning_rates import describe_groups
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
+from multigpu_cli.run.fit_batch_sizes_to_memory import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.freezing import freeze_until_due
-from multigpu_cli.run.parameter_groups import describe_groups
 from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.run.start_run import start_run
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv

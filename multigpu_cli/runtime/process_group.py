@@ -131,7 +131,7 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
     Raises:
         AttemptRefused: an earlier attempt ended with an error that must not be repeated.
     """
-    from multigpu_cli.runtime.rank_handshake import (  # late: a single process needs no handshake
+    from multigpu_cli.runtime.agree_on_roster import (  # late: a single process needs no handshake
         RankGpu,
         RankInfo,
         agree_on_roster,

@@ -1,6 +1,6 @@
 """Files that outlive an attempt: torchrun's error files, and the records of earlier attempts.
 
-With several nodes each agent counts its own restarts and has its own folder; `rank_handshake` merges them.
+With several nodes each agent counts its own restarts and has its own folder; `agree_on_roster` merges them.
 """
 
 import json

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from multigpu_cli.runtime import restart_records
 
 if TYPE_CHECKING:
-    from multigpu_cli.runtime.rank_handshake import RankGpu
+    from multigpu_cli.runtime.agree_on_roster import RankGpu
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
+from multigpu_cli.run.device_and_data_rules import check_data
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.validate_request import check_data
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank

@@ -22,7 +22,7 @@ from multigpu_cli.commands.doctor.findings import Finding, warn_if
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.run.check_same_data_and_machine import group_ranks
+from multigpu_cli.run.check_ranks_agree_on_data_and_machine import group_ranks
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import open_data

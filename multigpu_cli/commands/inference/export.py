@@ -17,7 +17,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.tasks.open_data import FROM_MODEL, check_has_samples
 
 _SAMPLES = 9

@@ -3,7 +3,7 @@
 import torch
 
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.run.validate_request import check_device
+from multigpu_cli.run.device_and_data_rules import check_device
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 
