@@ -67,7 +67,7 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     assert all(find_spec(f"multigpu_cli.{name}") for name in rooms), "a name is out of date"
     assert not loaded & (rooms | {"yaml", "tqdm", "rich", "tensorboard", "matplotlib", "sklearn", "pynvml"})
     assert not {name for name in loaded if name.startswith("torch.")}
-    assert {"engine", "run.build", "strategies.single"} <= loaded
+    assert {"engine", "run.build_components", "strategies.single"} <= loaded
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs gets")
