@@ -17,9 +17,13 @@ def flatten_settings(config: Config) -> dict[str, Any]:
 
 
 def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:
-    """Whether two commands mean the same run: all but where and how fast it runs, and what is logged and kept."""
+    """Whether two commands mean the same run: all but where and how fast it runs, and what is logged and kept.
+
+    A setting that an older version did not have yet counts as its default.
+    """
     compared = [key for key, entry in SETTINGS.items() if not entry.free or key in _LENGTH]
-    return all(_plain(config.get(key)) == stored.get(key) for key in compared if key not in OF_THE_COMMAND)
+    before = {key: _plain(SETTINGS[key].default) for key in compared} | dict(stored)
+    return all(_plain(config.get(key)) == before[key] for key in compared if key not in OF_THE_COMMAND)
 
 
 def merge_with_checkpoint(

@@ -12,6 +12,10 @@ from multigpu_cli.errors import did_you_mean
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
 
 
+ClassWeights = str | tuple[float, ...] | dict[str, float]
+"""'balanced', one weight for each class, or some by the name of the class."""
+
+
 class ValueType(NamedTuple):
     """A type of value.
 
@@ -146,6 +150,23 @@ def _numeric(value: Any) -> Any:
     return value
 
 
+def _class_weights(value: Any) -> ClassWeights:
+    if value == "balanced":
+        return "balanced"
+    given = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if _is_list(value) else []
+    try:
+        weights = {str(name): float(number) for name, number in given if not isinstance(number, bool)}
+    except (TypeError, ValueError):
+        weights = {}
+    if not weights or len(weights) < len(given) or not all(0 <= each < math.inf for each in weights.values()):
+        raise ValueError(f"must be balanced, one weight for each class, or {{class: weight}}, not {quote_value(value)}")
+    return weights if isinstance(value, dict) else tuple(weights.values())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
 def quote_value(value: Any) -> str:
     """A value as a message quotes it, cut to a length that a terminal bears."""
     text = repr(value)
@@ -159,3 +180,4 @@ gpu_ids = ValueType("0,1", _ids)
 every = ValueType("500|10m", _every)
 patterns = ValueType("PATTERN", _patterns)
 args = ValueType("", _args)
+class_weights = ValueType("balanced|W,W", _class_weights)

@@ -73,4 +73,5 @@ def _free_argument(entry: SettingEntry) -> SettingEntry:
     part, _, name = entry.key.partition(".")
     if part not in PARTS or not name or name.split(".")[0] in ("name", "args"):
         return entry._replace(key=part) if name == "name" else entry
-    return entry if name in SETTINGS or f"{part}_{name}" in SETTINGS else entry._replace(key=f"{part}.args.{name}")
+    known = {entry.key, name, f"{part}_{name}"} & SETTINGS.keys()
+    return entry if known else entry._replace(key=f"{part}.args.{name}")

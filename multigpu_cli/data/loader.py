@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.batch_transforms import BatchTransforms
+from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve_sample_weights
 from multigpu_cli.data.data_source import DataSource, LoaderOptions
 from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
-from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
@@ -81,6 +83,8 @@ class Loader:
 
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.loader_options)
         self.data_location = self._fetch.data_location
+        self._weights_wanted = config.sample_weights
+        self._transforms = BatchTransforms(config, source, seed, device)
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
@@ -106,7 +110,7 @@ class Loader:
         Args:
             replicas_per_process: micro-batches joined into one batch (DataParallel takes one for each device).
         """
-        order = self.sample_order(epoch)
+        order = self._keyed_order(epoch)
         steps = range(start, plan.steps_per_epoch)
         chunks = (
             order[first:stop]
@@ -116,12 +120,29 @@ class Loader:
         batches = self._fetch.stream(chunks, epoch)
         for step in steps:
             layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
-            yield layout, (self._finish_batch(next(batches), index, epoch, train=True) for index, _, _ in layout.passes)
+            micro = plan.micro_batch
+            yield layout, (self._finish_batch(next(batches), index, epoch, micro) for index, _, _ in layout.passes)
 
     def sample_order(self, epoch: int) -> Tensor:
         """(n,) int64: the sample at each position of an epoch of training."""
+        if self._weights_wanted is not None:
+            return draw_samples(self._weights, self.seed, epoch)
         own = self.source.order
         return epoch_order(self.size, self.seed, epoch) if own is None else own(epoch)
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """(n,) float64 of the samples; looked up when training begins, for the split may be another one's."""
+        assert self._weights_wanted is not None
+        return resolve_sample_weights(self._weights_wanted, self.source, "data.sample_weights")
+
+    def _keyed_order(self, epoch: int) -> Tensor:
+        """(n,) int64: the order, where a sample that comes again gets a number of its own beyond the dataset's end.
+
+        It is fetched modulo the size, and augmented by that number: each time differently.
+        """
+        order = self.sample_order(epoch)
+        return order if self._weights_wanted is None else order + self.size * count_repeats(order)
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass: fixed batches, each sample once on any number of workers."""
@@ -129,7 +150,7 @@ class Loader:
         mine = range(count * rank // workers, count * (rank + 1) // workers)
         chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
         for index, fetched in zip(mine, self._fetch.stream(chunks, EVAL_EPOCH), strict=True):
-            yield self._finish_batch(fetched, index, 0, train=False)
+            yield self._finish_batch(fetched, index, 0, None)
 
     def iter_training_batches(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Any samples in any order, as an epoch's training meets them.
@@ -138,15 +159,19 @@ class Loader:
             chunks: (n,) int64 each, the samples of one batch.
         """
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
-            yield self._finish_batch(fetched, index, epoch, train=True)
+            yield self._finish_batch(fetched, index, epoch, len(fetched[2]))
 
-    def _finish_batch(self, fetched: "Fetched", index: int, epoch: int, *, train: bool) -> Batch:
-        inputs, targets, indices = fetched
-        if isinstance(inputs, Tensor):
-            if train and self.source.augment is not None:
-                inputs = self.source.augment(inputs, KeyedRandom(self.seed, epoch, to_device(indices, self.device)))
-            inputs = self.source.prepare(inputs)
-        return Batch(inputs, targets, indices, index)
+    def _finish_batch(self, fetched: "Fetched", index: int, epoch: int, micro_batch: int | None) -> Batch:
+        """Transform a batch.
+
+        Args:
+            micro_batch: its samples, or those of each part of a joined batch; None in an evaluation.
+        """
+        inputs, targets, keys = fetched
+        if micro_batch is None:
+            return Batch(*self._transforms.evaluate(inputs, targets), keys, index)
+        pair = self._transforms.train(inputs, targets, keys, epoch, micro_batch)
+        return Batch(*pair, keys if self._weights_wanted is None else keys % self.size, index)
 
 
 class _InMemoryFetcher:
@@ -174,5 +199,5 @@ class _InMemoryFetcher:
 
     def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = to_device(indices, self.inputs.device)
+            at = to_device(indices % len(self.inputs), self.inputs.device)
             yield self.inputs.index_select(0, at), self.targets.index_select(0, at), indices

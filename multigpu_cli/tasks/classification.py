@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.class_weights import resolve_class_weights
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, pluralize
@@ -17,6 +18,9 @@ from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_cl
 
 class Classification(Task):
     """Targets (n,) int64 class numbers, model outputs (n, classes) logits; the better result has the higher accuracy.
+
+    With task.class_weights the loss of a training sample is multiplied by the weight of its class, as by torch's
+    CrossEntropyLoss(weight=…), and the mean is over samples. Evaluations weigh all samples the same.
 
     Raises:
         RequestError: the dataset has no classes, or labels that are not among them.
@@ -33,10 +37,17 @@ class Classification(Task):
             )
         for name in ("train", "val", "test"):
             _check_labels(name, getattr(source, name), source.num_classes)
+        wanted = config.class_weights
+        self._weights = None if wanted is None else resolve_class_weights(wanted, source, "task.class_weights")
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = at_least_float32(model(batch.inputs))
-        return cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
+        if self._weights is not None and self._weights.device != logits.device:
+            self._weights = self._weights.to(logits.device)  # once: each copy would stall the stream
+        weights = None if self._weights is None else self._weights.to(logits.dtype)
+        mixed = batch.targets.is_floating_point()  # shares of classes
+        targets, smoothing = batch.targets.to(logits.dtype) if mixed else batch.targets, self.config.label_smoothing
+        return cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=smoothing)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes
