@@ -24,28 +24,32 @@ class BatchTransforms:
         source: the dataset's own transforms.
         seed: the run's seed.
         device: where batches are.
+        training: it is the training split; the settings are for its samples alone.
 
     Raises:
         RequestError: there are no classes to mix.
     """
 
-    def __init__(self, config: DataConfig, source: DataSource, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, config: DataConfig, source: DataSource, seed: int, device: torch.device, *, training: bool
+    ) -> None:
         self._prepare, self._seed, self._device = source.prepare, seed, device
         self._augments: list[Callable[[Tensor, KeyedRandom], Tensor]] = [source.augment] if source.augment else []
-        self._needs_images = config.random_resized_crop is not None
-        if config.random_resized_crop is not None:
-            self._augments.append(partial(random_resized_crop, smallest=config.random_resized_crop))
+        smallest = config.random_resized_crop if training else None
+        self._needs_images = smallest is not None
+        if smallest is not None:
+            self._augments.append(partial(random_resized_crop, smallest=smallest))
         self._mixer = None
-        if config.mixup or config.cutmix:
+        if training and (config.mixup or config.cutmix):
             from multigpu_cli.data.mix_samples import SampleMixer  # late: it loads scipy
 
             self._mixer = SampleMixer(config.mixup, config.cutmix, source.num_classes)
 
     def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """A batch that is not trained on; the first one of a run tells whether its samples fit the settings.
+        """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings.
 
         Raises:
-            RequestError: they can't be cropped, or mixed.
+            RequestError: its samples can't be cropped, or mixed.
         """
         if self._needs_images and not (isinstance(inputs, Tensor) and inputs.ndim == 4):
             raise RequestError(

@@ -84,7 +84,7 @@ class Loader:
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.loader_options)
         self.data_location = self._fetch.data_location
         self._weights_wanted = config.sample_weights
-        self._transforms = BatchTransforms(config, source, seed, device)
+        self._transforms = BatchTransforms(config, source, seed, device, training=split is source.train)
 
     def close(self) -> None:
         """End the loader processes, if there are any."""

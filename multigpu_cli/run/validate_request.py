@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.class_weights import resolve_sample_weights
+from multigpu_cli.data.class_weights import resolve_class_weights, resolve_sample_weights
 from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.spec import RunSpec, describe_machine
@@ -53,9 +53,12 @@ def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
     given = [key for key, value in wanted.items() if value is not None]
     if given and spec.task in TASKS and spec.task != "classification":
         yield RequestError(f"{given[0]} is for --task classification, not {spec.task}", remedy=f"leave {given[0]} out")
-    elif (weights := wanted["data.sample_weights"]) is not None:
+        return
+    resolvers = {"task.class_weights": resolve_class_weights, "data.sample_weights": resolve_sample_weights}
+    for key, resolve in resolvers.items():
         try:
-            resolve_sample_weights(weights, spec.source, "data.sample_weights")
+            if wanted[key] is not None:
+                resolve(wanted[key], spec.source, key)
         except RequestError as error:
             yield error
 

@@ -37,17 +37,23 @@ class Classification(Task):
             )
         for name in ("train", "val", "test"):
             _check_labels(name, getattr(source, name), source.num_classes)
-        wanted = config.class_weights
-        self._weights = None if wanted is None else resolve_class_weights(wanted, source, "task.class_weights")
+        self._weights: Tensor | None = None
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = at_least_float32(model(batch.inputs))
-        if self._weights is not None and self._weights.device != logits.device:
-            self._weights = self._weights.to(logits.device)  # once: each copy would stall the stream
-        weights = None if self._weights is None else self._weights.to(logits.dtype)
+        weights = self._class_weights_for(logits)
         mixed = batch.targets.is_floating_point()  # shares of classes
         targets, smoothing = batch.targets.to(logits.dtype) if mixed else batch.targets, self.config.label_smoothing
         return cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=smoothing)
+
+    def _class_weights_for(self, logits: Tensor) -> Tensor | None:
+        """(classes,) in the type of the logits; copied to their device once, for each copy would stall the stream."""
+        if self.config.class_weights is None:
+            return None
+        if self._weights is None or self._weights.device != logits.device:
+            weights = resolve_class_weights(self.config.class_weights, self.source, "task.class_weights")
+            self._weights = weights.to(logits.device)
+        return self._weights.to(logits.dtype)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes
