@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ class TrainedWeights:
     state: dict[str, Any]
     settings: dict[str, Any]
     model: str | None = None
+
+
+@dataclass(frozen=True)
+class RawInputs:
+    """Preprocessing that becomes part of an ONNX file.
+
+    Attributes:
+        add_before: the file of a network → a file of the preprocessing and the network.
+        samples: the raw samples that the network's inputs were computed from, by name of the file's input.
+    """
+
+    add_before: Callable[[bytes], bytes]
+    samples: dict[str, Any]
 
 
 def load_trained_weights(path: Path) -> TrainedWeights:
@@ -114,12 +128,13 @@ def _bits(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 
-def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
+def export_network(model: nn.Module, inputs: Tensor, target: Path, raw: RawInputs | None = None) -> float:
     """Write a model that runs without this package, as .pt2 or .onnx, and compare its outputs with the original's.
 
     Args:
         model: in evaluation mode, on the CPU.
         inputs: (n, …) samples, n > 2; the exported model accepts any batch size.
+        raw: the preprocessing that becomes part of an .onnx file.
 
     Returns:
         The largest difference of an output.
@@ -128,13 +143,14 @@ def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
         RequestError: the model can't be exported.
         TrainingError: the exported model's outputs differ.
     """
-    pack, load = (_onnx, _run_onnx) if target.suffix == ".onnx" else (_pt2, _run_pt2)
+    pack, load = (_onnx, partial(_run_onnx, raw=raw)) if target.suffix == ".onnx" else (_pt2, _run_pt2)
     with _draft(target) as draft, torch.no_grad(), _silence():
         try:
-            publish(draft, pack(model, inputs[:-1]))
+            content = pack(model, inputs[:-1])
+            publish(draft, raw.add_before(content) if raw else content)
             run = load(draft.read_bytes())
             pairs = [(model(some).double(), run(some).double()) for some in (inputs, inputs[:1])]
-        except OSError:
+        except (OSError, RequestError):
             raise
         except Exception as error:  # torch raises many types of error for code that it can't trace
             message = (str(error).strip().splitlines() or [""])[0]
@@ -194,8 +210,15 @@ def _onnx(model: nn.Module, inputs: Tensor) -> bytes:
     return bytes(program.model_proto.SerializeToString())  # type: ignore[union-attr]  # None is the old exporter's
 
 
-def _run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+def _run_onnx(content: bytes, raw: RawInputs | None) -> Callable[[Tensor], Tensor]:
     import onnxruntime  # an optional dependency
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
+
+    def run(inputs: Tensor) -> Tensor:
+        given = (
+            {name: value[: len(inputs)] for name, value in raw.samples.items()} if raw else {"input": inputs.numpy()}
+        )
+        return torch.from_numpy(session.run(["output"], given)[0])
+
+    return run

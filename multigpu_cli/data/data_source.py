@@ -14,6 +14,7 @@ from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
 if TYPE_CHECKING:
+    from multigpu_cli.data.table_features import TableFeatures
     from multigpu_cli.data.vocabulary import Vocabulary
 
 
@@ -53,7 +54,9 @@ class DataSource:
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets of a regression.
         vocabulary: converts between text and tokens, if samples are text.
+        table: converts rows of text to features, if samples are rows of a table.
         note: a property of the samples that the plan shows.
+        warnings: what looks wrong in the data but may be intended.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: options of the DataLoader.
         model_kwargs: further arguments that a model's factory may name.
@@ -74,7 +77,9 @@ class DataSource:
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
     vocabulary: "Vocabulary | None" = None
+    table: "TableFeatures | None" = None
     note: str = ""
+    warnings: tuple[str, ...] = ()
     transform_signature: str = ""
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
