@@ -30,13 +30,14 @@ def infer_source(
     """A DataSource of the splits, with shapes and classes inferred from the samples."""
     one = [(0, get_sample(train, 0))]
     inputs, targets = Collate(train, form)(one)  # a batch, since a collate_fn may add what a sample lacks
-    held_in_memory = [part for part in (train, val, test) if isinstance(part, TensorDataset)]
+    parts = [part.tensors for part in (train, val, test) if isinstance(part, TensorDataset)]
+    labeled = [to_pair(part, "a sample", form) for part in parts if len(part) > (form.inputs or 1)]
     return DataSource(
         train=train,
         val=val,
         test=test,
         input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
-        num_classes=_infer_vocabulary_size([to_pair(part.tensors, "a sample", form) for part in held_in_memory], 2)
+        num_classes=_infer_vocabulary_size(labeled, 2)
         or (_classes(train, form) if isinstance(targets, Tensor) else count_declared_classes(train)),
         num_outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
         note="an iterable dataset, read once with its randomness: "
