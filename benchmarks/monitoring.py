@@ -24,7 +24,7 @@ from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.progress import TqdmDisplay
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 
 _ENDLESS = 1_000_000
 _JOBS = {

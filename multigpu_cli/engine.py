@@ -19,7 +19,7 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import open_run, resolve_request, try_request
 from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.run.train_log import log_recovery, log_step
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement

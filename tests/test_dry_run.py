@@ -106,5 +106,5 @@ def test_a_folder_in_which_a_run_is_at_work_and_one_that_is_complete(capfd: pyte
     with lock_folder(Path("run")):
         code, _, said = run_apart([*words, "2"], capfd)
     assert code == 2
-    assert "another run is at work in run" in said
+    assert "another run is using run" in said
     assert sorted(Path("run").rglob("*")) == before

@@ -19,7 +19,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.run_training import run_training
 

@@ -27,14 +27,14 @@ def test_a_resume_refuses_it(flags: dict[str, object], target: Path) -> None:
     before = sorted(path.name for path in Path("run").rglob("*"))
     ended = run_training(**RUN | flags)
     assert ended.kind == "RequestError"
-    assert "step_00000002/state.pt is no file of weights that can be loaded safely" in ended.error
+    assert "step_00000002/state.pt can't be loaded safely as weights" in ended.error
     assert not target.exists()
     assert sorted(path.name for path in Path("run").rglob("*")) == before
 
 
 def test_a_start_from_somebodys_weights_refuses_it(target: Path) -> None:
     ended = run_training(**RUN | {"save_dir": "new", "init_from": "run/best.pt"}, epochs=1)
-    assert "--init-from run/best.pt is no file of weights that can be loaded safely" in ended.error
+    assert "--init-from run/best.pt can't be loaded safely as weights" in ended.error
     assert not target.exists()
 
 
@@ -45,4 +45,4 @@ def test_no_command_runs_it(argv: list[str], target: Path, capsys: pytest.Captur
     assert not target.exists()
     assert not Path("w.pt").exists()
     said = "".join(capsys.readouterr())
-    assert "mkdir to be run" in said or "loaded safely" in said or argv[0] == "verify"
+    assert "mkdir when loaded" in said or "loaded safely" in said or argv[0] == "verify"

@@ -121,7 +121,7 @@ def test_what_only_a_file_names_is_refused_by_name(
     assert not Path("ran").exists()
     assert code == 2
     said = capfd.readouterr().err
-    assert f"names code that this command does not: {called}\n" in said
+    assert f"names code that this command does not name: {called}\n" in said
     assert "--own-code" in said
     assert everything() == before, "and nothing was touched"
 
@@ -134,7 +134,7 @@ def test_own_code_of_the_command_is_not_handed_the_name_of_another(
     code = run_apart(["--save-dir", "run", "--max-steps", "3", "--model", "tests.support.user_code:Double"])
     assert not Path("ran").exists()
     assert code == 2
-    assert "names code that this command does not: model.args.network=planted:net\n" in capfd.readouterr().err
+    assert "names code that this command does not name: model.args.network=planted:net\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", [TRAIN[0], *USE[:1]], ids=" ".join)
@@ -160,7 +160,7 @@ def test_who_only_looks_runs_nothing(run: Path, words: list[str]) -> None:
 def test_a_network_that_writes_is_no_other(run: Path, place: str, capfd: pytest.CaptureFixture[str]) -> None:
     plant(run, {"model": "planted:net"})
     assert run_apart(["sample", place, "--prompt", "a"]) == 2
-    assert "names code that this command does not: --model planted:net\n" in capfd.readouterr().err
+    assert "names code that this command does not name: --model planted:net\n" in capfd.readouterr().err
     assert not Path("ran").exists()
 
 

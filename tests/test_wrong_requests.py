@@ -114,11 +114,11 @@ DOOR = [
     yaml("model: [mlp]\n", ":1: model must be a word"),
     yaml("data:\n  args: 3\n", ":2: data.args must be a mapping"),
     yaml("epochs:\n", ":1: epochs has no value"),
-    yaml("seed: 1\nseed: 2\n", ":2: 'seed' stands here again"),
+    yaml("seed: 1\nseed: 2\n", ":2: 'seed' is repeated"),
     yaml("seed: [1\n", "malformed"),
-    yaml("", ":1: empty"),
-    yaml("- seed\n", ":1: a list"),
-    yaml("seed\n", ":1: a single value"),
+    yaml("", ":1: the file is empty"),
+    yaml("- seed\n", ":1: the file is a list"),
+    yaml("seed\n", ":1: the file is a single value"),
     yaml(b"seed: 1\nmode: \xff\n", ":2: not UTF-8"),
     yaml("#" * 2**21, "too large"),
     yaml("seed: !!python/object/apply:os.system [ls]\n", ":1: the tag"),
@@ -147,8 +147,8 @@ DOOR = [
     Row("--multi-gpu ddp --gpu-ids 0,1", ["--gpu-ids 0,1 under torchrun", "CUDA_VISIBLE_DEVICES"], environ=TORCHRUN),
     Row("--nproc-per-node 4", ["--nproc-per-node 4", "torchrun"], environ=TORCHRUN),
     Row("--max-restarts 4", ["--max-restarts 4 under torchrun"], environ=TORCHRUN),
-    Row("", ["half set", "RANK", "MASTER_ADDR"], environ={"RANK": "0"}),
-    Row("", ["half set", "MASTER_PORT"], environ={key: TORCHRUN[key] for key in TORCHRUN if key != "MASTER_PORT"}),
+    Row("", ["incomplete", "RANK", "MASTER_ADDR"], environ={"RANK": "0"}),
+    Row("", ["incomplete", "MASTER_PORT"], environ={key: TORCHRUN[key] for key in TORCHRUN if key != "MASTER_PORT"}),
     Row("", ["WORLD_SIZE=two"], environ=TORCHRUN | {"WORLD_SIZE": "two"}),
     # places
     Row("--data-dir none", ["--data-dir none"]),
@@ -168,9 +168,12 @@ DOOR = [
     Row("--init-from /dev/zero", ["--init-from /dev/zero", "not a regular file"]),
     Row("--data-dir ~nobody-here/x", ["--data-dir", "'~nobody-here/x'", "unknown user"]),
     Row("--config ~nobody-here/x.yaml", ["--config", "unknown user"]),
-    *(Row(f"{flag} {'x' * 300}", [flag, "as long as"]) for flag in ("--save-dir", "--data-dir", "--init-from")),
-    Row(f"--config {'x' * 300}", ["--config", "as long as"]),
-    Row(f"--resume {'x/' * 2100}", ["--resume", "as long as"]),
+    *(
+        Row(f"{flag} {'x' * 300}", [flag, "too long for any file"])
+        for flag in ("--save-dir", "--data-dir", "--init-from")
+    ),
+    Row(f"--config {'x' * 300}", ["--config", "too long for any file"]),
+    Row(f"--resume {'x/' * 2100}", ["--resume", "too long for any file"]),
     # a file says where it runs, and the command something else that cannot be
     Row("--config two.yaml --multi-gpu dp --sync-bn", ["--sync-bn together with"], {"two.yaml": b"nproc_per_node: 2"}),
     Row("--config both.yaml", ["--nproc-per-node together with"], {"both.yaml": b"nproc_per_node: 2\nmulti_gpu: dp"}),
@@ -195,10 +198,10 @@ ENGINE = [
     Row("--set data.args.agment=3", ["data.args.agment", "did you mean 'augment'?"]),
     Row("--grad-accum-steps 2 --global-batch-size 128", ["--global-batch-size 128", "--grad-accum-steps 2"]),
     Row("--drop-last --batch-size 100000", ["--drop-last", "--batch-size"]),
-    Row("--init-from junk.pt", ["--init-from junk.pt", "no file of weights"], {"junk.pt": b"junk"}),
+    Row("--init-from junk.pt", ["--init-from junk.pt", "can't be loaded safely"], {"junk.pt": b"junk"}),
     Row(
         "--init-from evil.pt",
-        ["--init-from evil.pt", "no file of weights"],
+        ["--init-from evil.pt", "can't be loaded safely"],
         {"evil.pt": b"cposix\nsystem\n(S'touch pwned'\ntR."},
     ),
     Row("--compile default --multi-gpu none", ["--compile default", "compiler", "--compile off"], {}, {"PATH": ""}),
@@ -331,12 +334,12 @@ AGAINST_A_RUN = [
         "--save-dir new --resume run --data digits",
         ["--data digits differs from tests.support.user_code:tensors", "run was started"],
     ),
-    Row("--save-dir new --resume run/best.pt", ["--resume run/best.pt: no checkpoint there", "--resume run"]),
+    Row("--save-dir new --resume run/best.pt", ["--resume run/best.pt: contains no checkpoint", "--resume run"]),
     Row("--save-dir new --resume run/checkpoints/step_00000009", ["did you mean 'run/checkpoints/step_00000002'?"]),
-    Row("--save-dir run/checkpoints", ["--save-dir run/checkpoints", "another run's own folder"]),
+    Row("--save-dir run/checkpoints", ["--save-dir run/checkpoints", "the folder of another run"]),
     Row("--save-dir run/best.pt", ["--save-dir run/best.pt", "not a folder"]),
     Row("--save-dir new --init-from run/best.pt", ["--init-from run/best.pt does not fit", "is missing"]),
-    Row("--save-dir new --init-from run/config.yaml", ["--init-from run/config.yaml", "no file of weights"]),
+    Row("--save-dir new --init-from run/config.yaml", ["--init-from run/config.yaml", "can't be loaded safely"]),
 ]
 
 

@@ -12,13 +12,14 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
 from multigpu_cli.api.settings import MultiGPUConfig
-from multigpu_cli.data.collate import Collate, count_declared_classes, get_sample, get_tokens
+from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_sample, get_tokens
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.tasks.base import Loss
+from multigpu_cli.tasks.open_data import choose_form
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,20 @@ class UserInputs:
         Raises:
             RequestError: the first sample is no (input, target).
         """
-        inputs, targets = self._first_batch()
-        task = config.settings.get("task")
+        task, form = config.settings.get("task"), _choose_form(config)
+        inputs, targets = self._first_batch(form)
         criterion = self.criterion or (None if task else nn.CrossEntropyLoss())
         source = DataSource(
             train=self.train,
             val=self.val,
             test=self.test,
             input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
-            num_classes=0 if criterion else self._classes(task, inputs),
+            num_classes=0 if criterion else self._classes(task, inputs, form),
             num_outputs=prod(getattr(targets, "shape", (1,))[1:]),
             prepare=nn.Identity(),
             order=self.order,
             loader_options=config.loader_options,
+            form=form,
             task=getattr(criterion, "__name__", type(criterion).__name__),
         )
         return UserObjects(
@@ -89,21 +91,25 @@ class UserInputs:
             group = self.optimizer.param_groups[0]
             more |= {"schedule": "constant", "warmup_epochs": 0.0}
             config = replace(config, learning_rate=float(group.get("initial_lr", group["lr"])))
-        if self.criterion is None and "task" not in more and (task := _infer_task(*self._first_batch())):
+        if (
+            self.criterion is None
+            and "task" not in more
+            and (task := _infer_task(*self._first_batch(_choose_form(config))))
+        ):
             more["task"] = task
         return replace(config, settings=more)
 
-    def _first_batch(self) -> tuple[Any, Any]:
+    def _first_batch(self, form: SampleForm) -> tuple[Any, Any]:
         """A batch of one sample."""
-        return Collate(self.train)([(0, get_sample(self.train, 0))])
+        return Collate(self.train, form)([(0, get_sample(self.train, 0))])
 
-    def _classes(self, task: str | None, inputs: Any) -> int:
+    def _classes(self, task: str | None, inputs: Any, form: SampleForm) -> int:
         """The number of classes, or of tokens, that a task chosen by name needs; 0 where it needs none."""
         if declared := count_declared_classes(self.train):
             return declared
         if task == "language-model":
             return max(2, int(get_tokens(inputs).max()) + 1)
-        return infer_source(self.train, self.val, self.test).num_classes if task == "classification" else 0
+        return infer_source(self.train, self.val, self.test, form).num_classes if task == "classification" else 0
 
     def names(self) -> dict[str, str]:
         """The names of model and data in the run folder: their classes."""
@@ -111,6 +117,10 @@ class UserInputs:
         while isinstance(dataset, CollatedDataset):
             dataset = dataset.dataset
         return {"model": _class_name(unwrap_model(self.model)), "data": _class_name(dataset)}
+
+
+def _choose_form(config: MultiGPUConfig) -> SampleForm:
+    return choose_form(config.settings.get("data.inputs"), config.settings.get("task"))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -122,7 +132,10 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def _infer_task(inputs: Any, targets: Any) -> str | None:
     """regression for real numbers, language-model for (n, t) targets that are the next tokens, None for classes."""
     if not isinstance(targets, Tensor):
-        raise RequestError(f"criterion: it is required for targets of type {type(targets).__name__}")
+        raise RequestError(
+            f"criterion: it is required for targets of type {type(targets).__name__}",
+            remedy='criterion=…, or settings={"task": "from-model"} for a model that returns its loss',
+        )
     if targets.is_floating_point():
         return "regression"
     tokens = get_tokens(inputs)

@@ -25,7 +25,7 @@ from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import record_failure
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.tasks.base import Loss
 

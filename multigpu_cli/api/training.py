@@ -19,9 +19,11 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model
+from multigpu_cli.models.build import is_of_transformers
+from multigpu_cli.run.build_components import adapt_live
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
+from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.tasks.base import Loss
@@ -165,8 +167,11 @@ def evaluate_with_multi_gpu(
         )
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)
-        task = build_task(frozen, user_objects.source, user_objects.criterion)
-        network = adapt_model(user_objects.model).to(world.device)
+        task = build_task(
+            frozen, user_objects.source, user_objects.criterion, has_logits=is_of_transformers(user_objects.model)
+        )
+        stack.callback(unbind_call, user_objects.model)
+        network = adapt_live(frozen, user_objects).to(world.device)
         broadcast_weights(network, world)
         precision = Precision(agree_on_precision(frozen.precision.amp, world, [world.device]).name, world.device)
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))

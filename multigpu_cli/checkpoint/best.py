@@ -1,4 +1,4 @@
-"""Keeps the best weights so far beside each checkpoint, since best.pt may be of a later step."""
+"""Stores the best weights so far in each checkpoint's folder, since best.pt may be of a later step."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ class BestWeights(NamedTuple):
 
     Attributes:
         file: best.pt.
-        sha256: of what is, or should be, in it.
+        sha256: the checksum of its expected content.
     """
 
     file: Path
@@ -27,16 +27,16 @@ class BestWeights(NamedTuple):
 
 
 def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = ignore_progress) -> bool:
-    """Put the best weights into a checkpoint that is being written; False where they have gone.
+    """Put the best weights into a checkpoint that is being written; False if they no longer exist.
 
-    They are a link to those of another checkpoint, or a copy: whoever writes into best.pt does not reach them.
+    They are a hard link to those of another checkpoint, or a copy, so that writing into best.pt does not change them.
 
     Args:
-        others: checkpoints that may have the same.
-        moved: called for each piece that has reached the disk.
+        others: checkpoints that may contain the same weights.
+        moved: called after each chunk is written to disk.
 
     Raises:
-        OSError: there is no room for a copy.
+        OSError: the disk has no space for a copy.
     """
     for other in others:
         if _read_sum(other) == best.sha256 and _try_hard_link(other / BEST, draft / BEST):
@@ -48,13 +48,13 @@ def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Move
 
 
 def find_content(files: Iterable[Path], sha256_wanted: str) -> bytes | None:
-    """What is in the first of these files that has this sum."""
+    """The content of the first of these files that has this checksum; None if none has."""
     contents = (file.read_bytes() for file in files if file.is_file())
     return next((content for content in contents if sha256(content).hexdigest() == sha256_wanted), None)
 
 
 def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
-    """Give the first of these files the content with this sum, from whichever has it; False where none has."""
+    """Restore the first of these files to the content with this checksum, from any of them; False if none has it."""
     content = find_content(files, sha256_wanted)
     if content is not None and find_content(files[:1], sha256_wanted) is None:
         publish(files[0], content)
@@ -62,10 +62,10 @@ def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
 
 
 def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | None:
-    """The best weights that a checkpoint counts on, as best.pt holds them: from beside it, or from its run.
+    """The best weights that belong to a checkpoint, as the bytes of best.pt: from its folder, or from its run.
 
     Args:
-        step: of their evaluation; of a checkpoint from before they were kept beside it, this is all that is known.
+        step: of their evaluation; identifies them in older checkpoints, whose manifest has no checksum of them.
     """
     published = checkpoint.parents[1] / "best.pt"
     if "best" in manifest:
@@ -75,7 +75,7 @@ def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | 
 
 
 def _read_sum(checkpoint: Path) -> str | None:
-    """Of the best weights that its manifest names; None where there is nothing to read."""
+    """The checksum of the best weights in a checkpoint's manifest; None if it has none."""
     try:
         return str(read_manifest(checkpoint)["best"]["sha256"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -83,7 +83,7 @@ def _read_sum(checkpoint: Path) -> str | None:
 
 
 def _try_hard_link(there: Path, here: Path) -> bool:
-    """Whether one file could get a second name: not every file system has that."""
+    """Create a hard link; False where the file system does not support it."""
     try:
         os.link(there, here)
     except OSError:
@@ -92,7 +92,7 @@ def _try_hard_link(there: Path, here: Path) -> bool:
 
 
 def _read_step(content: bytes) -> int | None:
-    """At which step weights for use were evaluated; None of what is no such file."""
+    """The step at which the weights in a best.pt were evaluated; None if the content is not a best.pt."""
     try:
         found = deserialize(content, "best.pt")
         return int(found["metrics"]["step"])

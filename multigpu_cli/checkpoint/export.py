@@ -1,5 +1,6 @@
-"""Weights and networks for other programs: safetensors, torch.export, ONNX; each read back and compared."""
+"""Exports weights and models as safetensors, torch.export or ONNX; each file is read back and compared."""
 
+import inspect
 import io
 import logging
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
@@ -18,19 +20,20 @@ from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import extra_state, is_state_dict
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.model_call import Arguments, bind_arguments
 
-_TOLERANCE = 1e-4  # of the greatest output; another runtime adds up in another order
+_TOLERANCE = 1e-4  # of the largest output; another runtime sums in another order
 
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The weights for use of a run, and what they belong to.
+    """The trained weights of a run, with the settings of that run.
 
     Attributes:
-        origin: the file they come from.
-        state: names → tensors, the averaged ones where the run kept an average.
+        origin: the file they were read from.
+        state: names → tensors; the averaged weights if the run used --ema.
         settings: of the run, by key.
-        model: name of the network, None where the settings say it or leave it to the dataset.
+        model: name of the model, None where it follows from the settings.
     """
 
     origin: Path
@@ -40,10 +43,10 @@ class TrainedWeights:
 
 
 def load_trained_weights(path: Path) -> TrainedWeights:
-    """What a run folder (its best weights), best.pt, last.pt or a checkpoint holds.
+    """Load the weights of a run folder (the best ones), of best.pt or last.pt, or of a checkpoint.
 
     Raises:
-        RequestError: it is none of these, or damaged, or holds more than tensors and plain values.
+        RequestError: the path is none of these, or the file is damaged, or contains more than tensors and plain values.
     """
     if path.is_file():
         return _from_file(path)
@@ -53,10 +56,11 @@ def load_trained_weights(path: Path) -> TrainedWeights:
     folder = newest.folder if newest else path
     if not (folder / MANIFEST).is_file():
         raise RequestError(
-            f"{path}: no weights there", remedy="a run folder, its best.pt or last.pt, or a checkpoints/step_… folder"
+            f"{path} contains no weights",
+            remedy="name a run folder, its best.pt or last.pt, or a checkpoints/step_… folder",
         )
     if damage := find_damage(folder):
-        raise RequestError(f"{folder}: {damage}", remedy="an older checkpoint beside it, or best.pt")
+        raise RequestError(f"{folder}: {damage}", remedy="use an older checkpoint of that run, or its best.pt")
     manifest, file = read_manifest(folder), folder / "state.pt"
     found = deserialize(file.read_bytes(), str(file))
     average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
@@ -69,26 +73,31 @@ def _from_file(file: Path) -> TrainedWeights:
     parts = found if isinstance(found, dict) else {}
     state, settings = parts.get("model"), parts.get("config")
     if not isinstance(settings, dict) or not isinstance(state, dict) or not is_state_dict(state):
-        raise RequestError(f"{file} is not the best.pt or last.pt of a run", remedy="one that a run has written")
+        raise RequestError(
+            f"{file} is not the best.pt or last.pt of a run", remedy="name a file that a run has written"
+        )
     return TrainedWeights(file, state, settings)
 
 
 def export_weights(state: dict[str, Any], target: Path) -> list[str]:
-    """Write a state dict as .pt, or its tensors as .safetensors, and compare every bit of what is there.
+    """Write a state dict as .pt, or its tensors as .safetensors, and verify the file bit by bit.
 
     Returns:
-        The names of what is left out, since .safetensors takes nothing but tensors.
+        The names of the entries that are left out, since .safetensors holds only tensors.
 
     Raises:
-        TrainingError: the file does not hold what was written.
+        TrainingError: reading the file back gives other content.
     """
     left_out = extra_state(state) if target.suffix == ".safetensors" else {}
-    kept = {name: value for name, value in state.items() if name not in left_out}
-    own = {name: value.clone().contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
-    # tied ones become two: no views
+    # copies, so that tied tensors become two: safetensors accepts no views
+    own = {
+        name: value.clone().contiguous() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if name not in left_out
+    }
     with _draft(target) as draft:
         if target.suffix == ".safetensors":
-            from safetensors import torch as safetensors  # an extra, that not everybody has
+            from safetensors import torch as safetensors  # an optional dependency
 
             publish(draft, safetensors.save(own, metadata={"format": "pt"}))
             found = safetensors.load(draft.read_bytes())
@@ -96,7 +105,9 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
             publish(draft, serialize(own))
             found = deserialize(draft.read_bytes(), str(draft))
         if found.keys() != own.keys() or any(_bits(found[name]) != _bits(own[name]) for name in own):
-            raise TrainingError(f"{target}: what was written is not what is read back", remedy="another disk")
+            raise TrainingError(
+                f"{target}: reading the file back gives other content than was written", remedy="use another disk"
+            )
     return list(left_out)
 
 
@@ -106,33 +117,36 @@ def _bits(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 
-def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
-    """Write a network that runs without our code, as .pt2 or .onnx, and compare it with the original.
+def export_network(model: nn.Module, inputs: Any, target: Path) -> float:
+    """Write a model that runs without this package, as .pt2 or .onnx, and compare its outputs with the original's.
 
     Args:
         model: in evaluation mode, on the CPU.
-        inputs: (n, …) samples, n > 2; the file takes any number of them.
+        inputs: (n, …) samples, n > 2, or a tuple or dict of such tensors; the exported model accepts any batch size.
 
     Returns:
-        The greatest difference of an output.
+        The largest difference of an output.
 
     Raises:
-        RequestError: the network can't be exported.
-        TrainingError: the file computes something else.
+        RequestError: the model can't be exported.
+        TrainingError: the exported model's outputs differ.
     """
     pack, load = (_onnx, _run_onnx) if target.suffix == ".onnx" else (_pt2, _run_pt2)
     with _draft(target) as draft, torch.no_grad(), _silence():
         try:
-            publish(draft, pack(model, inputs[:-1]))
+            publish(draft, pack(model, bind_arguments(model, _take(inputs, -1))))
             run = load(draft.read_bytes())
-            pairs = [(model(some).double(), run(some).double()) for some in (inputs, inputs[:1])]
+            calls = [bind_arguments(model, some) for some in (inputs, _take(inputs, 1))]
+            pairs = [
+                pair for args, named in calls for pair in _pair_outputs(model(*args, **named), run(*args, **named))
+            ]
         except OSError:
             raise
-        except Exception as error:  # torch raises anything for code that it can't trace
-            said = (str(error).strip().splitlines() or [""])[0]
+        except Exception as error:  # torch raises many types of error for code that it can't trace
+            message = (str(error).strip().splitlines() or [""])[0]
             raise RequestError(
-                f"{target}: this model can't be exported ({type(error).__name__}: {said})",
-                remedy=".safetensors, which takes any model's weights; torch.export's documentation says what it needs",
+                f"{target}: this model can't be exported ({type(error).__name__}: {message})",
+                remedy="use .safetensors for the weights of any model; torch.export's documentation says what it needs",
             ) from error
         worst = max(float((one - other).abs().max()) for one, other in pairs)
         if not worst <= _TOLERANCE * max(1.0, *(float(one.abs().max()) for one, _ in pairs)):
@@ -142,7 +156,7 @@ def export_network(model: nn.Module, inputs: Tensor, target: Path) -> float:
 
 @contextmanager
 def _draft(target: Path) -> Iterator[Path]:
-    """A name beside the target; it becomes the target if all goes well, and goes if not."""
+    """A temporary name in the target's folder; renamed to the target on success, removed on failure."""
     draft = target.with_name(f".{target.name}.unchecked")
     try:
         yield draft
@@ -154,7 +168,7 @@ def _draft(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """torch's exporters speak to those who write them; the user hears whether the file is right."""
+    """Silence warnings of torch's exporters, which are for their developers; outputs are compared instead."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -164,30 +178,52 @@ def _silence() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def _trace_network(model: nn.Module, inputs: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+def _take(inputs: Any, stop: int) -> Any:
+    """The first samples, or all but the last."""
+    return tree_map_only(Tensor, lambda tensor: tensor[:stop], inputs)
 
 
-def _pt2(model: nn.Module, inputs: Tensor) -> bytes:
+def _pair_outputs(one: Any, other: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of both, in double precision."""
+    sides = ([each.double() for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (one, other))
+    return list(zip(*sides, strict=True))
+
+
+def _trace_network(model: nn.Module, call: Arguments) -> torch.export.ExportedProgram:
+    """For any number of samples, which are the first dimension of every tensor."""
+    batch = {0: torch.export.Dim("batch")}
+    bound = inspect.signature(model.forward).bind(*call[0], **call[1]).arguments
+    shapes = {name: tree_map_only(Tensor, lambda _: batch, value) for name, value in bound.items()}
+    return torch.export.export(model, call[0], call[1], dynamic_shapes=shapes)
+
+
+def _pt2(model: nn.Module, call: Arguments) -> bytes:
     content = io.BytesIO()
-    torch.export.save(_trace_network(model, inputs), content)
+    torch.export.save(_trace_network(model, call), content)
     return content.getvalue()
 
 
-def _run_pt2(content: bytes) -> Callable[[Tensor], Tensor]:
-    network: Callable[[Tensor], Tensor] = torch.export.load(io.BytesIO(content)).module()
+def _run_pt2(content: bytes) -> Callable[..., Any]:
+    network: Callable[..., Any] = torch.export.load(io.BytesIO(content)).module()
     return network
 
 
-def _onnx(model: nn.Module, inputs: Tensor) -> bytes:
-    program = torch.onnx.export(
-        _trace_network(model, inputs), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
-    )
+def _onnx(model: nn.Module, call: Arguments) -> bytes:
+    """A lone input is called "input", several as the parameters of the network are."""
+    alone = len(call[0]) == 1 and isinstance(call[0][0], Tensor) and not call[1]
+    names = {"input_names": ["input"], "output_names": ["output"]} if alone else {}
+    program = torch.onnx.export(_trace_network(model, call), dynamo=True, verbose=False, **names)  # type: ignore[arg-type]
     return bytes(program.model_proto.SerializeToString())  # type: ignore[union-attr]  # None is the old exporter's
 
 
-def _run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
-    import onnxruntime  # an extra, that not everybody has
+def _run_onnx(content: bytes) -> Callable[..., Any]:
+    import onnxruntime  # an optional dependency
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
+
+    def run(*args: Any, **named: Any) -> list[Tensor]:
+        names = [each.name for each in session.get_inputs()]
+        given = {name: leaf.numpy() for name, leaf in zip(names, tree_leaves((args, named)), strict=True)}
+        return [torch.from_numpy(output) for output in session.run(None, given)]
+
+    return run

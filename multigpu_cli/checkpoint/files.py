@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, flushed, renamed."""
+"""Atomic file writes: a temporary file is written, flushed and renamed."""
 
 import os
 from collections.abc import Callable
@@ -6,21 +6,21 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-PIECE = 32 * 2**20  # bytes that are written or read at once: a disk that takes them in time is no hang
+PIECE = 32 * 2**20  # bytes per read or write; each one counts as progress for the hang watchdog
 
 Moved = Callable[[], None]
-"""Told of each piece: progress."""
+"""Called after each chunk that is read or written, so that the hang watchdog sees progress."""
 
 
 def ignore_progress() -> None:
-    """The default where progress is not followed."""
+    """The default where no watchdog runs."""
 
 
 def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
-    """Give `path` new content; a reader sees the old file or the new one, whole, even if we are killed in between.
+    """Write `path` atomically: a reader sees the complete old or new content, even if this process is killed.
 
     Args:
-        moved: called for each piece that has reached the disk.
+        moved: called after each chunk is written to disk.
     """
     publish_stream(path, lambda file: file.write(content), len(content), moved)
 
@@ -28,12 +28,12 @@ def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
 def publish_stream(
     path: Path, write: Callable[["ProgressFile"], object], size: int, moved: Moved = ignore_progress
 ) -> None:
-    """The same for content that is written piece by piece.
+    """Like `publish`, for content that is written in chunks.
 
     Args:
-        size: bytes that there will be at least.
+        size: lower bound of the file's size in bytes; that much space is reserved first.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several ranks may leave the same note
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several ranks may write the same file
     try:
         with open(draft, "wb") as file:
             if size:
@@ -50,7 +50,7 @@ def publish_stream(
 
 
 class ProgressFile:
-    """A file whose bytes go to the disk as they come, so that it is seen to move."""
+    """A file that is flushed to disk after each chunk, which counts as progress."""
 
     def __init__(self, file: BinaryIO, moved: Moved) -> None:
         self._file, self._moved, self._since = file, moved, 0
@@ -71,7 +71,7 @@ class ProgressFile:
 
 
 def compute_sha256(file: Path, moved: Moved = ignore_progress) -> str:
-    """SHA-256 of a file, read piece by piece."""
+    """SHA-256 of a file, read in chunks."""
     digest = sha256()
     with open(file, "rb") as content:
         while piece := content.read(PIECE):
@@ -87,13 +87,13 @@ def remove_drafts(folder: Path) -> None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """A full disk is noticed before the first byte is written."""
+    """Reserve the space, so that a full disk fails before the first byte is written."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
+    """Make renames in a folder survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Lists the checkpoints and weights of a run folder, each checked without loading it; without torch."""
+"""Lists the checkpoints and weights of a run folder and verifies each without loading it; without torch."""
 
 import pickletools
 import re
@@ -19,16 +19,16 @@ _PLAIN = re.compile(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint, file of weights or remainder.
+    """One checkpoint, unfinished draft or file of weights.
 
     Attributes:
         name: relative to the run folder.
-        state: whole, damaged, draft (never finished) or aside (damaged or replaced, renamed by a later attempt).
-        reason: why it is not whole, "" where it is.
+        state: whole (intact), damaged, draft (unfinished) or aside (damaged or replaced, renamed by a later attempt).
+        reason: why it is not intact, "" where it is.
         written: Unix seconds.
         bytes: of all its files.
-        step, world_size: as its manifest says, None where there is none.
-        resumes: a run would go on from here.
+        step, world_size: from the manifest, None where there is none.
+        resumes: a run would resume from this checkpoint.
     """
 
     name: str
@@ -42,35 +42,35 @@ class CheckpointEntry:
 
 
 def list_checkpoints(run: Path) -> list[CheckpointEntry]:
-    """Checkpoints from oldest to newest, then remainders, then best.pt and last.pt.
+    """Checkpoints from oldest to newest, then drafts and renamed ones, then best.pt and last.pt.
 
     Raises:
-        RequestError: the folder holds no run.
+        RequestError: the folder is not a run folder.
     """
     if not any((run / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints")):
-        raise RequestError(f"{run} holds no run", remedy="the --save-dir of a run")
-    at_work = is_locked(run)
+        raise RequestError(f"{run} is not a run folder", remedy="name the --save-dir of a run")
+    running = is_locked(run)
     found: list[CheckpointEntry] = []
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
     for folder in sorted(folders, key=lambda path: (not path.name.startswith("step_"), parse_step(path), path.name)):
         try:
-            found.append(_checkpoint(folder, at_work=at_work))
+            found.append(_checkpoint(folder, running=running))
         except FileNotFoundError:
-            if not at_work:  # else the run has let it go while we looked
+            if not running:  # else the run has removed it in the meantime
                 raise
     newest = max((at for at, entry in enumerate(found) if entry.state == "whole"), default=None)
     listing = [CheckpointEntry(**entry.__dict__ | {"resumes": at == newest}) for at, entry in enumerate(found)]
     return [*listing, *(_weights(run / name) for name in ("best.pt", "last.pt") if (run / name).exists())]
 
 
-def _checkpoint(folder: Path, *, at_work: bool) -> CheckpointEntry:
+def _checkpoint(folder: Path, *, running: bool) -> CheckpointEntry:
     name = f"checkpoints/{folder.name}"
     files = [path for path in folder.rglob("*") if path.is_file()]
-    manifest = folder / MANIFEST
-    written = (manifest if manifest.exists() else folder).stat().st_mtime
+    dated = folder / MANIFEST if (folder / MANIFEST).exists() else folder
+    written = dated.stat().st_mtime
     size = sum(path.stat().st_size for path in files)
     if folder.name.startswith(".draft_"):
-        return CheckpointEntry(name, "draft", "being written" if at_work else "never finished", written, size)
+        return CheckpointEntry(name, "draft", "being written" if running else "never finished", written, size)
     damage = find_damage(folder) or next(_not_plain(folder / "state.pt"), None)
     if damage and not folder.exists():
         raise FileNotFoundError(folder)
@@ -79,19 +79,19 @@ def _checkpoint(folder: Path, *, at_work: bool) -> CheckpointEntry:
         return CheckpointEntry(name, "aside", f"{why}: {damage}" if damage else why, written, size)
     if damage:
         return CheckpointEntry(name, "damaged", damage, written, size)
-    told = read_manifest(folder)
-    return CheckpointEntry(name, "whole", "", written, size, int(told["step"]), int(told["world_size"]))
+    manifest = read_manifest(folder)
+    return CheckpointEntry(name, "whole", "", written, size, int(manifest["step"]), int(manifest["world_size"]))
 
 
 def _weights(path: Path) -> CheckpointEntry:
-    """best.pt or last.pt: no manifest, but torch's files carry a checksum for each of their parts."""
+    """best.pt or last.pt: there is no manifest, but torch.save's archive has a checksum for each of its parts."""
     about = path.stat()
     damage = next(_not_plain(path), None)
     return CheckpointEntry(path.name, "damaged" if damage else "whole", damage or "", about.st_mtime, about.st_size)
 
 
 def _not_plain(path: Path) -> Iterator[str]:
-    """What is wrong with a file of torch.save: torn, changed, or asking for more than tensors and plain values."""
+    """What is wrong with a file of torch.save: truncated, modified, or naming more than tensors and plain values."""
     try:
         with zipfile.ZipFile(path) as archive:
             if torn := archive.testzip():
@@ -105,13 +105,13 @@ def _not_plain(path: Path) -> Iterator[str]:
                 if _names(code.name)
             ]
     except (zipfile.BadZipFile, ValueError, EOFError, IndexError, RuntimeError) as error:
-        yield f"{path.name} is no file of torch.save ({type(error).__name__})"
+        yield f"{path.name} is not a torch.save file ({type(error).__name__})"
         return
     yield from (
-        f"{path.name} asks for {name.replace(' ', '.')} to be run" for name in wanted if not _PLAIN.fullmatch(name)
+        f"{path.name} would run {name.replace(' ', '.')} when loaded" for name in wanted if not _PLAIN.fullmatch(name)
     )
 
 
 def _names(code: str) -> bool:
-    """Whether a pickle's instruction fetches something by name; torch.save writes the first kind only."""
+    """Whether a pickle opcode imports something by name; torch.save writes only GLOBAL."""
     return code in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")

@@ -1,4 +1,4 @@
-"""The lock of a run folder, which one run at a time owns."""
+"""The lock of a run folder: one run at a time holds it."""
 
 import errno
 import fcntl
@@ -11,14 +11,14 @@ from typing import IO
 
 from multigpu_cli.errors import RequestError, TrainingError
 
-_MOMENT = 0.3  # seconds; whoever only asks has let go by then
+_MOMENT = 0.3  # seconds; a process that only tests the lock has released it by then
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process owns the folder right now; any number may ask at once, as the nodes of a job do.
+    """Whether another process holds the lock now; any number of processes may test at once, as the nodes of a job do.
 
     Raises:
-        RequestError: the file system has no locks.
+        RequestError: the file system does not support locks.
     """
     try:
         with open(folder / ".lock") as file:
@@ -33,7 +33,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def wait_until_unlocked(folder: Path, *, patience: float) -> bool:
-    """Whether nobody owns the folder any more; waits so long (seconds) for that."""
+    """Wait for the lock to be released, for at most `patience` seconds; whether it was."""
     until = time.monotonic() + patience
     while is_locked(folder):
         if time.monotonic() > until:
@@ -50,25 +50,27 @@ def check_unlocked(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Make the folder and own it for as long as the context lasts.
+    """Create the folder and hold its lock for the duration of the context.
 
     Raises:
-        RequestError: it can't be made, or another run is at work in it.
+        RequestError: the folder can't be created, or another run holds its lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a")  # noqa: SIM115 - held open for as long as the run lasts
+        file = open(folder / ".lock", "a")  # noqa: SIM115 - stays open for the whole run
     except OSError as error:
-        raise RequestError(f"--save-dir {folder}: {error.strerror or error}", remedy="another --save-dir") from error
+        raise RequestError(
+            f"--save-dir {folder}: {error.strerror or error}", remedy="use another --save-dir"
+        ) from error
     with file:
         _take(file, folder)
         try:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), _signature().encode())
-            os.fsync(file.fileno())  # a full disk shows now, not at the first checkpoint
+            os.fsync(file.fileno())  # a full disk fails here, not at the first checkpoint
         except OSError as error:
             raise RequestError(
-                f"--save-dir {folder}: {error.strerror or error}", remedy="make room, or another --save-dir"
+                f"--save-dir {folder}: {error.strerror or error}", remedy="free some space, or use another --save-dir"
             ) from error
         yield
 
@@ -89,55 +91,56 @@ def _take(file: IO[str], folder: Path) -> None:
 
 
 def _signature() -> str:
-    """This process, as no other is called on the machines that share a disk."""
+    """An id of this process that is unique among the machines that share a disk."""
     return f"{os.uname().nodename} {os.getpid()}"
 
 
 def check_owner(folder: Path) -> None:
-    """Whoever removes the folder of a run at work may start another one there: that one is left alone.
+    """Check that the run folder still belongs to this process: it may have been removed and used by another run.
 
     Raises:
-        OSError: the folder has gone, or the lock in it is another process's.
+        OSError: the folder was removed, or another process holds its lock.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "the run folder has gone; make it again", str(folder))
+        raise FileNotFoundError(errno.ENOENT, "the run folder was removed; create it again", str(folder))
     lock = folder / ".lock"
     if lock.exists() and (owner := lock.read_text()) and owner != _signature():
-        raise OSError(errno.EBUSY, f"{folder} belongs to another run by now")
+        raise OSError(errno.EBUSY, f"{folder} now belongs to another run")
 
 
 @contextmanager
 def fail_on_write_error(folder: Path) -> Iterator[None]:
-    """What is written here must be written, or the run has failed.
+    """Turn a failed write inside the context into the error that ends the run.
 
     Raises:
-        TrainingError: the file system refused.
+        TrainingError: the file system refused a write.
     """
     try:
         yield
     except OSError as error:
         raise TrainingError(
             f"{folder} can't be written to: {error}",
-            remedy="make room, or mend the folder, and run the same command again: it goes on from the last checkpoint",
+            remedy="free some space, or repair the folder, and run the same command again: it resumes from the last "
+            "checkpoint",
         ) from error
 
 
 def _no_lock(folder: Path, error: OSError) -> RequestError:
     return RequestError(
-        f"{folder}: its file system refuses the lock of a run ({error.strerror or error})",
-        remedy="another --save-dir, on a disk of this machine, say; NFS needs version 4, or its lock daemon",
+        f"{folder}: the file system does not support the lock of a run ({error.strerror or error})",
+        remedy="use another --save-dir, for instance on a local disk; NFS needs version 4, or its lock daemon",
     )
 
 
 def locked_error(folder: Path) -> RequestError:
-    return RequestError(f"another run is at work in {folder}", remedy="wait for it to end, or use another --save-dir")
+    return RequestError(f"another run is using {folder}", remedy="wait for it to end, or use another --save-dir")
 
 
 def still_locked_error(folder: Path) -> TrainingError:
-    """For a run that is started again while a process of its own, on a node that was cut off or froze, lives on."""
+    """The error of a restarted run while a process of its previous attempt, perhaps on a lost node, holds the lock."""
     error = TrainingError(
-        f"a process of an earlier attempt is still at work in {folder}",
-        remedy="end it, perhaps on a node that does not answer; torchrun --max-restarts=… tries again",
+        f"a process of an earlier attempt is still using {folder}",
+        remedy="end that process, which may be on a node that does not answer; torchrun --max-restarts=… tries again",
     )
     error.caused_by_peer = True
     return error

@@ -12,18 +12,18 @@ MANIFEST = "manifest.json"
 
 
 def parse_step(folder: Path) -> int:
-    """The step that a checkpoint's folder is named after; -1 where the name says none."""
+    """The step in the name of a checkpoint's folder; -1 if there is none."""
     number = re.match(r"step_(\d+)", folder.name)
     return int(number[1]) if number else -1
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """The manifest of a checkpoint, not verified."""
     return dict(json.loads((folder / MANIFEST).read_text()))
 
 
 def sign_manifest(manifest: dict[str, Any]) -> bytes:
-    """As JSON, with a checksum over itself: one wrong digit among the settings would be another run."""
+    """The manifest as JSON with a checksum over itself, so that a flipped digit in a setting is detected."""
     return json.dumps(manifest | {"sha256": _sum(manifest)}, indent=1).encode()
 
 
@@ -33,10 +33,10 @@ def _sum(manifest: dict[str, Any]) -> str:
 
 
 def find_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, torn or changed since it was listed; None if whole.
+    """What is wrong with a checkpoint: a file that is missing, truncated or modified; None if it is intact.
 
     Args:
-        moved: called for each piece that was read.
+        moved: called after each chunk is read.
     """
     try:
         manifest = read_manifest(folder)

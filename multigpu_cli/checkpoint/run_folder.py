@@ -1,4 +1,4 @@
-"""The run folder: which one a command means, and its small files."""
+"""The run folder: which one a command means, where the run resumes, and the folder's small files."""
 
 import json
 import os
@@ -20,24 +20,24 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
 
 _NOTE = "next_attempt.json"
-_PATIENCE = 20.0  # seconds for a process of the attempt before to end, on a node that was cut off
+_PATIENCE = 20.0  # seconds for a process of the previous attempt to end, on a node that lost its network
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins: plain values, so that rank 0 can tell the others.
+    """Where a run begins, as plain values that rank 0 can broadcast.
 
     Attributes:
         folder: the run folder; it may not exist yet.
-        checkpoint: the checkpoint folder to go on from, or None.
-        manifest: that checkpoint's.
-        summary: how the run in the folder ended last time, or None.
-        warnings: what was passed over, and why.
-        reason: the decision in words, for the plan.
-        rewind_from: the older checkpoint of this very folder that --resume named, from which it begins again, or None.
-        micro_batch_after_oom: the micro-batch to begin with, where an attempt before the first checkpoint ran out of
-            memory.
-        global_batch: that attempt's, which stays what it was.
+        checkpoint: the checkpoint folder to resume from, or None.
+        manifest: the manifest of that checkpoint.
+        summary: summary.json of the previous attempt in the folder, or None.
+        warnings: the checkpoints that were skipped, with reasons.
+        reason: the reason for the choice, which the plan shows.
+        rewind_from: the older checkpoint of the same folder that --resume names, or None.
+        micro_batch_after_oom: the micro-batch to start with, if an attempt ran out of memory before its first
+            checkpoint.
+        global_batch: the global batch of that attempt, which does not change.
         checkpoint_rank: the rank whose disk has the checkpoint.
     """
 
@@ -57,32 +57,32 @@ class ResumePoint:
 
 
 class CheckpointNotFound(RequestError):
-    """No checkpoint to go on from, on this node."""
+    """This node has no checkpoint to resume from."""
 
 
 class NoIntactCheckpoint(CheckpointNotFound):
-    """The run folder has checkpoints, and all are damaged: whoever began anew there would lose its best weights."""
+    """All checkpoints in the run folder are damaged; a new run in it would overwrite the best weights."""
 
 
 def resume_exists(resume: str) -> bool:
-    """Whether --resume names a run folder or a checkpoint on this node, whole or not."""
+    """Whether --resume names a run folder or a checkpoint on this node, intact or not."""
     return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints", 1).list_folders())
 
 
 def choose_resume_point(
     config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False
 ) -> ResumePoint:
-    """Settle the run folder and what to go on from; nothing is written.
+    """Choose the run folder and the checkpoint to resume from; nothing is written.
 
     Args:
-        attempt: how often the launcher restarted us.
-        begun: run folders of earlier attempts of this launch; it goes on with these and with nobody else's.
-        elsewhere: another node has what --resume names.
+        attempt: how often the launcher has restarted this process.
+        begun: run folders of earlier attempts of this launch; only these are continued.
+        elsewhere: another node has the checkpoint that --resume names.
 
     Raises:
-        RequestError: --resume names nothing to go on from, or forbids what is there; another run is at work there, or
-            none of its checkpoints is whole.
-        TrainingError: an earlier attempt of this one still is.
+        RequestError: --resume names no checkpoint, or is "never" for a folder that holds a run; another run is using
+            the folder; or none of its checkpoints is intact.
+        TrainingError: an earlier attempt of this run is still using the folder.
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
     if resume not in ("auto", "never"):
@@ -93,7 +93,7 @@ def choose_resume_point(
         if resume == "never" and holds_run(folder) and str(folder) not in begun:
             raise RequestError(
                 f"--resume never, but {folder} already holds a run",
-                remedy="another --save-dir, or --resume auto to go on with it",
+                remedy="use another --save-dir, or --resume auto to continue that run",
             )
         return _in_folder(folder, attempt)
     home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
@@ -106,7 +106,7 @@ def choose_resume_point(
 
 
 def resolve_folder(config: Config) -> Config:
-    """The same request with its folder settled, for processes that may be started more than once.
+    """The config with its run folder resolved, for processes that may be restarted.
 
     Raises:
         RequestError: as `choose_resume_point`.
@@ -121,7 +121,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run, or None where there is none that can be read; a copied folder says where it is now."""
+    """summary.json of a run, or None if it can't be read; save_dir is the folder's present path, also of a copy."""
     try:
         found = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -132,12 +132,12 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _in_folder(folder: Path, attempt: int) -> ResumePoint:
-    # before the checkpoints are read, which the other process replaces
+    # waits first, since the other process may still replace the checkpoints
     if not wait_until_unlocked(folder, patience=_PATIENCE if attempt else 0):
         raise still_locked_error(folder) if attempt else locked_error(folder)
     newest, notes = Store(folder / "checkpoints", 1).find_newest()
     if newest is None and notes:
-        raise _no_intact_error(folder, [note.removeprefix("passed over ") for note in notes])
+        raise _no_intact_error(folder, [note.removeprefix("skipped ") for note in notes])
     if newest is None:
         reason = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
         return ResumePoint(str(folder), None, None, None, notes, reason)
@@ -147,11 +147,11 @@ def _in_folder(folder: Path, attempt: int) -> ResumePoint:
 def _no_intact_error(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint:
     best = folder / "best.pt"
     listed = "".join(f"\n  {damage}" for damage in damages)
-    anew = "--resume never with another --save-dir, to begin anew"
-    anew += f" (from its best weights: --init-from {best})" if best.is_file() else ""
+    restart = "start a new run with --resume never and another --save-dir"
+    restart += f" (from the best weights of this one: --init-from {best})" if best.is_file() else ""
     return NoIntactCheckpoint(
-        f"{folder} has {pluralize(len(damages), 'checkpoint')}, and none is whole{listed}",
-        remedy=f"{anew}; or --resume PATH of a whole checkpoint, with another --save-dir",
+        f"{folder} has {pluralize(len(damages), 'checkpoint')}, and none is intact{listed}",
+        remedy=f"{restart}; or use --resume PATH of an intact checkpoint, with another --save-dir",
     )
 
 
@@ -165,16 +165,18 @@ def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: boo
     folder = Path(save_dir) if save_dir else run
     own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
     if own_step and read_rewind_checkpoint(folder) == path.name:
-        return _in_folder(folder, attempt)  # the same command again
+        return _in_folder(folder, attempt)  # the command was repeated
     if not elsewhere and not resume_exists(str(path)):
         raise _not_found_error(path, [])
     if save_dir and not path.resolve().is_relative_to(folder.resolve()):
         own = _in_folder(folder, attempt)
-        if own.checkpoint:  # the same command again, after a stop: it goes on where it was, not from PATH once more
+        if own.checkpoint:  # the command was repeated after a stop: resume the new run, not PATH once more
             return own
     if (path / MANIFEST).is_file():
         if damage := find_damage(path):
-            raise RequestError(f"--resume {path}: {damage}", remedy="an older checkpoint beside it, or its run folder")
+            raise RequestError(
+                f"--resume {path}: {damage}", remedy="name an older checkpoint of that run, or its run folder"
+            )
         start = _resume_from(folder, Checkpoint(path, read_manifest(path)), None, [])
         return replace(start, rewind_from=str(path)) if own_step else start
     newest, notes = Store(path / "checkpoints", 1).find_newest()
@@ -184,22 +186,22 @@ def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: boo
 
 
 def _not_found_error(path: Path, notes: Sequence[str]) -> CheckpointNotFound:
-    whole = next((str(folder) for folder in path.parents if holds_run(folder)), "")
+    run = next((str(folder) for folder in path.parents if holds_run(folder)), "")
     return CheckpointNotFound(
-        f"--resume {path}: no checkpoint there" + "".join(f"\n  {note}" for note in notes),
-        remedy=f"--resume {whole}" if whole else "a run folder, or one of its checkpoints/step_… folders",
+        f"--resume {path}: contains no checkpoint" + "".join(f"\n  {note}" for note in notes),
+        remedy=f"--resume {run}" if run else "name a run folder, or one of its checkpoints/step_… folders",
     )
 
 
 def rewind_run(start: ResumePoint, store: Store) -> None:
-    """Make a run that begins again from one of its older checkpoints forget what came later, once and for all."""
+    """Discard the later checkpoints of a run that restarts from an older one, and record that this was done."""
     if start.rewind_from and start.manifest:
         store.discard_after(int(start.manifest["step"]))
         publish(Path(start.folder) / BEGAN, Path(start.rewind_from).name.encode())
 
 
 def _newest_unfinished(home: Path, config: Config) -> Path | None:
-    """The newest run of the same configuration that has a checkpoint, did not complete and is not at work now."""
+    """The newest run of the same configuration that has a checkpoint, has not completed and is not running now."""
     runs = sorted((path for path in home.glob("*") if holds_run(path)), key=lambda path: path.stat().st_mtime)
     for folder in reversed(runs):
         if is_locked(folder):
@@ -212,21 +214,21 @@ def _newest_unfinished(home: Path, config: Config) -> Path | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """A wrong --save-dir is found before anything is done."""
+    """Check that --save-dir can be created and written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise RequestError(f"--save-dir {folder}: {nearest} is a file", remedy="a folder")
+        raise RequestError(f"--save-dir {folder}: {nearest} is a file", remedy="name a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise RequestError(f"--save-dir {folder}: no permission to write in {nearest}", remedy="another --save-dir")
+        raise RequestError(f"--save-dir {folder}: no permission to write in {nearest}", remedy="use another --save-dir")
 
 
 def write_note(folder: Path, settings: dict[str, Any]) -> None:
-    """Let the next attempt know of settings that it must use instead of the last checkpoint's."""
+    """Store settings that the next attempt must use instead of the last checkpoint's."""
     publish(folder / _NOTE, json.dumps(settings).encode())
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """What an earlier attempt left for us, or nothing."""
+    """The settings that an earlier attempt stored, or an empty dict."""
     try:
         return dict(json.loads((folder / _NOTE).read_text()))
     except FileNotFoundError:

@@ -17,30 +17,30 @@ from multigpu_cli.errors import RequestError
 
 
 def serialize(state: Any) -> bytes:
-    """A state as the bytes of `torch.save`; through memory, so that no file name gets into them."""
+    """The bytes of `torch.save`; written to memory, since torch.save puts the name of a file into its archive."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def serialize_to_file(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
-    """Write the same bytes to a file, without a second copy of the state in memory; returns their number and SHA-256.
+    """Write the bytes of `serialize` to a file, without a second copy of the state in memory; returns size and SHA-256.
 
     Raises:
-        OSError: the file took no more; torch would only say that something is wrong with its own archive.
+        OSError: a write failed; torch itself would only report an inconsistent archive.
     """
-    summed = _Summed(file)
+    summed = _HashingFile(file)
     try:
-        torch.save(state, summed)  # type: ignore[arg-type]  # it asks for write and flush alone
+        torch.save(state, summed)  # type: ignore[arg-type]  # it calls write and flush only
     except RuntimeError as error:
-        if summed.trouble:
-            raise summed.trouble from error
+        if summed.error:
+            raise summed.error from error
         raise
     return summed.size, summed.sum.hexdigest()
 
 
 def count_tensor_bytes(state: Any) -> int:
-    """What the tensors in a state take, tied ones counted once."""
+    """The size of the tensors in a state; tied ones count once."""
     storages = (tensor.untyped_storage() for tensor in iterate_tensors(state))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -50,18 +50,18 @@ def iterate_tensors(state: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
-class _Summed:
-    """A file that adds up what goes through it, and remembers what went wrong."""
+class _HashingFile:
+    """A file that counts and hashes what is written, and keeps the error of a failed write."""
 
     def __init__(self, file: BinaryIO | ProgressFile) -> None:
         self._file, self.size, self.sum = file, 0, sha256()
-        self.trouble: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, piece: bytes) -> int:
         try:
             self._file.write(piece)
         except OSError as error:
-            self.trouble = error
+            self.error = error
             raise
         self.sum.update(piece)
         self.size += len(piece)
@@ -72,13 +72,13 @@ class _Summed:
 
 
 def deserialize(content: bytes | Path, origin: str) -> Any:
-    """The state in a file's bytes; nothing but tensors and plain values is accepted, so no code runs.
+    """Load the state in a file's bytes; only tensors and plain values are accepted, so no code runs.
 
     Args:
         content: the bytes, or the file itself, whose tensors are then mapped into memory as far as torch can do that.
 
     Raises:
-        RequestError: not such a file.
+        RequestError: the bytes are not such a file.
     """
     mapped = isinstance(content, Path) and is_zipfile(content)  # torch's files from before 2020 are none
     try:
@@ -87,6 +87,6 @@ def deserialize(content: bytes | Path, origin: str) -> Any:
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError for a foreign file
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # what a pickle would need beside tensors
         raise RequestError(
-            f"{origin} is no file of weights that can be loaded safely ({asked[1] if asked else type(error).__name__})",
-            remedy="a file saved by torch.save that holds only tensors and plain values, or .safetensors",
+            f"{origin} can't be loaded safely as weights ({asked[1] if asked else type(error).__name__})",
+            remedy="use a file saved by torch.save that contains only tensors and plain values, or .safetensors",
         ) from error

@@ -1,4 +1,4 @@
-"""What survives a restart: weights, optimizer, loss scale, averages, progress. What is not here is lost on resume."""
+"""The state that a checkpoint holds: weights, optimizer, loss scale, averaged weights, progress."""
 
 from contextlib import nullcontext
 from copy import copy
@@ -18,20 +18,20 @@ from multigpu_cli.runtime.precision import Precision
 
 @dataclass
 class Progress:
-    """How far a run is; everything about data and randomness follows from `step`.
+    """How far a run is; data order and random numbers follow from `step`.
 
     Attributes:
-        step: the place in the schedule: optimizer steps done, and those that a task has left out (PPO's target_kl).
+        step: the position in the schedule: optimizer steps done, and those that a task skipped (PPO's target_kl).
         best: metrics of the best evaluation so far, with its epoch; empty before the first.
-        score: that evaluation's score, as the task orders it.
-        stale_epochs: evaluations since then.
+        score: the score of that evaluation; the task defines the order.
+        stale_epochs: evaluations since then without improvement.
         train_seconds, startup_seconds: totals over all attempts.
         last: metrics of the newest evaluation of each split, and train_loss, the mean over the newest epoch so far.
-        line_losses: loss sum, and units, of the steps since the newest log line.
-        epoch_losses: number of the newest epoch, counted from 0, and the same of its steps so far.
-        faults: what went wrong so far.
-        stopped_early: nothing improved any more before the last step.
-        scheduled: how often a scheduler of the user's own was stepped.
+        line_losses: loss sum and units of the steps since the newest log line.
+        epoch_losses: index of the newest epoch, and loss sum and units of its steps so far.
+        faults: the faults so far, as the journal records them.
+        stopped_early: early stopping ended the run before its last step.
+        scheduled: how often the user's own scheduler was stepped.
     """
 
     step: int = 0
@@ -53,9 +53,9 @@ class TrainState:
     """The live objects that a checkpoint covers.
 
     Attributes:
-        scheduler: the user's own.
-        restore_warning: what the checkpoint could not bring back, in words.
-        initial_weights: what --init-from brought, on the rank that read it.
+        scheduler: the user's own, if any.
+        restore_warning: a message that names what the checkpoint could not restore.
+        initial_weights: what --init-from loaded, on the rank that read it.
     """
 
     model: nn.Module
@@ -72,12 +72,12 @@ class TrainState:
         return self.begin_capture(into).finish()
 
     def begin_capture(self, into: dict[str, Any] | None = None, task: dict[str, Any] | None = None) -> "Snapshot":
-        """Take what moves at any time, and leave what only the optimizer moves to `Snapshot.finish`.
+        """Copy what may change at any time; tensors that only the optimizer changes are left to `Snapshot.finish`.
 
         Args:
-            into: an earlier capture that nobody reads any more; its memory is used again, which is several times faster
-                than asking the system for fresh pages.
-            task: what the task keeps beside these.
+            into: an earlier capture that is no longer read; reusing its memory is several times faster than allocating
+                new pages.
+            task: the task's own state.
         """
         model = self.model.state_dict()
         state = {
@@ -90,16 +90,16 @@ class TrainState:
             "task": task or {},
         }
         extra = iterate_tensors(extra_state(model))
-        moving = {tensor.data_ptr() for tensor in (*self.model.buffers(), *extra)}  # forward changes them
+        volatile = {tensor.data_ptr() for tensor in (*self.model.buffers(), *extra)}  # forward changes them
         later: list[tuple[Tensor, Tensor]] = []
-        captured = dict(_on_host(state, into, moving, later))
-        return Snapshot(captured, later, _stream_beside())
+        captured = dict(_on_host(state, into, volatile, later))
+        return Snapshot(captured, later, _create_copy_stream())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
-        """Put a captured state into the live objects.
+        """Load a captured state into the live objects.
 
         Raises:
-            RequestError: it is of another model; says which parameters differ.
+            RequestError: the state is of another model; the message names the parameters that differ.
         """
         check_fit(self.model, state["model"], origin)
         self.model.load_state_dict(state["model"])
@@ -110,40 +110,40 @@ class TrainState:
         if self.scheduler and state.get("scheduler"):
             self.scheduler.load_state_dict(state["scheduler"])
         self.progress.__dict__.update(state["progress"])
-        self.progress.last.pop("epoch_loss", None)  # what train_loss was called where both were kept
+        self.progress.last.pop("epoch_loss", None)  # the name of train_loss in older checkpoints
 
     def eval_model(self) -> nn.Module:
-        """The module whose weights are evaluated and published: the average where there is one."""
+        """The module whose weights are evaluated and published: the averaged one with --ema."""
         return self.average.module if self.average else self.model
 
 
 @dataclass
 class Snapshot:
-    """A state on its way to host memory.
+    """A state that is being copied to host memory.
 
     Attributes:
-        state: whole once `finish` has returned.
+        state: complete once `finish` has returned.
     """
 
     state: dict[str, Any]
     _later: list[tuple[Tensor, Tensor]]
-    _beside: torch.cuda.Stream | None
+    _copy_stream: torch.cuda.Stream | None
 
     def finish(self) -> dict[str, Any]:
-        """Copy the rest, in any thread, before the optimizer moves it; on CUDA beside what the device computes."""
-        with torch.cuda.stream(self._beside) if self._beside is not None else nullcontext():
+        """Copy the rest, in any thread, before the optimizer changes it; on CUDA concurrently with computation."""
+        with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
             for target, source in self._later:
                 target.copy_(source, non_blocking=True)
-        if self._beside is not None:
-            self._beside.synchronize()
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
         self._later = []
         return self.state
 
 
-def _stream_beside() -> torch.cuda.Stream | None:
-    """A stream that begins after all work that this thread's device has been given; None where there is no device.
+def _create_copy_stream() -> torch.cuda.Stream | None:
+    """A stream that starts after all work queued on this thread's device; None without CUDA.
 
-    It is made here: in another thread the current device is another, and a stream takes no copies of its neighbour's.
+    It is created in the caller's thread: another thread has another current device, and a stream belongs to one device.
     """
     if not torch.cuda.is_initialized():
         return None
@@ -152,24 +152,24 @@ def _stream_beside() -> torch.cuda.Stream | None:
     return stream
 
 
-def _on_host(value: Any, into: Any, moving: set[int], later: list[tuple[Tensor, Tensor]]) -> Any:
-    """Memory on the host, that of `into` as far as it has the same shape, with a copy of what is `moving`.
+def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor, Tensor]]) -> Any:
+    """Host memory for a state, reused from `into` where shapes agree; `volatile` tensors are copied at once.
 
     Args:
-        moving: addresses of the tensors that are copied at once; the others are added to `later`.
+        volatile: addresses of the tensors that are copied at once; the others are added to `later`.
     """
     if isinstance(value, Tensor):
         fits = isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype
         target = into if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        if value.data_ptr() in moving:
+        if value.data_ptr() in volatile:
             target.copy_(value.detach(), non_blocking=True)
         else:
             later.append((target, value.detach()))
         return target
     if isinstance(value, dict):
         there = into if isinstance(into, dict) else {}
-        return {name: _on_host(entry, there.get(name), moving, later) for name, entry in value.items()}
+        return {name: _on_host(entry, there.get(name), volatile, later) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
-        return type(value)(_on_host(entry, was, moving, later) for entry, was in zip(value, old, strict=True))
+        return type(value)(_on_host(entry, was, volatile, later) for entry, was in zip(value, old, strict=True))
     return copy(value)

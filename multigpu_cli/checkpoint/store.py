@@ -1,4 +1,4 @@
-"""The checkpoints of one run: draft → manifest → rename; the newest few are kept, and only whole ones are used."""
+"""The checkpoints of one run: draft → manifest → rename; the newest few are kept, and only intact ones are used."""
 
 import shutil
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     def state(self) -> dict[str, Any]:
-        """What was saved; only tensors and plain values."""
+        """The saved state; only tensors and plain values."""
         file = self.folder / "state.pt"
         return dict(deserialize(file.read_bytes(), str(file)))
 
@@ -33,24 +33,24 @@ class Store:
 
     Args:
         folder: RUN/checkpoints.
-        keep: how many of the newest stay.
-        moved: called for each piece that is written, or read again before an old checkpoint goes.
+        keep: how many of the newest are kept.
+        moved: called after each chunk that is written, or read to verify an old checkpoint before it is removed.
     """
 
     def __init__(self, folder: Path, keep: int, moved: Moved = ignore_progress) -> None:
         self.folder, self.keep, self._moved = folder, keep, moved
 
     def save(self, step: int, state: dict[str, Any], facts: dict[str, Any], best: BestWeights | None = None) -> int:
-        """Write one checkpoint and let the oldest go; returns the size of its state in bytes.
+        """Write one checkpoint and remove the oldest; returns the size of its state in bytes.
 
         Args:
-            facts: what goes into the manifest beside sizes and sums (pins, world size, versions).
-            best: the best weights so far, which stay with it.
+            facts: further entries of the manifest (pins, world size, versions).
+            best: the best weights so far, which are stored with it.
 
         Raises:
-            OSError: it could not be written; the others are as they were.
+            OSError: it could not be written; the other checkpoints are unchanged.
         """
-        self.folder.mkdir(exist_ok=True)  # but not its parent: if that has gone, so has the right to write there
+        self.folder.mkdir(exist_ok=True)  # but not its parent: if that was removed, this run must not write there
         self.sweep()
         draft, final = self.folder / f".draft_step_{step:08d}", self.folder / f"step_{step:08d}"
         try:
@@ -65,7 +65,7 @@ class Store:
                 self._remove(final)
             draft.rename(final)
         except OSError:
-            shutil.rmtree(draft, ignore_errors=True)  # it takes the room that the next one needs
+            shutil.rmtree(draft, ignore_errors=True)  # frees the space for the next one
             raise
         flush_folder(self.folder)
         past = [folder for folder in self.list_folders() if 0 <= parse_step(folder) <= step]  # later ones are damaged
@@ -74,44 +74,47 @@ class Store:
         return size
 
     def _remove(self, folder: Path) -> None:
-        """Let a checkpoint go; a damaged one is evidence, and only steps aside."""
+        """Remove a checkpoint; a damaged one is only renamed, so that it can be examined."""
         if find_damage(folder, self._moved) is None:
             shutil.rmtree(folder)
         else:
-            self._set_aside(folder, "damaged")
+            self._rename(folder, "damaged")
 
-    def _set_aside(self, folder: Path, why: str) -> None:
+    def _rename(self, folder: Path, why: str) -> None:
+        """Add a prefix, and a number where that name is taken."""
         free = (folder.with_name(f"{why}_{folder.name}{suffix}") for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
         folder.rename(next(name for name in free if not name.exists()))
 
     def discard_after(self, step: int) -> None:
-        """A run that begins again from an older checkpoint replaces what came later: put that aside."""
+        """Rename the checkpoints after this step, which a run that restarts from an older one replaces."""
         for folder in self.list_folders():
             if parse_step(folder) > step:
-                self._set_aside(folder, "replaced")
+                self._rename(folder, "replaced")
 
     def sweep(self) -> None:
-        """Remove what a killed run left half-written."""
+        """Remove the drafts of a killed run."""
         for draft in self.folder.glob(".draft_*"):
             shutil.rmtree(draft)
 
     def find_newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that verifies, and why newer ones were passed over (they stay where they are)."""
-        passed_over = []
+        """The newest intact checkpoint, and why newer ones were skipped (they are left in place)."""
+        skipped = []
         for folder in self.list_folders():
             if damage := find_damage(folder):
-                passed_over.append(f"passed over {folder}: {damage}")
+                skipped.append(f"skipped {folder}: {damage}")
             else:
-                return Checkpoint(folder, read_manifest(folder)), passed_over
-        return None, passed_over
+                return Checkpoint(folder, read_manifest(folder)), skipped
+        return None, skipped
 
     def list_folders(self) -> list[Path]:
-        """All checkpoints, whole or not, newest first."""
+        """All checkpoints, intact or not, newest first."""
         return sorted(self.folder.glob("step_*"), key=parse_step, reverse=True)
 
 
 def _write(file: Path, state: dict[str, Any], moved: Moved) -> tuple[int, str]:
-    """Size and SHA-256 of the file that was written."""
-    told: list[tuple[int, str]] = []
-    publish_stream(file, lambda draft: told.append(serialize_to_file(state, draft)), count_tensor_bytes(state), moved)
-    return told[0]
+    """Write a state; returns size and SHA-256 of the file."""
+    results: list[tuple[int, str]] = []
+    publish_stream(
+        file, lambda draft: results.append(serialize_to_file(state, draft)), count_tensor_bytes(state), moved
+    )
+    return results[0]

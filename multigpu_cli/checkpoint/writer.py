@@ -1,4 +1,4 @@
-"""Writes checkpoints in a background thread while training continues; at most one job in flight."""
+"""Writes checkpoints in a background thread while training continues; at most one job at a time."""
 
 import threading
 import time
@@ -8,7 +8,11 @@ from typing import Self
 
 
 class Writer:
-    """Takes over jobs that only read what was copied for them; the loop goes on meanwhile."""
+    """Runs jobs that only read copied state, so that the training loop can continue.
+
+    Attributes:
+        waited: seconds that the last `wait_for_staging` took.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -17,10 +21,10 @@ class Writer:
         self.waited = 0.0
 
     def submit(self, copy: Callable[[], object], job: Callable[[], None]) -> None:
-        """Hand over the next job, once the one before has been settled.
+        """Submit the next job; `wait` must have returned the result of the previous one.
 
         Args:
-            copy: comes first, and must be over before what it copies may change: see `wait_for_staging`.
+            copy: runs first; its source must not change until `wait_for_staging` returns.
         """
         assert self._job is None
         self._copied, self.waited = threading.Event(), 0.0
@@ -35,7 +39,7 @@ class Writer:
         job()
 
     def wait_for_staging(self) -> None:
-        """Wait until what is to be written has been copied; `waited` says for how many seconds."""
+        """Wait until the state that is to be written has been copied."""
         if self._copied is None:
             return
         began = time.perf_counter()
@@ -44,21 +48,21 @@ class Writer:
 
     @property
     def is_done(self) -> bool:
-        """Whether a job waits to be settled, and that will not take time."""
+        """Whether a job has finished, so that `wait` returns at once."""
         return self._job is not None and self._job.done()
 
     def wait(self) -> OSError | None:
-        """Wait until nothing is in flight; the file system's complaint about the last job, or None.
+        """Wait for the current job, if any; returns its OSError, or None.
 
         Raises:
-            Exception: the job failed for another reason than the file system.
+            Exception: the job failed with any other error.
         """
         job, self._job = self._job, None
         if job is None:
             return None
         try:
             job.result()
-        except OSError as error:  # a full or vanished disk: whoever asked decides whether training goes on
+        except OSError as error:  # a full or missing disk: the caller decides whether training continues
             return error
         return None
 

@@ -16,7 +16,7 @@ from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
 
-_DATA = {"data", "data.args", "data_dir"}
+_DATA = {"data", "data.args", "data.inputs", "data_dir"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
     ".safetensors": ("safetensors",),
     ".pt": (),

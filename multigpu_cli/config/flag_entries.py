@@ -1,4 +1,4 @@
-"""What the user wrote, entry by entry."""
+"""`SettingEntry`: one setting as the user wrote it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ PARTS = ("data", "model", "task", "optimizer", "schedule")
 
 
 class SettingEntry(NamedTuple):
-    """One setting as somebody wrote it.
+    """One setting as the user wrote it.
 
     Attributes:
-        key: its name, perhaps of no setting.
+        key: its name, which may be unknown.
         value: text, or a list or mapping from YAML.
-        label: how messages name it: "--lr", "--set lr", "configs/har.yaml:3: lr".
+        label: its name in messages: "--lr", "--set lr", "configs/har.yaml:3: lr".
     """
 
     key: str
@@ -21,6 +21,6 @@ class SettingEntry(NamedTuple):
 
 
 def from_flags(flags: Mapping[str, Any]) -> list[SettingEntry]:
-    """Flags by key; a caller of the Python API may also hand in data.args and its like."""
+    """Flags by key; the Python API also passes data.args, model.args and so on."""
     labels = {key: key if "." in key else "--" + key.replace("_", "-") for key in flags}
     return [SettingEntry(key, value, labels[key]) for key, value in flags.items() if value is not None]

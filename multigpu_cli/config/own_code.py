@@ -1,4 +1,4 @@
-"""Code that settings name: what a file alone names is imported with --own-code only."""
+"""Code that settings name: if only a file names it, it is imported only with --own-code."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -8,42 +8,43 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 NAMING = ("data", "model", "task")
-"""The parts whose name, or whose arguments, may make code be imported."""
+"""The parts whose name or arguments may cause an import."""
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
-_OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; it imports whatever stands before the colon
-_OF_TRANSFORMERS = re.compile(r".*[:/].*", re.DOTALL)  # org/name, whose code it may fetch
+_OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium imports the part before the colon
+_OF_TRANSFORMERS = re.compile(r".*[:/].*", re.DOTALL)  # org/name; transformers may download its code
 
 
 def check_code(
     config: Config, command: Config, where: str, *, environments: Collection[str], parts: Collection[str] = NAMING
 ) -> None:
-    """Refuse code that the user's own command has not named, before anything is imported.
+    """Refuse code that the user's own command does not name, before anything is imported.
 
     Args:
-        config: the settings that are about to be used, with what a run folder or a checkpoint has brought in.
-        command: the user's own: flags, --set, and the file given with --config.
+        config: the settings that will be used, including those from a run folder or a checkpoint.
+        command: the user's own settings: flags, --set, and the file given with --config.
         where: the folder or file that the others come from, for the message.
-        environments: the names of the built-in ones, which stand before a colon (gym:CartPole-v1).
-        parts: those that will be made from their settings.
+        environments: names of the built-in environments, which are followed by a colon (gym:CartPole-v1).
+        parts: the parts that will be built from these settings.
 
     Raises:
-        RequestError: says what would have run.
+        RequestError: the message names the code that would have been imported.
     """
     if command.checkpoint.own_code:
         return
-    said = set(_code(command, environments, parts))
-    if unasked := [name for name in _code(config, environments, parts) if name not in said]:
+    named = set(_code(command, environments, parts))
+    if unnamed := [name for name in _code(config, environments, parts) if name not in named]:
         raise RequestError(
-            f"{where} names code that this command does not: {', '.join(unasked)}",
-            remedy="--own-code, if you know that code and want it to run, or name the same in this command",
+            f"{where} names code that this command does not name: {', '.join(unnamed)}",
+            remedy="give --own-code if you trust that code, or name it in this command as well",
         )
 
 
 def _code(config: Config, environments: Collection[str], parts: Collection[str]) -> Iterator[str]:
-    """What these settings would have imported, as a command says it; built-in names are nothing of the kind.
+    """The code that these settings would import, as flags and --set arguments.
 
-    Nor are those of a library (timm/resnet18): it makes a network of its own by that name, and loads no weights.
+    Built-in names are not included, nor are those of a library (timm/resnet18), which builds its own model by that name
+    and loads no weights.
     """
     head, _, id = config.data.name.partition(":")
     acts = head in environments
@@ -61,7 +62,7 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
 
 
 def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Every text in a nested value, and where it stands."""
+    """Every text in a nested value, with its key."""
     if isinstance(value, str):
         yield place, value
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""Files and folders that settings name: whether they are there and of the right kind, before torch is loaded."""
+"""Checks the files and folders that settings name, before torch is loaded."""
 
 import os
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from pathlib import Path
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-BEGAN = ".began_from"  # in a run folder: the name of its checkpoint from which --resume made it begin again
+BEGAN = ".began_from"  # file in a run folder: the name of its older checkpoint that --resume restarted it from
 
 _WEIGHT_FILES = ("best.pt", "state.pt", "*.index.json", "*.safetensors", "pytorch_model.bin")
 _USUAL = ("model", "pytorch_model")  # of Hugging Face's, where a folder has several
 
 
 def read_rewind_checkpoint(run: Path) -> str | None:
-    """The checkpoint from which a run began again; it may be gone by now, and the same command goes on all the same."""
+    """The name of the older checkpoint that a run was restarted from, which may have been removed since; or None."""
     try:
         return (run / BEGAN).read_text()
     except OSError:
@@ -23,7 +23,7 @@ def read_rewind_checkpoint(run: Path) -> str | None:
 
 
 def find_path_errors(config: Config) -> Iterator[RequestError]:
-    """The paths that cannot be what they are given for."""
+    """One error per path that is missing, of the wrong kind or not accessible."""
     if config.data.dir is not None:
         yield from _data_dir(config.data.dir, own=":" in config.data.name)
     if config.model.init_from is not None:
@@ -39,11 +39,11 @@ def _data_dir(given: str, *, own: bool) -> Iterator[RequestError]:
     if not path.exists():
         yield RequestError(
             f"--data-dir {given}: there is no such folder",
-            remedy=_suggest_path(path) or f"a path as seen from {Path.cwd()}",
+            remedy=_suggest_path(path) or f"give a path relative to {Path.cwd()}, or an absolute one",
         )
     elif not path.is_dir() and not own:
         yield RequestError(
-            f"--data-dir {given}: is a file, not a folder", remedy="the folder that holds the unpacked data"
+            f"--data-dir {given}: is a file, not a folder", remedy="name the folder with the unpacked data"
         )
     elif not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         yield RequestError(f"--data-dir {given}: cannot be read", remedy="check its permissions")
@@ -61,7 +61,7 @@ def _init_from(path: Path) -> Iterator[RequestError]:
             f"--init-from {path}: there is no such file", remedy=_suggest_path(path, folders=False) or "check the path"
         )
     elif not path.is_file():
-        yield RequestError(f"--init-from {path}: is not a regular file", remedy="best.pt of a run folder, say")
+        yield RequestError(f"--init-from {path}: is not a regular file", remedy="name the best.pt of a run folder")
     elif not os.access(path, os.R_OK):
         yield RequestError(f"--init-from {path}: cannot be read", remedy="check its permissions")
 
@@ -81,7 +81,7 @@ def find_weight_file(folder: Path) -> Path | None:
 
 def _resume(path: Path) -> Iterator[RequestError]:
     if not path.exists() and read_rewind_checkpoint(path.parent.parent) != path.name:
-        remedy = _suggest_path(path, ("auto", "never")) or "auto, never, or the path of a run folder"
+        remedy = _suggest_path(path, ("auto", "never")) or "use auto, never, or the path of a run folder"
         yield RequestError(f"--resume {path}: there is no such run folder or checkpoint", remedy=remedy)
 
 
@@ -89,22 +89,23 @@ def _save_dir(given: str) -> Iterator[RequestError]:
     for folder in (path := Path(given).absolute(), *path.parents):
         if folder.name in ("checkpoints", "logs", "tensorboard") and (folder.parent / "journal.jsonl").exists():
             yield RequestError(
-                f"--save-dir {given}: lies within another run's own folder, {folder}",
-                remedy=f"--save-dir {folder.parent}",
+                f"--save-dir {given}: is inside the folder of another run, {folder}",
+                remedy=f"use --save-dir {folder.parent}",
             )
             return
     there = next(folder for folder in (Path(given), *Path(given).absolute().parents) if folder.exists())
     if not there.is_dir():
         inside = "" if there == Path(given) else f": {there}"
-        yield RequestError(f"--save-dir {given}{inside} is a file, not a folder", remedy="another --save-dir")
+        yield RequestError(f"--save-dir {given}{inside} is a file, not a folder", remedy="use another --save-dir")
     elif not os.access(there, os.W_OK | os.X_OK):
         yield RequestError(
-            f"--save-dir {given}: {there} cannot be written to", remedy="another --save-dir, or its permissions"
+            f"--save-dir {given}: no permission to write in {there}",
+            remedy="use another --save-dir, or change the permissions",
         )
 
 
 def _suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
-    """A word, or a folder (a file) beside the missing one, whose name is close to its name; empty where none is."""
+    """A question with the closest match to a missing path among `words` and its neighbor folders (or files); or ""."""
     names = {word: word for word in words}
     if path.parent.is_dir() and os.access(path.parent, os.R_OK | os.X_OK):
         there = [entry for entry in path.parent.iterdir() if entry.is_dir() == folders and entry.name[0] != "."]

@@ -1,4 +1,4 @@
-"""The recipes: small YAML files, found by path or by name."""
+"""Finds and reads recipes: small YAML files, named by path or by name."""
 
 import stat
 from pathlib import Path
@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def list_folders() -> list[Path]:
-    """Where names are looked up: ./configs first, then the shipped recipes (in a wheel: inside the package)."""
+    """The folders with recipes: ./configs first, then the shipped ones (in a wheel: inside the package)."""
     packaged = _PACKAGE / "_configs"
     shipped = packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
     return [Path.cwd() / "configs", shipped]
@@ -36,7 +36,7 @@ def find_recipe(recipe: str) -> Path:
         path, known = parse_path(recipe), find_recipes()
     except ValueError as error:
         raise RequestError(
-            f"--config {error}", remedy="a file, or a recipe's name: the command recipes lists them"
+            f"--config {error}", remedy="name a file or a recipe; the command recipes lists them"
         ) from error
     if "/" not in recipe and path.suffix not in (".yaml", ".yml"):
         for name in (recipe, recipe.replace("-", "_"), recipe.replace("_", "-")):
@@ -45,12 +45,12 @@ def find_recipe(recipe: str) -> Path:
     if path.exists():
         return path
     near = sorted({str(file.relative_to(Path.cwd())) for file in _beside(path)} or known)
-    remedy = did_you_mean(recipe, near) if near else f"a file, or a recipe in {list_folders()[0]}"
+    remedy = did_you_mean(recipe, near) if near else f"name a file, or a recipe in {list_folders()[0]}"
     raise RequestError(f"--config {recipe}: no such file or recipe", remedy=remedy)
 
 
 def read_description(path: Path) -> str:
-    """The comment that a recipe begins with, as one line."""
+    """The leading comment of a recipe, as one line."""
     comment = []
     for line in read_recipe(path).splitlines():
         if not line.startswith("#"):
@@ -63,13 +63,13 @@ def read_recipe(path: Path) -> str:
     """The text of a recipe.
 
     Raises:
-        RequestError: a directory, no regular file, too large, unreadable or not UTF-8.
+        RequestError: the path is a directory or not a regular file, or the file is too large, unreadable or not UTF-8.
     """
     where = f"--config {path}"
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise RequestError(f"{where}: is a directory", remedy="the YAML file itself, or a recipe's name")
+            raise RequestError(f"{where}: is a directory", remedy="name the YAML file itself, or a recipe")
         if not stat.S_ISREG(status.st_mode):
             raise RequestError(f"{where}: is not a regular file", remedy="save the settings to a file first")
         if status.st_size > _LARGEST:
@@ -85,7 +85,7 @@ def read_recipe(path: Path) -> str:
 
 
 def _beside(path: Path) -> list[Path]:
-    """The YAML files of the folder where a path that is not there would lie, if that is below here."""
+    """The YAML files in the folder of a missing path, if that folder is below the working directory."""
     folder = path.parent.resolve()
     if "/" not in str(path) or not folder.is_dir() or not folder.is_relative_to(Path.cwd()):
         return []

@@ -1,4 +1,4 @@
-"""What a checkpoint pins, and how the settings of a new command are merged with those of the run."""
+"""Which settings a checkpoint pins, and how a new command's settings are merged with those of the run."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,12 +12,12 @@ _LENGTH = {"epochs", "max_steps", "env_steps", "episodes", "data_dir"}
 
 
 def flatten_settings(config: Config) -> dict[str, Any]:
-    """Every setting by key, as plain values that JSON keeps."""
+    """Every setting by key, as plain values for JSON."""
     return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND}
 
 
 def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:
-    """Whether two commands mean the same run: all but where and how fast it runs, and what is logged and kept.
+    """Whether two commands describe the same run; settings of devices, speed, logging and saving may differ.
 
     A setting that an older version did not have yet counts as its default.
     """
@@ -33,19 +33,19 @@ def merge_with_checkpoint(
     pinned_values: Mapping[str, Any],
     where: str,
 ) -> Config:
-    """The new command on top of a stored run: what was not written down is taken over.
+    """Apply a new command to a stored run: settings that the command does not give are taken from the run.
 
-    A command that writes down again all that the first one pinned means what it says, and where it is silent about
-    something free (--max-steps, say) means the default; one that hardly names more than the folder takes that over too.
+    A command that repeats all pinned settings of the first one gets the defaults for the free settings that it leaves
+    out (--max-steps, for instance); a command that repeats only some of them gets the stored run's.
 
     Args:
         stored: the first command's `flatten_settings`.
-        explicit_keys: the keys that the first command wrote down.
-        pinned_values: what was resolved at the start, by key (batch_size, lr, …).
+        explicit_keys: the keys that the first command gave.
+        pinned_values: the values that were resolved at the start, by key (batch_size, lr, …).
         where: the run folder, for messages.
 
     Raises:
-        RequestError: an explicit setting that differs; every one is named with both values.
+        RequestError: explicit settings differ from the run's; each is named with both values.
     """
     differing, adopted = [], {}
     pinned = {key for key in explicit_keys if key in SETTINGS and not SETTINGS[key].free}
@@ -70,21 +70,21 @@ def replace_settings(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of the config with some settings changed; values are parsed as if they stood in YAML.
 
     Raises:
-        RequestError: a value that the setting can't have, as a manifest may say that somebody has edited.
+        RequestError: a value is invalid for its setting, as in a manifest that was edited by hand.
     """
     for key, value in values.items():
         entry = SETTINGS[key]
         try:
             parsed = entry.default if value is None or value == _plain(entry.default) else entry.kind.parse(value)
         except ValueError as error:
-            raise RequestError(f"{key}: {error}", remedy="a checkpoint or weights not edited by hand") from error
+            raise RequestError(f"{key}: {error}", remedy="use a checkpoint that was not edited by hand") from error
         section = replace(getattr(config, entry.section), **{entry.attribute: parsed})
         config = replace(config, **{entry.section: section})
     return config
 
 
 def without_setting(config: Config, key: str) -> Config:
-    """A copy of the config as if nobody had written this setting down."""
+    """A copy of the config in which this setting has its default and is not explicit."""
     return replace(replace_settings(config, {key: None}), explicit=config.explicit - {key})
 
 
@@ -93,10 +93,10 @@ def _difference(entry: Setting, new: Any, old: Any, where: str) -> RequestError:
     if entry.default is False:
         problem = f"{name} is {'on' if new else 'off'}, and {where} was started with it {'on' if old else 'off'}"
     elif old in (None, [], {}):
-        problem = f"{name} {_quote_setting(new)}, and {where} was started without"
+        problem = f"{name} {_quote_setting(new)}, and {where} was started without it"
     else:
         problem = f"{name} {_quote_setting(new)} differs from {_quote_setting(old)}, with which {where} was started"
-    return RequestError(problem, remedy=f"leave {name} out to go on, or start afresh with another --save-dir")
+    return RequestError(problem, remedy=f"leave {name} out to resume, or start a new run with another --save-dir")
 
 
 def _quote_setting(value: Any) -> str:

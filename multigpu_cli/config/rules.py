@@ -1,6 +1,6 @@
 """The rules between settings, all checked before a run begins, without torch.
 
-What needs the devices, the dataset or the number of workers is checked by planning and the engine.
+Rules that need the devices, the dataset or the number of workers are checked by planning and the engine.
 """
 
 import re
@@ -20,8 +20,8 @@ class RuleContext(NamedTuple):
     """What the rules know besides the settings.
 
     Attributes:
-        datasets, environments, models, tasks: the built-in names; one with a colon is the user's own, not looked up.
-        environ: the process environment, for what torchrun has set.
+        datasets, environments, models, tasks: the built-in names; names with a colon are the user's own code.
+        environ: the environment variables, which tell whether torchrun started this process.
     """
 
     datasets: Collection[str] = ()
@@ -32,7 +32,7 @@ class RuleContext(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A check and the settings it looks at; it says nothing where one of them is broken by itself."""
+    """A check and the settings it reads; it is skipped if one of them is invalid by itself."""
 
     keys: str
     check: Callable[[Config, RuleContext], Iterator[RequestError]]
@@ -50,20 +50,20 @@ def find_rule_errors(config: Config, context: RuleContext, *, invalid_keys: Coll
 
 
 def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
-    """Where the work runs is for the command and its launcher to say: what a file says otherwise gives way.
+    """Drop a file's device settings where they conflict with the command or its launcher.
 
-    So the config.yaml of a run on four GPUs repeats it on two, under torchrun, or in one process.
+    So the config.yaml of a run on four GPUs can be used on two, under torchrun, or in one process.
 
     Args:
-        filed: the keys that only the file says something about.
+        filed: the keys that only the file gives.
     """
 
     def faults(config: Config) -> int:
         context = RuleContext(environ=environ)
         return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, context))
 
-    said = any(key in config.explicit and key not in filed for key in _WHERE)
-    for key in _WHERE if said or launcher_rules.is_launched(environ) else ():
+    given = any(key in config.explicit and key not in filed for key in _WHERE)
+    for key in _WHERE if given or launcher_rules.is_launched(environ) else ():
         if key in filed and faults(without := without_setting(config, key)) < faults(config):
             config = without
     return config
@@ -87,7 +87,7 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         elif not _PLUGIN.fullmatch(name) or name.partition(":")[0].endswith(".py"):
             yield RequestError(
                 f"{flag} {name}: must be module:factory",
-                remedy=f"{flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
+                remedy=f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
             )
 
 
@@ -103,8 +103,8 @@ def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
                 )
     if rate.warmup_epochs is not None and config.task.env_steps is None and rate.warmup_epochs >= length.epochs:
         yield RequestError(
-            f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up never ends within --epochs {length.epochs}",
-            remedy=f"--warmup-epochs below {length.epochs}, or more --epochs",
+            f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up does not end within --epochs {length.epochs}",
+            remedy=f"use --warmup-epochs below {length.epochs}, or more --epochs",
         )
 
 
@@ -125,13 +125,13 @@ def _exact(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     if not config.reproducibility.exact:
         return
     rivals = (
-        ("--multi-gpu dp", config.device.multi_gpu == "dp", "its replicas add up in another order"),
-        ("--batch-size auto", config.batch.size == "auto", "what fits depends on the number of workers"),
+        ("--multi-gpu dp", config.device.multi_gpu == "dp", "its replicas sum gradients in another order"),
+        ("--batch-size auto", config.batch.size == "auto", "the largest batch depends on the number of workers"),
         ("--sync-bn", config.model.sync_bn, "statistics over all workers depend on their number"),
         (
             "--grad-compression",
             config.communication.grad_compression != "none",
-            "what it rounds depends on the workers",
+            "its rounding depends on the number of workers",
         ),
     )
     for flag, given, reason in rivals:
@@ -160,30 +160,33 @@ def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
         yield RequestError(
-            f"--nproc-per-node together with --multi-gpu {device.multi_gpu}: that is one process",
-            remedy="--multi-gpu ddp, or leave out --nproc-per-node",
+            f"--nproc-per-node together with --multi-gpu {device.multi_gpu}: that mode uses one process",
+            remedy="use --multi-gpu ddp, or leave out --nproc-per-node",
         )
     if device.gpu_ids is None:
         return
     ids = ",".join(map(str, device.gpu_ids))
     if device.multi_gpu == "none" and len(device.gpu_ids) > 1:
         yield RequestError(
-            f"--gpu-ids {ids} together with --multi-gpu none: that is one device", remedy="one id, or dp"
+            f"--gpu-ids {ids} together with --multi-gpu none: that mode uses one device",
+            remedy="give one id, or use --multi-gpu ddp",
         )
     if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu in ("auto", "ddp"):
         yield RequestError(
-            f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: one process per GPU",
+            f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: ddp uses one process per GPU",
             remedy="leave out --nproc-per-node",
         )
 
 
 def _data_parallel(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     if config.device.multi_gpu == "dp" and config.model.sync_bn:
-        yield RequestError("--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="--multi-gpu ddp")
+        yield RequestError(
+            "--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="use --multi-gpu ddp"
+        )
     if config.device.multi_gpu in ("dp", "none") and config.fault.max_restarts:
         yield RequestError(
             f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
-            remedy="--multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
+            remedy="use --multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
         )
 
 
@@ -192,15 +195,17 @@ def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]
     acts = config.data.name.partition(":")[0] in facts.environments
     if acts and task.name not in (None, "ppo") and ":" not in task.name:
         yield RequestError(
-            f"--task {task.name} together with --data {config.data.name}: that is no dataset but environments",
-            remedy="--task ppo, or leave it out",
+            f"--task {task.name} together with --data {config.data.name}: this names environments, not a dataset",
+            remedy="use --task ppo, or leave out --task",
         )
     if acts or task.name == "ppo" or (task.name is not None and ":" in task.name):
         return
     for key in ("num_envs", "env_group", "env_steps", "episodes"):
         if config.get(key) is not None:
             flag = "--" + key.replace("_", "-")
-            yield RequestError(f"{flag} is for reinforcement learning only", remedy="--task ppo, or leave it out")
+            yield RequestError(
+                f"{flag} is for reinforcement learning only", remedy=f"use --task ppo, or leave out {flag}"
+            )
 
 
 def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:

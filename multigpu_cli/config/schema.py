@@ -1,4 +1,4 @@
-"""Every setting of a run: one frozen section for each part of the program, one table for flags, YAML and help.
+"""Every setting of a run: one frozen dataclass per section, and one table for flags, YAML and help.
 
 A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Those with a dot in their
 key have no flag: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer and schedule),
@@ -14,16 +14,16 @@ from multigpu_cli.config.types import ValueType, choice, integer, number
 
 
 class Setting(NamedTuple):
-    """One setting: where it lives, and how people see it.
+    """One setting.
 
     Attributes:
         key: its name in YAML and --set.
-        section, attribute: where the value is kept in Config.
-        kind: what values it may have.
-        default: the value where nobody says anything.
-        help: one line; the default is added by whoever shows it.
-        panel: the group of flags it is listed with.
-        free: may differ on resume.
+        section, attribute: where Config stores the value.
+        kind: the type of its values.
+        default: the value if it is not given.
+        help: one line, without the default.
+        panel: the group of flags in --help.
+        free: it may differ on resume.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 
 
 def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
-    """Declare a field together with its flag."""
+    """Declare a dataclass field with its flag."""
     return field(default=default, metadata={"key": key, "kind": kind, "help": help, "free": free})
 
 
@@ -55,7 +55,7 @@ def _arguments(key: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Where the work runs."""
+    """Strategy, GPUs and processes."""
 
     PANEL = "Devices"
     multi_gpu: str = setting(
@@ -71,11 +71,14 @@ class DeviceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """The dataset."""
 
     PANEL = "Data, model, task"
     name: str = setting("data", "digits", types.text, "dataset: a name, or your own as module:factory")
     args: dict[str, Any] = _arguments("data.args")
+    inputs: int | None = setting(
+        "data.inputs", None, integer(1, 1000), "so many parts of a sample are inputs, the others targets (default: 1)"
+    )
     dir: str | None = setting("data_dir", None, types.path, "folder that holds the dataset", free=True)
     mode: str = setting(
         "mode", "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
@@ -90,7 +93,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained."""
+    """The model."""
 
     PANEL = "Data, model, task"
     name: str | None = setting(
@@ -112,7 +115,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What is learned, and by which loss."""
+    """The task and its loss."""
 
     PANEL = "Data, model, task"
     name: str | None = setting("task", None, types.text, "task: a name, or module:Class (default: the dataset's)")
@@ -126,7 +129,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig:
-    """How long the run is: whichever ends first."""
+    """The length of the run: the limit that is reached first ends it."""
 
     PANEL = "Length and batch"
     epochs: int = setting("epochs", 20, integer(1, 10**9), "passes over the training data", free=True)
@@ -138,7 +141,7 @@ class LengthConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How many samples make a step."""
+    """The number of samples in an optimizer step."""
 
     PANEL = "Length and batch"
     size: int | str = setting(
@@ -155,7 +158,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RateConfig:
-    """The learning rate over the run."""
+    """The learning rate and its schedule."""
 
     PANEL = "Learning rate and optimizer"
     lr: float | None = setting("lr", None, number(0, above=True), "the learning rate, used exactly as given")
@@ -177,7 +180,7 @@ class RateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How gradients become weights."""
+    """The optimizer."""
 
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", choice("adamw", "sgd"), "optimizer (fused where the device has it)")
@@ -209,7 +212,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReproducibilityConfig:
-    """What makes two runs the same."""
+    """Random seed and exactness."""
 
     PANEL = "Precision and reproducibility"
     seed: int = setting("seed", 42, integer(0), "of the split, the order, the weights and all randomness")
@@ -218,7 +221,7 @@ class ReproducibilityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """How gradients travel between workers."""
+    """How workers exchange gradients."""
 
     PANEL = "Communication"
     find_unused_parameters: bool = setting(
@@ -234,7 +237,7 @@ class CommunicationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept, where, and how a run goes on."""
+    """Run folder, checkpoints and resuming."""
 
     PANEL = "Saving and resuming"
     save_dir: str | None = setting("save_dir", None, types.path, "run folder (default: checkpoints/NAME/RUN-ID)")
@@ -248,7 +251,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written down."""
+    """Journal and sample trace."""
 
     PANEL = "Logging"
     interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
@@ -257,7 +260,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """What happens when something goes wrong."""
+    """How the run reacts to faults."""
 
     PANEL = "Faults"
     nonfinite: str = setting("nonfinite", "skip", choice("skip", "stop"), "a NaN or infinite gradient", free=True)
@@ -272,11 +275,11 @@ class FaultConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All that the user asked for, after defaults < YAML < --set < flags; nothing is derived here.
+    """All settings after defaults < YAML < --set < flags; nothing is derived here.
 
     Attributes:
-        recipe: name of the recipe it came from, if any.
-        explicit: keys that somebody wrote down (YAML, --set or flag); the others are defaults.
+        recipe: name of the recipe, if any.
+        explicit: keys that the user gave (YAML, --set or flag); the others are defaults.
     """
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""From what the user wrote to one Config: defaults < YAML < --set < flags; later wins, and no key goes unknown."""
+"""Merges defaults < YAML < --set < flags into one Config; later ones win, and an unknown key is an error."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,14 +14,14 @@ _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
 
 
 class Request(NamedTuple):
-    """All that was asked for.
+    """The merged settings of a command, and the errors in them.
 
     Attributes:
-        config: the settings; a broken one has its default.
-        faults: what is wrong with single settings.
-        invalid_keys: the keys that those faults are about.
-        file_keys: the keys that only the recipe says something about.
-        is_readable: False where a recipe could not be read at all, so that rules between settings say nothing.
+        config: the settings; an invalid one has its default.
+        faults: the errors in single settings.
+        invalid_keys: the keys with such errors.
+        file_keys: the keys that only the recipe gives.
+        is_readable: False if the recipe could not be read at all, so that rules between settings are not checked.
     """
 
     config: Config
@@ -40,7 +40,7 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -
         recipe: path or name of a YAML file.
 
     Raises:
-        RequestError: every unknown key and every unfit value, together.
+        RequestError: names every unknown key and every invalid value.
     """
     request = gather(flags, sets, recipe)
     if request.faults:
@@ -49,16 +49,16 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -
 
 
 def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Request:
-    """Like `resolve`, but faults are handed back, so that rules between settings can be reported with them.
+    """Like `resolve`, but returns the errors, so that those of rules between settings can be reported with them.
 
-    --set and flags are one layer, the YAML file another. A layer that gives --lr (or --base-lr) replaces the other of
-    an earlier layer; one that names another dataset, model or task drops the arguments written for the earlier one.
+    --set and flags are one layer, the YAML file is another. A layer that gives --lr replaces the --base-lr of an
+    earlier layer, and the reverse; one that names another dataset, model or task drops the earlier one's arguments.
     """
     faults: list[TrainingError] = []
     broken: set[str] = set()
     title, written, single = None, [], []  # type: str | None, list[SettingEntry], list[SettingEntry]
     if recipe is not None:
-        from multigpu_cli.config.yaml_entries import from_recipe  # late: whoever gives flags alone needs no YAML
+        from multigpu_cli.config.yaml_entries import from_recipe  # late: flags alone need no YAML
 
         title, written = from_recipe(recipe, faults)
     readable = not faults
@@ -67,13 +67,13 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
 
         single = from_sets(sets, faults)
     layers = [written, [*single, *from_flags(flags)]]
-    filed, said = [_layer(entries, faults, broken) for entries in layers]
-    values = _merge_layers([filed, said])
-    return Request(_config(values, title), faults, frozenset(broken), frozenset(filed.keys() - said.keys()), readable)
+    filed, given = [_layer(entries, faults, broken) for entries in layers]
+    values = _merge_layers([filed, given])
+    return Request(_config(values, title), faults, frozenset(broken), frozenset(filed.keys() - given.keys()), readable)
 
 
 def dump(config: Config) -> str:
-    """config.yaml: every setting after resolution but save_dir, resume and own_code; `--config` reads it back."""
+    """The text of config.yaml: every resolved setting except save_dir, resume and own_code; `--config` reads it."""
     from multigpu_cli.config import yaml_text  # late: only the rank that writes the folder needs it
 
     data: dict[str, Any] = {"recipe": config.recipe}
@@ -84,7 +84,7 @@ def dump(config: Config) -> str:
 
 
 def explicit_dump(config: Config) -> dict[str, Any]:
-    """Only what somebody wrote, for a worker's own `--config`: resolving it gives an equal Config. JSON holds it."""
+    """Only the explicit settings, as plain values for JSON; resolving them in a worker gives an equal Config."""
     data: dict[str, Any] = {"recipe": config.recipe}
     for key in SETTINGS:
         if key in config.explicit:
@@ -101,7 +101,7 @@ def _set_value(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:
-    """The values of one layer, checked one by one; later entries of a layer win."""
+    """The values of one layer, each one checked; later entries of a layer win."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     for entry in entries:
@@ -116,8 +116,8 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
     if values.get("lr") is not None and values.get("base_lr") is not None:
         faults.append(
             RequestError(
-                f"{labels['lr']} together with {labels['base_lr']}: the first is used as it is, the second is scaled",
-                remedy="give one of them",
+                f"{labels['lr']} together with {labels['base_lr']}: the first is used as given, the second is scaled",
+                remedy="give only one of them",
             )
         )
         broken |= {"lr", "base_lr"}
@@ -125,13 +125,13 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
 
 
 def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
-    """The setting's key and value; an argument of a plug-in comes back under its section as {name: value}."""
+    """The setting's key and value; an argument of a plug-in is returned under its section as {name: value}."""
     key, value, label = entry
     section, _, argument = key.partition(".args.")
     if argument and section in PARTS:
         if not argument.isidentifier():
             raise RequestError(
-                f"{label}: {argument!r} is no name of an argument", remedy=f"--set {section}.args.NAME=VALUE"
+                f"{label}: {argument!r} is not a valid argument name", remedy=f"use --set {section}.args.NAME=VALUE"
             )
         key, value = f"{section}.args", {argument: value}
     if key not in SETTINGS:
@@ -153,7 +153,7 @@ def _suggestion(key: str) -> str:
     part, _, inner = key.partition(".")
     name = inner if inner in SETTINGS else f"{part}_{inner}"
     if part in PARTS and name in SETTINGS:
-        return f"{name} for the setting, {part}.args.{inner} for an argument of the plug-in"
+        return f"use {name} for the setting, {part}.args.{inner} for an argument of the plug-in"
     close = get_close_matches(key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.name" for part in PARTS)], n=1)
     return f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
 
@@ -166,7 +166,7 @@ def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
         )
         for part in PARTS:
             if part in values and layer.get(part) not in (None, values[part]):
-                replaced += (f"{part}.args",)
+                replaced += tuple(key for key in values if key.startswith(f"{part}."))
         kept = {key: value for key, value in values.items() if key not in replaced}
         merged_args = {key: kept.get(key, {}) | value for key, value in layer.items() if key.endswith(".args")}
         values = {key: value for key, value in (kept | layer | merged_args).items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a setting's value may be: one parser for flags, YAML and --set, so that all three say the same."""
+"""The types of settings: one parser for flags, YAML and --set, with the same messages."""
 
 import math
 import os
@@ -16,8 +16,8 @@ class ValueType(NamedTuple):
     """A type of value.
 
     Attributes:
-        metavar: how help shows it.
-        parse: text or YAML value → value; raises ValueError saying what would be right.
+        metavar: the placeholder in --help.
+        parse: text or YAML value → value; raises ValueError with a message that says what is expected.
     """
 
     metavar: str
@@ -25,7 +25,7 @@ class ValueType(NamedTuple):
 
 
 def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None, metavar: str = "N") -> ValueType:
-    """A whole number in [low, high], or the given word instead (auto)."""
+    """A whole number in [low, high], or the given word (auto)."""
     expected = f"a whole number of at least {low}" if high == 2**63 - 1 else f"a whole number from {low} to {high}"
     expected += f", or {word}" if word else ""
 
@@ -46,7 +46,7 @@ def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None, metavar
 def number(
     low: float, high: float = math.inf, *, above: bool = False, below: bool = False, word: str | None = None
 ) -> ValueType:
-    """A finite number in [low, high]; `above` and `below` leave the ends out; or the given word instead (off)."""
+    """A finite number in [low, high], where `above` and `below` exclude the ends; or the given word (off)."""
     limits = ("above" if above else "of at least") + f" {low:g}"
     limits += "" if high == math.inf else (" and below" if below else " and at most") + f" {high:g}"
     expected = f"a number {limits}" + (f", or {word}" if word else "")
@@ -67,7 +67,7 @@ def number(
 
 
 def choice(*options: str) -> ValueType:
-    """One of a few words; YAML's on/off/yes/no, which arrive as booleans, count as on and off."""
+    """One of a few words; YAML reads on/off/yes/no as booleans, which count as on and off."""
 
     def parse(value: Any) -> str:
         word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
@@ -99,13 +99,13 @@ def _path(value: Any) -> str:
 
 
 def parse_path(value: str) -> Path:
-    """A path as somebody wrote it, with ~ resolved.
+    """A path as the user wrote it, with ~ expanded.
 
     Raises:
-        ValueError: no file system could hold it, or ~ names nobody.
+        ValueError: the path is too long for any file system, or ~ names an unknown user.
     """
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")) or len(value) > _LONGEST_PATH:
-        raise ValueError(f"must be a path, and no file system takes one as long as {quote_value(value)}")
+        raise ValueError(f"must be a path, and {quote_value(value)} is too long for any file system")
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _every(value: Any) -> str:
-    """Optimizer steps (500) or minutes (10m), kept as the text that the user wrote."""
+    """Optimizer steps (500) or minutes (10m), as the text that the user wrote."""
     if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d{0,8}m?", str(value).strip()):
         raise ValueError(f"must be optimizer steps (500) or minutes (10m), not {quote_value(value)}")
     return str(value).strip()
@@ -147,14 +147,14 @@ def _rates(value: Any) -> dict[str, float]:
 
 
 def _numeric(value: Any) -> Any:
-    """YAML 1.1 reads 4e-3 as text; people mean the number."""
+    """Convert 4e-3 to the number that the user means: YAML 1.1 reads it as text."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
         return float(value)
     return value
 
 
 def quote_value(value: Any) -> str:
-    """A value as a message quotes it, cut to a length that a terminal bears."""
+    """A value as messages quote it, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 

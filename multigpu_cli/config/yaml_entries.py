@@ -1,4 +1,4 @@
-"""What the user wrote in YAML, entry by entry: a recipe, and the values of --set."""
+"""Reads the settings of a recipe and of --set, both of which are YAML."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,15 @@ from multigpu_cli.errors import RequestError, TrainingError
 
 
 def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, list[SettingEntry]]:
-    """The recipe's name and its settings; the `recipe` key of a config.yaml says where that one came from."""
+    """The recipe's name and its settings; a config.yaml names its recipe under the key `recipe`."""
     try:
         path = recipes.find_recipe(recipe)
         root = yaml_text.compose(recipes.read_recipe(path))
         if not isinstance(root, yaml.MappingNode):
             kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise RequestError(f"{path}:1: {kind}, not settings", remedy="lines like 'epochs: 20'")
+            raise RequestError(
+                f"{path}:1: the file is {kind}, not a mapping of settings", remedy="write lines like 'epochs: 20'"
+            )
         entries = _flat(root, str(path))
     except UnreadableError as error:
         faults.append(RequestError(f"{path}:{error.line}: {error.problem}"))
@@ -32,7 +34,7 @@ def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, l
 
 
 def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
-    """All settings of a file under their full keys; those that are PARTS may be a word or {name, args}."""
+    """All settings of a file under their full keys; the value of one of PARTS may be a word or {name, args}."""
     entries = []
     for key, node, number in yaml_text.list_lines(root):
         if key in PARTS and isinstance(node, yaml.MappingNode):
@@ -43,7 +45,7 @@ def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
         else:
             value = yaml_text.parse_typed(node) if ".args" in key else yaml_text.parse_plain(node)
             if key == "recipe" and not isinstance(value, str | None):
-                raise UnreadableError("recipe: must be a word", number)
+                raise UnreadableError("recipe must be a word", number)
             entries.append(SettingEntry(key, value, f"{file}:{number}: {key}"))
     return entries
 
@@ -69,7 +71,7 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
 
 
 def _free_argument(entry: SettingEntry) -> SettingEntry:
-    """--set data.X=v means data.args.X=v, unless X could as well be meant as a setting."""
+    """--set data.X=v means data.args.X=v, unless X is also the name of a setting."""
     part, _, name = entry.key.partition(".")
     if part not in PARTS or not name or name.split(".")[0] in ("name", "args"):
         return entry._replace(key=part) if name == "name" else entry

@@ -1,4 +1,4 @@
-"""YAML as recipes are written: plain data with line numbers; nothing repeated, shared or executed."""
+"""Reads and writes the YAML of recipes: plain data with line numbers; no repeated keys, aliases or custom tags."""
 
 import re
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ _FLOAT = re.compile(r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?$|[-+]?\.(?:i
 
 
 class UnreadableError(Exception):
-    """A text that is no plain YAML.
+    """The text is not plain YAML.
 
     Args:
         problem: what is wrong.
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
             raise UnreadableError(f"nested more than {_DEEPEST} levels deep", self.get_mark().line + 1)
         if self.check_event(yaml.AliasEvent):
             mark = self.get_mark()
-            raise UnreadableError("anchors and aliases (&x, *x) are not for settings", mark.line + 1)
+            raise UnreadableError("anchors and aliases (&x, *x) are not allowed in settings", mark.line + 1)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -52,7 +52,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _resolvers() -> dict[Any, Any]:
-    """YAML 1.1 as PyYAML knows it, but 4e-3 is a number (as in YAML 1.2) and 2026-01-31 stays text."""
+    """PyYAML's YAML 1.1, except that 4e-3 is a number (as in YAML 1.2) and 2026-01-31 is text."""
     tables: dict[Any, Any] = {}
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items():
         tables[first] = [pair for pair in pairs if not pair[0].endswith((":timestamp", ":float"))]
@@ -66,10 +66,10 @@ _Dumper.yaml_implicit_resolvers = _resolvers()
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The nodes of one document, checked; None where there is nothing.
+    """The nodes of one document, checked; None if it is empty.
 
     Raises:
-        UnreadableError: malformed, more than one document, a custom tag, an alias, or a key that stands twice.
+        UnreadableError: malformed, more than one document, a custom tag, an alias, or a repeated key.
     """
     try:
         loader = _Loader(text)
@@ -78,7 +78,7 @@ def compose(text: str) -> yaml.Node | None:
             _check(node)
     except yaml.reader.ReaderError as error:
         raise UnreadableError(
-            "a control character (is it a text file?)", text[: error.position].count("\n") + 1
+            "contains a control character; is it a text file?", text[: error.position].count("\n") + 1
         ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -89,12 +89,12 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def list_lines(mapping: yaml.MappingNode) -> list[Line]:
-    """The entries of a checked mapping in their order; keys as they are written."""
+    """The entries of a checked mapping in order, with keys as they are written."""
     return [Line(key.value, value, key.start_mark.line + 1) for key, value in mapping.value]
 
 
 def parse_plain(node: yaml.Node) -> Any:
-    """A setting's value: words and numbers as the text that was written, so that YAML and flags are read alike."""
+    """A setting's value: words and numbers as text, so that YAML and flags are parsed by the same code."""
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else str(node.value)
     if isinstance(node, yaml.SequenceNode):
@@ -103,10 +103,10 @@ def parse_plain(node: yaml.Node) -> Any:
 
 
 def parse_typed(node: yaml.Node) -> Any:
-    """A free value in YAML's own types: numbers, booleans, text, None, lists, mappings.
+    """A value in YAML's own types: numbers, booleans, text, None, lists, mappings.
 
     Raises:
-        UnreadableError: a number that Python refuses to read.
+        UnreadableError: a number that Python can't parse.
     """
     try:
         return _Loader("").construct_document(node)
@@ -115,7 +115,7 @@ def parse_typed(node: yaml.Node) -> Any:
 
 
 def dump(data: dict[str, Any]) -> str:
-    """The text of plain data, in the given order, that `compose` reads back."""
+    """Plain data as YAML, in the given order; `compose` reads it back."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
 
 
@@ -135,7 +135,7 @@ def _check(node: yaml.Node) -> None:
             if not isinstance(key, yaml.ScalarNode):
                 raise UnreadableError("a key must be a word", line)
             if key.value in seen:
-                raise UnreadableError(f"{key.value!r} stands here again, after line {seen[key.value]}", line)
+                raise UnreadableError(f"{key.value!r} is repeated; it was first given on line {seen[key.value]}", line)
             seen[key.value] = line
             _check(key)
             _check(value)

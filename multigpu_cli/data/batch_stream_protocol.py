@@ -1,4 +1,4 @@
-"""`BatchStream`: the protocol of what yields micro-batches to the training loop."""
+"""`BatchStream`: the protocol of objects that yield micro-batches to the training loop."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -10,12 +10,12 @@ from multigpu_cli.planning.batch import BatchPlan
 
 
 class BatchStream(Protocol):
-    """Micro-batches for one worker; a Loader serves those of a dataset, a task may bring a stream of its own.
+    """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
 
     Attributes:
         size: samples in an epoch.
-        data_location: where they come from, for the journal.
-        resumable_only_at_epoch: a run can only go on from the end of an epoch, so checkpoints wait for it.
+        data_location: where the samples are, for the journal.
+        resumable_only_at_epoch: a run can resume only at the end of an epoch, so checkpoints are written only there.
     """
 
     size: int
@@ -25,22 +25,22 @@ class BatchStream(Protocol):
     def epoch(
         self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
     ) -> Iterator[StepWork]:
-        """The steps of an epoch from step `start` on: the layout of each, and this worker's batches."""
+        """The steps of an epoch from step `start` on: each with its layout and this worker's batches."""
 
     def next_step(self, step: int, plan: BatchPlan) -> int:
-        """The step after this one, counted over the run; all ranks ask together."""
+        """The step after this one, counted over the run; a collective call."""
 
     def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
-        """Optimizer steps taken up to this place in the schedule: fewer than `step` where some were left out."""
+        """Optimizer steps done up to this position in the schedule: fewer than `step` if some were skipped."""
 
     def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
-        """Samples trained in so many steps."""
+        """Samples trained on in this number of steps."""
 
     def sample_order(self, epoch: int) -> Tensor:
-        """(n,) int64: the number of the sample at each position of an epoch."""
+        """(n,) int64: the index of the sample at each position of an epoch."""
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
-        """This worker's part of one ordered pass; the first batch tells whether network, task and data fit together."""
+        """This worker's part of one ordered pass; the first batch is also used to check model and task against it."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Release processes and files."""

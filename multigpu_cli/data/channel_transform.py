@@ -13,12 +13,12 @@ MODES = ("flatten", "average", "first")
 
 @dataclass(frozen=True)
 class Standardised:
-    """Stored batch (n, C, …) of any dtype → float32 with mean 0 and deviation 1 per channel, met as `mode` says.
+    """Normalizes a stored batch (n, C, …) of any dtype to float32, mean 0 and deviation 1 per channel; applies `mode`.
 
     `flatten` keeps every channel (n, C, …); `average` (their mean) and `first` leave one (n, 1, …).
 
     Attributes:
-        mean, deviation: one number per channel, of the stored values in the training part.
+        mean, deviation: one number per channel, of the stored training samples.
         mode: flatten, average or first.
     """
 
@@ -53,10 +53,10 @@ def fit_standardised(train: Tensor, mode: str) -> Standardised:
 
 
 def model_input_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]:
-    """Shape of one sample as the model meets it.
+    """Shape of one sample as the model receives it.
 
     Raises:
-        RequestError: no such mode, or a mode that joins channels where a sample is a plain vector.
+        RequestError: an unknown mode, or a mode for channels where a sample is a vector.
     """
     if mode not in MODES:
         raise RequestError(f"--mode: unknown name {mode!r}", remedy=did_you_mean(mode, MODES))
@@ -65,13 +65,13 @@ def model_input_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]
     if len(sample_shape) < 2:
         raise RequestError(
             f"--mode {mode} needs samples with channels; --data gives vectors of {sample_shape[0]} numbers",
-            remedy="--mode flatten",
+            remedy="use --mode flatten",
         )
     return (1, *sample_shape[1:])
 
 
 def _moments(values: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation; of bytes by counting them, which is exact and needs no float copy of the dataset."""
+    """Mean and standard deviation; for bytes from a histogram, which is exact and needs no float copy of the data."""
     if values.dtype != torch.uint8:
         spread, mean = torch.std_mean(values.double(), correction=0)
         return float(mean), float(spread)

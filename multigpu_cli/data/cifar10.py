@@ -1,4 +1,4 @@
-"""CIFAR-10, binary version: 50,000 + 10,000 colour images of 32×32 in ten classes.
+"""CIFAR-10, binary version: 50,000 + 10,000 color images of 32×32 in ten classes.
 
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. A record is one label byte, then
 1,024 bytes each of red, green and blue. The Python version is not read: unpickling runs code.
@@ -35,8 +35,8 @@ def load(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_f
     """Read the six files; augmentation is a crop of the image padded by four pixels, mirrored half of the time.
 
     Args:
-        data_dir: the folder cifar-10-batches-bin or the one that holds it.
-        val_fraction: share of the 50,000 training images that is set aside for validation, chosen by seed.
+        data_dir: the folder cifar-10-batches-bin, or its parent.
+        val_fraction: share of the 50,000 training images used for validation, chosen by seed.
 
     Raises:
         RequestError: the dataset or a file of it is missing or damaged.

@@ -3,18 +3,38 @@
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, Subset, default_collate
 
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.model_call import TARGETS
 
-TARGETS = ("target", "targets", "label", "labels", "y")
 _IGNORED = -100  # a target that does not count: torch's own default
+
+
+@dataclass(frozen=True)
+class SampleForm:
+    """How the parts of a sample are divided into inputs and targets.
+
+    Attributes:
+        inputs: so many parts of a tuple are inputs, and the others targets; None: there are one and one.
+        needs_target: a sample without a target is refused.
+        keeps_mappings: a mapping stays whole, with its targets in it.
+    """
+
+    inputs: int | None = None
+    needs_target: bool = True
+    keeps_mappings: bool = False
+
+
+PAIR = SampleForm()
 
 
 def get_sample(dataset: Dataset[Any], index: int) -> Any:
@@ -56,8 +76,8 @@ def _own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
         ) from error
 
 
-def to_pair(item: Any, what: str) -> tuple[Any, Any]:
-    """(inputs, targets) of a sample, or of a batch that a collate_fn made.
+def to_pair(item: Any, what: str, form: SampleForm = PAIR) -> tuple[Any, Any]:
+    """(inputs, targets) of a sample, or of a batch that a collate_fn made; several inputs or targets are a tuple.
 
     A mapping's target is its entry called target, targets, label, labels or y; the others are the inputs, and a lone
     one stands for itself. In a mapping with `input_ids`, labels of the same length stand at the place of their token,
@@ -66,24 +86,39 @@ def to_pair(item: Any, what: str) -> tuple[Any, Any]:
     Args:
         what: "sample 3", say, for messages.
 
+    Returns:
+        targets are None where the sample has none, and the form needs none.
+
     Raises:
-        RequestError: it is neither a pair nor a mapping with one target.
+        RequestError: it has not the parts that the form asks for.
     """
     if isinstance(item, Mapping):
-        return _from_mapping(dict(item), what)
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        if form.inputs:
+            raise RequestError(f"data.inputs={form.inputs}: {what} is a dict, and goes by names", remedy="leave it out")
+        return (to_tensors(item), None) if form.keeps_mappings else _from_mapping(dict(item), what, form)
+    parts = tuple(item) if isinstance(item, tuple | list) else (item,)
+    inputs = form.inputs or 1
+    if len(parts) < inputs + form.needs_target or (form.inputs is None and len(parts) > 2):
+        kind = f"{type(item).__name__}{f' of {len(parts)}' if isinstance(item, tuple | list) else ''}"
+        wanted = f"data.inputs={form.inputs} and a target" if form.inputs else "(input, target)"
+        more = f"--set data.inputs={len(parts) - 1} where all but the last are inputs; " if len(parts) > 2 else ""
         raise RequestError(
-            f"--data: {what} must be (input, target), not {type(item).__name__}{length}",
-            remedy=f"a pair, or a dict with the target under one of {', '.join(TARGETS)}",
+            f"--data: {what} must be {wanted}, not {kind}",
+            remedy=f"{more}a pair, or a dict with the target under one of {', '.join(TARGETS)}",
         )
-    return to_tensors(item[0]), to_tensors(item[1])
+    return _join(parts[:inputs]), _join(parts[inputs:])
 
 
-def _from_mapping(item: dict[Any, Any], what: str) -> tuple[Any, Any]:
+def _join(parts: tuple[Any, ...]) -> Any:
+    """Several parts as a tuple; a lone one stands for itself, and none is None."""
+    tensors = tuple(to_tensors(part) for part in parts)
+    return tensors if len(tensors) > 1 else next(iter(tensors), None)
+
+
+def _from_mapping(item: dict[Any, Any], what: str, form: SampleForm) -> tuple[Any, Any]:
     named = [name for name in TARGETS if name in item]
     tokens = to_tensors(item["input_ids"]) if "input_ids" in item else None
-    if len(named) != 1 and not (tokens is not None and not named):
+    if len(named) > 1 or (not named and tokens is None and form.needs_target):
         raise RequestError(
             f"--data: {what} has {' and '.join(named) or 'no target'} among {', '.join(map(str, item))}",
             remedy=f"one entry called {', '.join(TARGETS)}",
@@ -104,6 +139,8 @@ def _following(labels: Tensor, mask: Tensor | None) -> Tensor:
 
 def to_tensors(value: Any) -> Any:
     """Arrays, numbers, images and lists of numbers as tensors; float64 of NumPy and Python as torch's default type."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, numpy.ndarray | numpy.generic | float | int | bool):
         tensor = torch.as_tensor(value)
         return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
@@ -111,6 +148,8 @@ def to_tensors(value: Any) -> Any:
         return {name: to_tensors(entry) for name, entry in value.items()}
     if isinstance(value, list) and value and all(isinstance(entry, int | float) for entry in value):
         return to_tensors(numpy.asarray(value))
+    if type(value) in (list, tuple):
+        return type(value)(map(to_tensors, value))
     if hasattr(value, "getbands") and hasattr(value, "convert"):  # a PIL image, without loading PIL
         pixels = torch.from_numpy(numpy.array(value))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
@@ -129,23 +168,35 @@ def unwrap_dataset(dataset: Any) -> Any:
     return dataset
 
 
+class Collated(NamedTuple):
+    """A batch in host memory."""
+
+    inputs: Any
+    targets: Any
+
+    def pin_memory(self) -> "Collated":
+        """The same in page-locked memory; DataLoader's own way makes lists of tuples in some versions of torch."""
+        return Collated(*tree_map_only(Tensor, Tensor.pin_memory, tuple(self)))
+
+
 class Collate:
     """Samples → (inputs, targets) of a batch, by the dataset's own `collate_fn` where it has one.
 
     Samples come as (number, sample); with a `collate_fn` they reach it as the dataset handed them out.
     """
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: Dataset[Any], form: SampleForm = PAIR) -> None:
         self.own: Callable[[list[Any]], Any] | None = getattr(unwrap_dataset(dataset), "collate_fn", None)
-        self._classes = count_declared_classes(dataset)
+        self._classes, self._form = count_declared_classes(dataset), form
 
-    def __call__(self, numbered: Sequence[tuple[int, Any]]) -> tuple[Any, Any]:
+    def __call__(self, numbered: Sequence[tuple[int, Any]]) -> Collated:
         if self.own is not None:
-            return to_pair(self.own([item for _, item in numbered]), "what collate_fn returns")
-        pairs = [to_pair(item, f"sample {number}") for number, item in numbered]
+            made = to_pair(self.own([item for _, item in numbered]), "what collate_fn returns", self._form)
+            return _list_samples(*made, len(numbered))
+        pairs = [to_pair(item, f"sample {number}", self._form) for number, item in numbered]
         try:
-            inputs, targets = default_collate(pairs)
-        except (RuntimeError, TypeError, KeyError) as error:
+            inputs, targets = (_stack(list(side)) for side in zip(*pairs, strict=True))
+        except (RuntimeError, TypeError, KeyError, ValueError) as error:
             named = [
                 f"sample {number}: {describe_shapes(pair)}" for (number, _), pair in zip(numbered, pairs, strict=True)
             ]
@@ -156,7 +207,7 @@ class Collate:
             ) from error
         if self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1:
             self._check_labels([number for number, _ in numbered], targets)
-        return inputs, targets
+        return Collated(inputs, targets)
 
     def _check_labels(self, numbers: list[int], labels: Tensor) -> None:
         """Here, on the host: a GPU would only fail an assertion, and be lost to the process."""
@@ -168,6 +219,27 @@ class Collate:
                 f"{self._classes} classes",
                 remedy=f"labels from 0 to {self._classes - 1}, or another num_classes of the dataset",
             )
+
+
+def _stack(values: list[Any]) -> Any:
+    """As default_collate does, but tuples and lists stay tuples, and what no sample has is None."""
+    if all(value is None for value in values):
+        return None
+    if all(type(value) in (tuple, list) for value in values):
+        return tuple(_stack(list(column)) for column in zip(*values, strict=True))
+    return default_collate(values)
+
+
+def _list_samples(inputs: Any, targets: Any, count: int) -> Collated:
+    """The batch that a collate_fn made; `tuple(zip(*samples))`, one entry for each sample, as lists.
+
+    A tuple of several inputs holds whole batches: tensors whose first dimension is the number of samples.
+    """
+    sides = inputs if targets is None else targets
+    single = type(inputs) is tuple and len(inputs) == count and isinstance(sides, tuple | list)
+    if not single or len(sides) != count or all(isinstance(one, Tensor) and one.shape[:1] == (count,) for one in sides):
+        return Collated(inputs, targets)
+    return Collated(list(inputs), targets if targets is None else list(targets))
 
 
 def count_declared_classes(dataset: Dataset[Any]) -> int:

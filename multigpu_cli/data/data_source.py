@@ -1,4 +1,4 @@
-"""`DataSource`: the splits of a dataset, its transforms, and what model and task must know of it."""
+"""`DataSource`: the splits of a dataset, its transforms, and the facts that model and task need."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from multigpu_cli.data.collate import PAIR, SampleForm
 from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def to_float(inputs: Tensor) -> Tensor:
-    """What happens to a batch where a dataset asks for nothing else: uint8 becomes 0…1, the rest stays."""
+    """The default `prepare`: uint8 is scaled to 0…1, other types are unchanged."""
     return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How samples come to the device where they are fetched one by one.
+    """Options of the DataLoader, where samples are fetched one by one.
 
     Attributes:
-        pin_memory: through page-locked host memory; it has an effect with a GPU only.
-        prefetch: batches that each loader process keeps ready; None takes torch's own number.
+        pin_memory: copy through page-locked host memory; has no effect without a GPU.
+        prefetch: batches that each loader process prepares ahead; None uses torch's default.
     """
 
     pin_memory: bool = True
@@ -39,28 +40,30 @@ class LoaderOptions:
 class DataSource:
     """A dataset, split and ready to train on.
 
-    A split is a map-style `torch.utils.data.Dataset` of (input, target). A `TensorDataset` (inputs (n, …), targets
-    (n,)) is held in memory and indexed by whole batches; anything else is fetched one by one, by loader processes.
+    A split is a map-style `torch.utils.data.Dataset` of (input, target), or as `form` says. A `TensorDataset` (inputs
+    (n, …), targets (n,)) is kept in memory and indexed by whole batches; any other is fetched sample by sample, by
+    loader processes.
 
     Attributes:
-        train, val, test: the splits; None where there is none.
-        new: samples whose targets nobody knows, and of which those that are there mean nothing: for predictions alone.
-        input_shape: shape of one sample as the model meets it (after `prepare`).
-        num_classes: how many classes; 0 where targets are no classes.
-        num_outputs: how many numbers a target holds that is no class.
-        class_names: one name a class, or empty.
-        prepare: whole batch on its device, stored dtype → what the model meets (normalising, channel mode).
-        augment: whole stored batch and its random numbers → augmented batch; before `prepare`, in training only.
-        target_scale: mean and deviation of the training targets, where they are numbers of any size.
-        vocabulary: between text and tokens, where samples are text.
-        note: what is special about the samples, for the plan.
+        train, val, test: the splits, or None.
+        new: unlabeled samples, for predictions only; their targets are placeholders.
+        input_shape: shape of one sample as the model receives it (after `prepare`).
+        num_classes: number of classes; 0 if targets are not classes.
+        num_outputs: number of values in a target that is not a class.
+        class_names: one name per class, or empty.
+        prepare: a stored batch on its device → the model's input (normalization, channel mode).
+        augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
+        target_scale: mean and deviation of the training targets of a regression.
+        vocabulary: converts between text and tokens, if samples are text.
+        note: a property of the samples that the plan shows.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
-        loader_options: how samples come to the device.
-        model_kwargs: what else a network's factory may ask for.
-        fixed_batch_sizes: samples of a micro-batch and of a global batch, where the user's settings don't say.
-        epochs: how many there are, where --epochs does not say.
-        transform_signature: a mark of what else was learned from the training part and went into the samples.
-        model, task: what suits this dataset where the user names none.
+        loader_options: options of the DataLoader.
+        form: which parts of a sample are inputs, and which are targets.
+        model_kwargs: further arguments that a model's factory may name.
+        fixed_batch_sizes: samples of a micro-batch and of a global batch, if the dataset defines them.
+        epochs: number of epochs, if the dataset defines it.
+        transform_signature: identifies transforms that were fitted to the training split and applied to the samples.
+        model, task: the defaults for this dataset.
     """
 
     train: Dataset[Any]
@@ -79,6 +82,7 @@ class DataSource:
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
     loader_options: LoaderOptions = LoaderOptions()
+    form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     fixed_batch_sizes: tuple[int, int] | None = None
     epochs: int | None = None
@@ -87,15 +91,14 @@ class DataSource:
 
     @property
     def num_train_samples(self) -> int:
-        """How many samples an epoch of training has."""
+        """The number of samples in an epoch of training."""
         return len(self.train if self.order is None else self.order)  # type: ignore[arg-type]
 
     def signature(self) -> str:
-        """A mark of what the training part has taught: classes, tokens, scales. Weights mean nothing without these."""
+        """A checksum of what was fitted to the training split (classes, tokens, scales), on which weights depend."""
         scale = repr(self.prepare) if is_dataclass(self.prepare) else ""
         tokens = self.vocabulary.serialize() if self.vocabulary else ""
         numbers = f"{self.num_classes} {scale} {self.target_scale}"
-        rough = re.sub(
-            r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers
-        )  # machines round differently
-        return sha256(repr((rough, self.class_names, tokens, self.transform_signature)).encode()).hexdigest()[:16]
+        # three digits, since machines round differently
+        rounded = re.sub(r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers)
+        return sha256(repr((rounded, self.class_names, tokens, self.transform_signature)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The order of training samples in an epoch, a function of seed and epoch alone."""
+"""The order of training samples in an epoch, a function of seed and epoch only."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from multigpu_cli.planning.rng_keys import make_key
 
-EVAL_EPOCH = 1 << 40  # stands for the epoch where samples are not trained on: their random state never changes
+EVAL_EPOCH = 1 << 40  # the epoch number of evaluation, so that random transforms give the same result each time
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
@@ -16,9 +16,9 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 class SampleOrder(Protocol):
-    """An order of samples of the user's own; how many samples an epoch has, and which come at each position."""
+    """The user's own order of samples: the length of an epoch, and the sample at each position."""
 
     def __len__(self) -> int: ...
 
     def __call__(self, epoch: int) -> Tensor:
-        """(count,) int64: the same on every rank, and whenever it is asked for."""
+        """(count,) int64; must be the same on every rank and in every call."""

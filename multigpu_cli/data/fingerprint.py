@@ -1,4 +1,4 @@
-"""A cheap fingerprint of a dataset, equal on machines that hold the same data, floating-point rounding aside."""
+"""A cheap fingerprint of a dataset, equal on machines with the same data up to floating-point rounding."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,53 +13,52 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 
-DataFingerprint = tuple[
-    Sequence[int], Sequence[float]
-]  # what must be the same to the bit, and what may be rounded differently
+DataFingerprint = tuple[Sequence[int], Sequence[float]]
+"""Digests, which must be equal, and sums of floating-point values, which may differ by rounding."""
 
 _PARTS = ("classes, tokens or scales", "training samples", "validation samples", "test samples")
 _SUMS = 4  # of each split
-_ROUNDING = 1e-6  # relative; machines add up in different orders
-_ALL = 2**24  # values; of a larger tensor only some rows are looked at
+_ROUNDING = 1e-6  # relative; machines sum in different orders
+_ALL = 2**24  # values; of a larger tensor only some rows are read
 _SOME = 4096  # rows
-_FEW = 8  # samples of a dataset that is fetched one by one
-_AT_ONCE = 2**18  # values, in double precision: as many as a cache holds
+_FEW = 8  # samples that are read of a dataset that is fetched one by one
+_AT_ONCE = 2**18  # values in double precision, which fit in a cache
 
 
 def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
-    """A fingerprint of each split, and of what was learned from the training part.
+    """Compute a fingerprint of each split, and of what was fitted to the training split.
 
     Returns:
-        64 bits each of a SHA-256: what was learned; of train, val and test lengths, shapes, whole numbers and bytes.
-        Of each split four sums of what is floating.
+        Digests: 64 bits of a SHA-256 for what was fitted, and for the lengths, shapes, integers and bytes of train, val
+        and test. Sums: four of the floating-point values of each split.
     """
     splits = (source.train, source.val, source.test)
 
-    def look() -> list[tuple[bytes, list[float]]]:
+    def fingerprint_splits() -> list[tuple[bytes, list[float]]]:
         return [
             (b"none".ljust(8), [0.0] * _SUMS) if each is None else _fingerprint_split(each, seed) for each in splits
         ]
 
     if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
-        found = look()
+        found = fingerprint_splits()
     else:
-        from multigpu_cli.data.map_style_fetcher import run_in_process  # late: samples are fetched one by one
+        from multigpu_cli.data.dataloader_fetcher import run_in_process  # late: samples are fetched one by one
 
-        found = run_in_process(look)
+        found = run_in_process(fingerprint_splits)
     digests, sums = zip(*found, strict=True)
     exact = [sha256(source.signature().encode()).digest(), *digests]
     return [int.from_bytes(digest[:8], signed=True) for digest in exact], [one for each in sums for one in each]
 
 
 def describe_differences(one: DataFingerprint, other: DataFingerprint) -> list[str]:
-    """What is not the same, in words."""
+    """The names of the parts that differ."""
     each = zip(_PARTS, _by_part(one), _by_part(other), strict=True)
     return [part for part, here, there in each if here[0] != there[0] or not _close(here[1], there[1])]
 
 
-def _by_part(mark: DataFingerprint) -> list[tuple[int, Sequence[float]]]:
-    """What was learned has no sums."""
-    exact, sums = mark
+def _by_part(fingerprint: DataFingerprint) -> list[tuple[int, Sequence[float]]]:
+    """Digest and sums of each part; the first part has no sums."""
+    exact, sums = fingerprint
     return [(exact[part], sums[_SUMS * max(part - 1, 0) : _SUMS * part]) for part in range(len(_PARTS))]
 
 
@@ -71,7 +70,7 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _fingerprint_split(split: Dataset[Any], seed: int) -> tuple[bytes, list[float]]:
-    """SHA-256 of length, shapes, whole numbers and bytes of one split, and the sums of what is floating."""
+    """SHA-256 of length, shapes, integers and bytes of one split, and the sums of its floating-point values."""
     exact, sums = sha256(str(len(split)).encode()), numpy.zeros(_SUMS)  # type: ignore[arg-type]
     for value in _values(split, seed):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -86,16 +85,16 @@ def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     if isinstance(split, TensorDataset):
         yield from (_rows(tensor) for tensor in split.tensors)
         return
-    from multigpu_cli.data.map_style_fetcher import SeededDataset  # late: samples are fetched one by one
+    from multigpu_cli.data.dataloader_fetcher import SeededDataset  # late: samples are fetched one by one
 
     keyed, count = SeededDataset(split, seed), len(split)  # type: ignore[arg-type]
     for index in sorted({number * count // _FEW for number in range(_FEW)}) if count else ():
         try:
             once, again = (_flat(keyed[0, index]) for _ in range(2))
-        except RequestError:  # training will say so, and of which sample
+        except RequestError:  # training will report it, and name the sample
             return
         values = [(one, other) for one, other in zip(once, again, strict=False) if _bytes(one) == _bytes(other)]
-        yield from (one for one, _ in values)  # what changes from call to call marks nothing
+        yield from (one for one, _ in values)  # values that change from call to call are left out
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -115,12 +114,12 @@ def _flat(value: Any) -> list[Any]:
         return [value]
     try:
         return [torch.as_tensor(numpy.ascontiguousarray(value))]
-    except TypeError:  # words, dates, objects
+    except TypeError:  # strings, dates, objects
         return [] if value.dtype.hasobject else [value]
 
 
 def _sums(value: Tensor) -> list[float]:
-    """Sum, sum of squares, and both with places counted, so that order matters."""
+    """Sum and sum of squares, both also weighted by position, so that the order matters."""
     flat, sums = value.detach().cpu().flatten(), numpy.zeros(_SUMS)
     places = torch.linspace(1, 2, len(flat), dtype=torch.float64).split(_AT_ONCE)
     for part, place in zip(flat.split(_AT_ONCE), places, strict=True):
@@ -137,4 +136,4 @@ def _bytes(value: Any) -> bytes:
         return f"{value.dtype} {tuple(value.shape)}".encode() + content
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return repr(value).encode()
-    return getattr(value, "tobytes", lambda: type(value).__name__.encode())()  # an image says its pixels
+    return getattr(value, "tobytes", lambda: type(value).__name__.encode())()  # the pixels of a PIL image

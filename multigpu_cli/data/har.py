@@ -1,7 +1,7 @@
 """UCI HAR: six activities from the accelerometer and gyroscope of a smartphone at the waist, 50 Hz.
 
 Source: D. Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones", ESANN 2013.
-Windows of 128 samples overlap by half, so the validation part is made of whole subjects: a random one would leak.
+Windows of 128 samples overlap by half, so the validation split consists of whole subjects: a random one would leak.
 """
 
 from functools import partial
@@ -43,10 +43,10 @@ def load(
     """Read the original folder; samples are (9, 128), channels in the order of SIGNALS.
 
     Args:
-        data_dir: the folder 'UCI HAR Dataset' or the one that holds it.
-        val_subjects: how many of the 21 training subjects are set aside for validation, chosen by seed.
-        rotation: augmentation turns the phone by up to so many degrees about each axis (0: not at all).
-        scaling: augmentation makes all signals up to this share stronger or weaker (0: not at all).
+        data_dir: the folder 'UCI HAR Dataset', or its parent.
+        val_subjects: number of the 21 training subjects used for validation, chosen by seed.
+        rotation: augmentation rotates the phone by up to this many degrees about each axis (0: off).
+        scaling: augmentation scales all signals by up to this share (0: off).
 
     Raises:
         RequestError: the dataset or a file of it is missing or damaged.
@@ -71,7 +71,7 @@ def load(
 
 
 def _rotate_and_scale(signals: Tensor, draws: KeyedRandom, rotation: float, scaling: float) -> Tensor:
-    """As if the phone sat a little askew: the three sensors' axes turned alike (n, 9, T), all signals scaled alike."""
+    """Rotate the axes of all three sensors by the same angles and scale all signals by the same factor; (n, 9, T)."""
     angles = (2 * draws.uniform(_ROTATION, 3) - 1) * (rotation * pi / 180)
     factor = 1 + (2 * draws.uniform(_SCALE) - 1) * scaling
     axes = list(signals.view(len(signals), 3, 3, -1).unbind(2))  # x, y, z: each (n, sensor, T)

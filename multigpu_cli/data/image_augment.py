@@ -1,4 +1,4 @@
-"""Augmentation of whole batches of images, keyed per sample (see keyed_random.py), on whatever device they live."""
+"""Augmentation of whole batches of images, keyed per sample (see keyed_random.py), on any device."""
 
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ _SHIFT, _FLIP = 0, 1  # one stream of random numbers each
 
 
 def shift(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
-    """Move each image (n, C, H, W) by up to `reach` pixels in both directions; what comes in is 0.
+    """Shift each image (n, C, H, W) by up to `reach` pixels in both directions, filling with 0.
 
     The same as a random crop of the image padded by `reach` (He et al. 2015).
     """
@@ -19,12 +19,12 @@ def shift(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
 
 
 def mirror(images: Tensor, draws: KeyedRandom) -> Tensor:
-    """Mirror each image left to right with probability ½."""
+    """Flip each image left to right with probability ½."""
     return _flip(images, draws.uniform(_FLIP))
 
 
 def shift_and_mirror(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
-    """Both of the above."""
+    """`shift` and `mirror`, with random numbers drawn in one call."""
     drawn = draws.uniform_streams((_SHIFT, 2), (_FLIP, 1))
     return _flip(_move(images, drawn[:, :2], reach), drawn[:, 2:])
 
@@ -41,7 +41,7 @@ def _move(images: Tensor, drawn: Tensor, reach: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _rows(planes: int, height: int, tall: int, wide: int, device: torch.device) -> Tensor:
-    """(planes, height) int64: where the first rows of each padded plane begin, which every batch asks for again."""
+    """(planes, height) int64: where the rows of each padded plane begin; cached, since every batch needs it."""
     first = torch.arange(planes, device=device)[:, None] * tall
     return (first + torch.arange(height, device=device)) * wide
 
@@ -51,6 +51,6 @@ def _flip(images: Tensor, drawn: Tensor) -> Tensor:
     mirrored = images.flip(-1)
     if images.shape[-1] * images.element_size() % 8:
         return torch.where(mirror, mirrored, images)
-    # Eight bytes at a time: in all bits where the two differ, take the mirrored one's. `where` broadcasts slowly.
+    # Eight bytes at a time: where the two differ, take the mirrored bits. `torch.where` broadcasts slowly.
     eights, found = images.view(torch.int64), mirrored.view(torch.int64)
     return found.bitwise_xor_(eights).bitwise_and_(-mirror.long()).bitwise_xor_(eights).view(images.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.collate import to_tensors
+from multigpu_cli.data.collate import PAIR, SampleForm, to_tensors
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.data.materialized_iterable import MaterializedIterable
@@ -22,27 +22,31 @@ from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime import factories
 
 
-def load_data_source(config: DataConfig, seed: int) -> DataSource:
-    """Load the dataset that --data names: one of ours, or the user's own.
+def load_data_source(config: DataConfig, seed: int, form: SampleForm = PAIR) -> DataSource:
+    """Load the dataset that --data names: a built-in one, or the user's own.
 
-    A user's factory is called once per split with those of `split` (train, val, test), `data_dir, mode, seed` and of
-    the data.args that it names, and returns a map-style Dataset or None; one without a `split` parameter returns a
-    single dataset, which is divided by seed, 80/10/10; so is one whose `split` is among the data.args. Whole arrays
-    (X, y) count as a dataset. `data.args.new` are the arguments with which it gives the samples to predict.
+    A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
+    `data_dir`, `mode`, `seed` and the data.args; it returns a map-style Dataset or None. A factory without a `split`
+    parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10.
+    Arrays (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict.
+
+    Args:
+        form: of the samples.
 
     Raises:
-        RequestError: no such dataset, files missing or damaged, or a factory that returns something else.
+        RequestError: an unknown dataset, missing or damaged files, or a factory that returns something else.
     """
     factory = factories.find_factory(config.name, DATASETS, flag="--data")
     offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
-        source = _from_one(factory, offered, config.args, config.name, seed)
+        source = _from_one(factory, offered, config.args, config.name, seed, form)
     else:
-        source = _from_splits(factory, offered, config.args, config.name, seed)
+        source = _from_splits(factory, offered, config.args, config.name, seed, form)
     if len(source.train) == 0:  # type: ignore[arg-type]
         raise RequestError(
-            f"--data {config.name}: the training set is empty", remedy="more samples, or less set aside for validation"
+            f"--data {config.name}: the training set is empty",
+            remedy="use more samples, or a smaller share for validation and test",
         )
     for split in ("train", "val", "test", "new"):
         _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
@@ -50,7 +54,7 @@ def load_data_source(config: DataConfig, seed: int) -> DataSource:
 
 
 def _arrays(found: Any) -> list[Tensor] | None:
-    """Whole arrays of inputs and targets, as scikit-learn's load_… and fetch_… functions return them; else None."""
+    """Arrays of inputs and targets, as scikit-learn's load_… and fetch_… functions return them; else None."""
     if isinstance(found, Mapping) and {"data", "target"} <= found.keys():
         found = found["data"], found["target"]
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(_holds_numbers, found)):
@@ -64,41 +68,54 @@ def _holds_numbers(value: Any) -> bool:
 
 
 def _check_finite(dataset: Any, where: str) -> None:
-    """One NaN spoils every step that meets it; only what lies in memory is looked through."""
-    for tensor, kind in (
-        zip(dataset.tensors, ("input", "target"), strict=False) if isinstance(dataset, TensorDataset) else ()
-    ):
+    """Refuse NaN and infinity, which would make the loss non-finite; only data in memory are checked."""
+    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
+    for place, tensor in enumerate(tensors):
+        kind = "target" if 0 < place == len(tensors) - 1 else "input"
         if tensor.is_floating_point() and tensor.numel() and not all(map(isfinite, tensor.aminmax())):
             sample = int((~tensor.isfinite()).nonzero()[0, 0])
             raise RequestError(
-                f"{where}: the {kind} of sample {sample} holds NaN or infinity",
-                remedy="leave such samples out, or fill the gaps (torch.nan_to_num)",
+                f"{where}: the {kind} of sample {sample} contains NaN or infinity",
+                remedy="leave such samples out, or replace the values (torch.nan_to_num)",
             )
 
 
 def _from_one(
-    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+    factory: Callable[..., Any],
+    offered: Mapping[str, Any],
+    args: dict[str, Any],
+    name: str,
+    seed: int,
+    form: SampleForm,
 ) -> DataSource:
     other = None
     if "new" not in inspect.signature(factory).parameters:
         other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
     found = factories.call_factory(factory, offered, args, where="data")
-    source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed)
+    if isinstance(found, DataSource):
+        source = replace(found, form=form)
+    else:
+        source = _split_by_seed(_dataset(found, name, seed), seed, form)
     if other is None:
         return source
-    if found is source or not isinstance(other, dict):
+    if isinstance(found, DataSource) or not isinstance(other, dict):
         raise RequestError(
-            f"data.args.new: {name} knows no new samples by {other!r}",
-            remedy="the arguments that are other ones for them: --set 'data.new={path: new.csv}', say",
+            f"data.args.new: {name} has no new samples for {other!r}",
+            remedy="give the arguments that differ for the new samples, for instance --set 'data.new={path: new.csv}'",
         )
-    from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled  # late: few have new samples
+    from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled  # late: few runs have new samples
 
     new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
-    return replace(source, new=wrap_unlabeled(new, source.train) or new)
+    return replace(source, new=wrap_unlabeled(new, source.train, form) or new)
 
 
 def _from_splits(
-    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+    factory: Callable[..., Any],
+    offered: Mapping[str, Any],
+    args: dict[str, Any],
+    name: str,
+    seed: int,
+    form: SampleForm,
 ) -> DataSource:
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
@@ -106,15 +123,16 @@ def _from_splits(
         splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
     if splits["train"] is None:
         raise RequestError(
-            f"--data {name}: the factory returned None for split='train'", remedy="a dataset; val and test may be None"
+            f"--data {name}: the factory returned None for split='train'",
+            remedy="return a dataset; only val and test may be None",
         )
-    return infer_source(splits["train"], splits["val"], splits["test"])
+    return infer_source(splits["train"], splits["val"], splits["test"], form)
 
 
-def _split_by_seed(dataset: Dataset[Any], seed: int) -> DataSource:
+def _split_by_seed(dataset: Dataset[Any], seed: int, form: SampleForm) -> DataSource:
     parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
     train, val, test = (_part(dataset, part) for part in parts)
-    return infer_source(train, val, test)
+    return infer_source(train, val, test, form)
 
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
@@ -136,5 +154,5 @@ def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
             "or an IterableDataset that ends",
         )
     if len(found) == 0:
-        raise RequestError(f"--data {name}: the dataset is empty", remedy="return None where there is no such split")
+        raise RequestError(f"--data {name}: the dataset is empty", remedy="return None if there is no such split")
     return found  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, epoch, step, micro-batch): there is no loader state to save."""
+"""Loads batches as a pure function of (seed, epoch, step, micro-batch), so that there is no loader state to save."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource, LoaderOptions
+from multigpu_cli.data.collate import to_pair
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
-from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.map_style_fetcher import ItemFetcher
+    from multigpu_cli.data.dataloader_fetcher import ItemFetcher
 
-_SHARE_OF_GPU = 0.25  # of the free memory that a dataset may take with --data-on-device auto
+_SHARE_OF_GPU = 0.25  # of its free memory, which a dataset may use with --data-on-device auto
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class Batch:
     """One micro-batch on its device.
 
     Attributes:
-        inputs, targets: whole batches, first dimension n.
-        sample_indices: (n,) int64 on the CPU, the samples' numbers in their dataset.
-        micro_batch_index: which micro-batch of its step (or of its evaluation), over all workers.
+        inputs, targets: whole batches, first dimension n; several inputs are a tuple or a dict of these, and targets
+            are None if samples have none.
+        sample_indices: (n,) int64 on the CPU, the samples' indices in their dataset.
+        micro_batch_index: index of the micro-batch in its step (or evaluation), counted over all workers.
     """
 
     inputs: Any
@@ -42,22 +43,22 @@ class Batch:
 
 
 StepWork = tuple[StepLayout, Iterator[Batch]]
-"""What a worker has to do in one optimizer step, and its micro-batches, in order."""
+"""The layout of one optimizer step, and a worker's micro-batches in order."""
 
 
 class Loader:
-    """Serves one split to one worker.
+    """Loads the batches of one split for one worker.
 
     Args:
-        split: a TensorDataset is indexed by whole batches; anything else is fetched sample by sample.
-        source: the dataset's own preparation and augmentation.
-        config: loader processes, and whether to hold the data on the device.
-        device: where batches go.
+        split: a TensorDataset is indexed by whole batches; any other dataset is fetched sample by sample.
+        source: its `prepare` and `augment` are applied.
+        config: number of loader processes, and whether to keep the data on the device.
+        device: the device of the batches.
         seed: the run's seed.
-        workers_here: loaders of other workers on this machine share its cores.
+        workers_here: workers on this machine, whose loaders share its cores.
     """
 
-    resumable_only_at_epoch = False  # a run may go on from any step
+    resumable_only_at_epoch = False
     _fetch: "_InMemoryFetcher | ItemFetcher"
 
     def __init__(
@@ -73,17 +74,17 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch = _InMemoryFetcher(split, device, config.on_device, source.loader_options)
+            self._fetch = _InMemoryFetcher(split, device, config.on_device, source)
         else:
-            from multigpu_cli.data.map_style_fetcher import (
-                ItemFetcher,  # late: what lies in memory needs no loader processes
+            from multigpu_cli.data.dataloader_fetcher import (
+                ItemFetcher,  # late: data in memory need no loader processes
             )
 
-            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source.loader_options)
+            self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source)
         self.data_location = self._fetch.data_location
 
     def close(self) -> None:
-        """End the loader processes, if there are any."""
+        """End the loader processes, if any."""
         self._fetch.close()
 
     def next_step(self, step: int, plan: BatchPlan) -> int:
@@ -91,20 +92,20 @@ class Loader:
         return step + 1
 
     def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
-        """Optimizer steps taken up to this place in the schedule: none is left out."""
+        """Optimizer steps done up to this position in the schedule; none is skipped."""
         return step
 
     def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
-        """Samples trained in so many steps."""
+        """Samples trained on in this number of steps."""
         return plan.samples_after(step)
 
     def epoch(
         self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
     ) -> Iterator[StepWork]:
-        """The steps of an epoch from step `start` on: the layout of each, and this worker's batches.
+        """The steps of an epoch from step `start` on: each with its layout and this worker's batches.
 
         Args:
-            replicas_per_process: micro-batches joined into one batch (DataParallel takes one for each device).
+            replicas_per_process: micro-batches joined into one batch (DataParallel needs one per device).
         """
         order = self.sample_order(epoch)
         steps = range(start, plan.steps_per_epoch)
@@ -119,12 +120,12 @@ class Loader:
             yield layout, (self._finish_batch(next(batches), index, epoch, train=True) for index, _, _ in layout.passes)
 
     def sample_order(self, epoch: int) -> Tensor:
-        """(n,) int64: the sample at each position of an epoch of training."""
+        """(n,) int64: the index of the sample at each position of an epoch of training."""
         own = self.source.order
         return epoch_order(self.size, self.seed, epoch) if own is None else own(epoch)
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
-        """This worker's part of one ordered pass: fixed batches, each sample once on any number of workers."""
+        """This worker's part of one ordered pass: the same batches, each sample once, for any number of workers."""
         count = -(-self.size // batch_size)
         mine = range(count * rank // workers, count * (rank + 1) // workers)
         chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
@@ -132,10 +133,10 @@ class Loader:
             yield self._finish_batch(fetched, index, 0, train=False)
 
     def iter_training_batches(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        """Any samples in any order, as an epoch's training meets them.
+        """Batches of the given samples, prepared and augmented as in training.
 
         Args:
-            chunks: (n,) int64 each, the samples of one batch.
+            chunks: the sample indices of each batch, (n,) int64.
         """
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
             yield self._finish_batch(fetched, index, epoch, train=True)
@@ -150,29 +151,29 @@ class Loader:
 
 
 class _InMemoryFetcher:
-    """A dataset held in one piece, in host or device memory, and indexed by whole batches."""
+    """A dataset in host or device memory, indexed by whole batches."""
 
-    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, fetching: LoaderOptions) -> None:
-        tensors = split.tensors
-        if len(tensors) != 2:
-            raise RequestError(f"--data: a sample must be (input, target), not {len(tensors)} tensors")
-        self.device, on_device, self._pin = device, device.type == "cpu", fetching.pin_memory
+    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, source: DataSource) -> None:
+        tensors, self._form = split.tensors, source.form
+        to_pair(tensors, "a sample", self._form)  # or it is refused
+        self.device, on_device, self._pin = device, device.type == "cpu", source.loader_options.pin_memory
         if device.type == "cuda":
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             free, _ = torch.cuda.mem_get_info(device)
             on_device = wanted == "on" or (wanted == "auto" and size <= _SHARE_OF_GPU * free)
         home = device if on_device else torch.device("cpu")
-        self.inputs, self.targets = (tensor.to(home) for tensor in tensors)
+        self._home, self._tensors = home, [tensor.to(home) for tensor in tensors]
         self.data_location = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to release."""
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
         batches = self._pick(chunks)
-        return batches if self.inputs.device == self.device else move_batches(batches, self.device, pin=self._pin)
+        return batches if self._home == self.device else move_batches(batches, self.device, pin=self._pin)
 
     def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = to_device(indices, self.inputs.device)
-            yield self.inputs.index_select(0, at), self.targets.index_select(0, at), indices
+            at = to_device(indices, self._home)
+            parts = tuple(tensor.index_select(0, at) for tensor in self._tensors)
+            yield *to_pair(parts, "a sample", self._form), indices

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: 60,000 + 10,000 grey images of 28×28 in IDX files, gzipped or not.
+"""MNIST and Fashion-MNIST: 60,000 + 10,000 grayscale images of 28×28 in IDX files, gzipped or not.
 
 Sources: Y. LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998 (the format is described on
 the MNIST page); H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset for Benchmarking", arXiv:1708.07747.
@@ -47,8 +47,8 @@ def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_
     """Handwritten digits; augmentation shifts each training image by up to two pixels.
 
     Args:
-        data_dir: the folder of the four files, or the one that torchvision made.
-        val_fraction: share of the 60,000 training images that is set aside for validation, chosen by seed.
+        data_dir: the folder of the four files, or the root folder of torchvision's dataset.
+        val_fraction: share of the 60,000 training images used for validation, chosen by seed.
 
     Raises:
         RequestError: the dataset or a file of it is missing or damaged.
@@ -60,7 +60,7 @@ def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_
 def fashion_mnist(
     data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1
 ) -> DataSource:
-    """Ten kinds of clothing; augmentation shifts by up to two pixels and mirrors half of the images. See mnist."""
+    """Ten kinds of clothing; augmentation shifts by up to two pixels and mirrors half of the images. See `mnist`."""
     augmentation = partial(shift_and_mirror, reach=2) if augment else None
     return _source(_FASHION_MNIST, data_dir, mode, seed, val_fraction, _CLOTHES, augmentation)
 
@@ -98,7 +98,7 @@ def _part(download: DatasetFiles, folder: Path, part: str, classes: int) -> tupl
     )
     images, labels = _array(download, image_file, 3), _array(download, label_file, 1)
     if images.shape[1:] != (28, 28):
-        raise download.damaged_error(image_file, f"holds images of {images.shape[1]}×{images.shape[2]}, expected 28×28")
+        raise download.damaged_error(image_file, f"has images of {images.shape[1]}×{images.shape[2]}, expected 28×28")
     if len(images) != len(labels):
         raise download.damaged_error(
             label_file, f"has {len(labels)} labels where {image_file.name} has {len(images)} images"
@@ -108,7 +108,7 @@ def _part(download: DatasetFiles, folder: Path, part: str, classes: int) -> tupl
 
 
 def _spellings(name: str) -> list[str]:
-    """The file's names in the wild: plain before gzipped, and as some mirrors unpack it."""
+    """The names under which the file is distributed: unpacked or gzipped, with - or . before idx."""
     return [name, f"{name}.gz", name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz"]
 
 
@@ -124,7 +124,7 @@ def _array(download: DatasetFiles, file: Path, dimensions: int) -> np.ndarray:
     if len(content) < header or content[:4] != bytes([0, 0, _UNSIGNED_BYTES, dimensions]):
         raise download.damaged_error(file, f"does not begin like an IDX file of {dimensions}-dimensional bytes")
     shape = struct.unpack(f">{dimensions}I", content[4:header])
-    expected = header + int(np.prod(shape, dtype=object))  # objects can't overflow, whatever a broken header says
+    expected = header + int(np.prod(shape, dtype=object))  # Python integers can't overflow, even with a damaged header
     if len(content) != expected or 0 in shape:
         raise download.damaged_error(file, f"has {len(content):,} bytes; its header, {shape}, means {expected:,}")
     return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
@@ -132,7 +132,7 @@ def _array(download: DatasetFiles, file: Path, dimensions: int) -> np.ndarray:
 
 def _plain(download: DatasetFiles, file: Path) -> bytes:
     content = download.content(file)
-    if content[:2] != b"\x1f\x8b":  # gzip's own mark: some browsers unpack a file but keep its name
+    if content[:2] != b"\x1f\x8b":  # gzip's magic number; some browsers unpack a file but keep its name
         return content
     try:
         return gzip.decompress(content)

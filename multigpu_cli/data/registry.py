@@ -1,4 +1,4 @@
-"""The datasets by name; nothing is imported until one is asked for."""
+"""The built-in datasets by name; a module is imported when its dataset is requested."""
 
 DATASETS = {
     "digits": "multigpu_cli.data.digits:load",

@@ -6,16 +6,16 @@ from torch import Tensor
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.rng_keys import make_key
 
-_SPLIT = 0x5917  # keeps the split's random stream apart from the epochs' orders
+_SPLIT = 0x5917  # separates the split's random stream from the epochs' orders
 
 
 def shuffle_indices(count: int, seed: int) -> Tensor:
-    """(count,) int64: the numbers 0 … count-1 in an order that depends on the seed alone."""
+    """(count,) int64: the numbers 0 … count-1 in an order that depends only on the seed."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(seed, _SPLIT)))
 
 
 def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
-    """Index tensors for consecutive parts of a shuffled dataset; the first part takes what rounding leaves.
+    """Index tensors of consecutive parts of a shuffled dataset; the first part has the remainder.
 
     Args:
         count: number of samples.
@@ -26,7 +26,7 @@ def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list
     if first < 1 or any(size < 1 for size in sizes):
         raise RequestError(
             f"--data: {pluralize(count, 'sample')} can't be divided into {len(sizes) + 1} parts",
-            remedy="more samples, or a dataset that comes as train, val and test",
+            remedy="use more samples, or a dataset with its own train, val and test splits",
         )
     return list(torch.split(shuffle_indices(count, seed), [first, *sizes]))
 
@@ -36,13 +36,13 @@ def split_by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, 
 
     Args:
         groups: (n,) the group of each sample.
-        val_groups: how many whole groups go to validation, chosen by seed.
+        val_groups: number of groups for validation, chosen by seed.
     """
     names = groups.unique()
     if not 0 < val_groups < len(names):
         raise RequestError(
-            f"--data: {val_groups} of {len(names)} groups can't be set aside for validation",
-            remedy=f"at least 1 and at most {len(names) - 1}",
+            f"--data: {val_groups} of {len(names)} groups can't be used for validation",
+            remedy=f"use at least 1 and at most {len(names) - 1}",
         )
     chosen = names[shuffle_indices(len(names), seed)[:val_groups]]
     held_out = torch.isin(groups, chosen)

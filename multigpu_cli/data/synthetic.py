@@ -1,7 +1,7 @@
-"""Made-up samples of any shape and class count, for benchmarks and trials; learnable, so accuracy means something.
+"""Synthetic samples of any shape and number of classes, for benchmarks and trials; a model can learn the classes.
 
-Each class has a coarse random pattern. A sample is its class's pattern with as much noise as `difficulty` says, stored
-as bytes, as images are, and stretched to the full shape.
+Each class has a coarse random pattern. A sample is the pattern of its class plus noise (`difficulty`), stretched to the
+full shape and stored as bytes, as images are.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
 
-_COARSE = 4  # patterns have at most so many cells along each axis
-_DISTANCE = 6.0  # of two classes, in deviations of the noise along the line between them, at difficulty 1
+_COARSE = 4  # cells of a pattern along each axis, at most
+_DISTANCE = 6.0  # between two classes, in standard deviations of the noise, at difficulty 1
 _PATTERNS, _TRAIN, _VAL, _TEST = range(4)  # one random stream each
 
 
@@ -31,19 +31,19 @@ def load(
     test: int = 1_000,
     difficulty: float = 1.0,
 ) -> DataSource:
-    """Make the samples, by seed.
+    """Generate the samples from the seed.
 
     Args:
-        shape: of one sample, channels first; (20,) makes vectors.
-        train, val, test: how many samples; 0 leaves out the validation or test part.
-        difficulty: 0 is trivial; of ten classes of images the best possible classifier is right 98 % of the time at 1,
-            85 % at 1.5, 69 % at 2.
+        shape: of one sample, channels first; (20,) gives vectors.
+        train, val, test: number of samples; 0 leaves out the validation or test split.
+        difficulty: 0 is trivial; for ten classes of images the best possible accuracy is 98 % at 1, 85 % at 1.5 and
+            69 % at 2.
 
     Raises:
-        RequestError: sizes that make no dataset.
+        RequestError: an argument is out of range.
     """
     _check(shape, classes, train, val, test, difficulty)
-    met = model_input_shape(shape, mode)
+    input_shape = model_input_shape(shape, mode)
     cells = [min(_COARSE, size) for size in shape]
     patterns = torch.randn(classes, *cells, generator=_generator(seed, _PATTERNS))
     noise = difficulty * sqrt(2 * prod(cells)) / _DISTANCE
@@ -56,18 +56,18 @@ def load(
         train=parts[0],
         val=parts[1],
         test=parts[2],
-        input_shape=met,
+        input_shape=input_shape,
         num_classes=classes,
         class_names=tuple(f"class {number}" for number in range(classes)),
         prepare=fit_standardised(parts[0].tensors[0], mode),
-        model="convnet" if len(met) == 3 and min(met[1:]) >= 4 else "mlp",
+        model="convnet" if len(input_shape) == 3 and min(input_shape[1:]) >= 4 else "mlp",
     )
 
 
 def _part(
     count: int, patterns: Tensor, noise: float, shape: Sequence[int], generator: torch.Generator
 ) -> TensorDataset:
-    """Samples (count, *shape) of bytes from patterns (classes, *cells); classes as even as can be, in random order."""
+    """Samples (count, *shape) of bytes from patterns (classes, *cells); balanced classes in random order."""
     targets = torch.randperm(count, generator=generator) % len(patterns)
     coarse = patterns[targets] + noise * torch.randn(count, *patterns.shape[1:], generator=generator)
     samples = (128 + 40 * coarse / sqrt(1 + noise**2)).round().clamp(0, 255).to(torch.uint8)
@@ -84,11 +84,11 @@ def _check(shape: Sequence[int], classes: int, train: int, val: int, test: int, 
     rules = [
         ("shape", shape, len(shape) > 0 and all(isinstance(size, int) and size > 0 for size in shape), "[3, 32, 32]"),
         ("classes", classes, classes >= 2, "at least 2"),
-        ("train", train, train >= classes, "at least one sample a class"),
+        ("train", train, train >= classes, "at least one sample per class"),
         ("val", val, val >= 0, "0 or more"),
         ("test", test, test >= 0, "0 or more"),
         ("difficulty", difficulty, difficulty >= 0, "0 or more"),
     ]
     for name, value, holds, right in rules:
         if not holds:
-            raise RequestError(f"data.args.{name}: {value!r} makes no dataset", remedy=right)
+            raise RequestError(f"data.args.{name}: {value!r} is out of range", remedy=f"use {right}")

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Fetched = tuple[Any, Any, Tensor]  # inputs, targets, and which samples they are
+Fetched = tuple[Any, Any, Tensor]  # inputs, targets and the samples' indices
 
 
 def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
     """The same batches with inputs and targets on the device.
 
-    On CUDA the next batch travels on a stream of its own while the current one is being computed with.
+    On CUDA the next batch is copied on its own stream while the current one is being processed.
 
     Args:
-        pin: copy to page-locked memory first, where the host's tensors are not.
+        pin: copy to page-locked memory first, if the tensors are not there yet.
     """
     if device.type != "cuda":
         yield from ((_there(inputs, device), _there(targets, device), indices) for inputs, targets, indices in batches)
@@ -29,7 +29,7 @@ def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool 
         if ready:
             yield ready
         now = torch.cuda.current_stream(device)
-        now.wait_stream(stream)  # for the step that comes next: the one under way has been queued
+        now.wait_stream(stream)  # delays only the next step: the current one is already queued
         for tensor in tree_leaves(there):
             if isinstance(tensor, Tensor):
                 tensor.record_stream(now)
@@ -39,12 +39,12 @@ def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool 
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device; on CUDA from page-locked memory, or the host would wait for the copy."""
+    """Copy a host tensor to the device; on CUDA from page-locked memory, so that the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _there(value: Any, device: torch.device, *, pin: bool = False) -> Any:
-    """Every tensor in a nest of dicts, lists and tuples on the device; whatever else is in there stays."""
+    """Copy every tensor in nested dicts, lists and tuples to the device; other values are unchanged."""
     return tree_map_only(
         Tensor, lambda tensor: (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True), value
     )

@@ -11,7 +11,7 @@ _UNICODE = 0x110000
 
 
 class Vocabulary(Protocol):
-    """Turns text into tokens and back."""
+    """Converts text to tokens and back."""
 
     size: int
 
@@ -20,15 +20,15 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def serialize(self) -> str:
-        """All of it as text, for `deserialize_vocabulary`."""
+        """The vocabulary as text, for `deserialize_vocabulary`."""
         ...
 
 
 class Characters:
-    """One token for each distinct character, in order of their code points.
+    """One token per distinct character, in the order of code points.
 
     Args:
-        symbols: (size,) uint32 code points, rising.
+        symbols: (size,) uint32 code points, ascending.
     """
 
     def __init__(self, symbols: np.ndarray) -> None:
@@ -44,7 +44,7 @@ class Characters:
         if unknown := sorted(set(text) - own.keys()):
             raise RequestError(
                 f"the characters {', '.join(map(repr, unknown[:5]))} are not among those the model was trained on",
-                remedy=f"use these: {''.join(own)!r}",
+                remedy=f"use only these: {''.join(own)!r}",
             )
         return [own[character] for character in text]
 
@@ -56,7 +56,7 @@ class Characters:
 
 
 class Bytes:
-    """One token for each byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     size = 256
 
@@ -71,22 +71,22 @@ class Bytes:
 
 
 class Numbers:
-    """Tokens that somebody else made: as text they are numbers between spaces."""
+    """Tokens of an external tokenizer; as text they are numbers separated by spaces."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers.
+        """The tokens of a text.
 
         Raises:
-            RequestError: something else than numbers, or one beyond the vocabulary.
+            RequestError: a word that is not a number, or that is beyond the vocabulary.
         """
         words = text.split()
         if wrong := [word for word in words if not word.isdecimal() or int(word) >= self.size]:
             raise RequestError(
-                f"{wrong[0]!r} is no token: the data holds numbers from 0 to {self.size - 1}",
-                remedy="tokens as numbers with spaces between them, as the tokenizer gives them",
+                f"{wrong[0]!r} is not a token: the data contains numbers from 0 to {self.size - 1}",
+                remedy="give tokens as numbers separated by spaces, as the tokenizer returns them",
             )
         return [int(word) for word in words]
 
@@ -97,16 +97,16 @@ class Numbers:
         return f"numbers:{self.size}"
 
 
-def deserialize_vocabulary(mark: str) -> Vocabulary:
-    """The vocabulary that has given this mark."""
-    kind, _, text = mark.partition(":")
+def deserialize_vocabulary(serialized: str) -> Vocabulary:
+    """The inverse of `Vocabulary.serialize`."""
+    kind, _, text = serialized.partition(":")
     if kind == "characters":
         return Characters(np.array([ord(character) for character in text], dtype=np.uint32))
     return Bytes() if kind == "bytes" else Numbers(int(text))
 
 
 def build_characters(text: str) -> tuple[Characters, np.ndarray]:
-    """The vocabulary of a text, and the text in it: (len(text),) uint16 or uint32."""
+    """The vocabulary of a text, and the text as tokens: (len(text),) uint16 or uint32."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     there = np.zeros(_UNICODE, dtype=bool)
     there[codes] = True

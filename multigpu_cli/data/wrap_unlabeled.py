@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.collate import TARGETS, Collate, get_sample, unwrap_dataset
+from multigpu_cli.data.collate import PAIR, Collate, SampleForm, get_sample, unwrap_dataset
+from multigpu_cli.runtime.model_call import TARGETS
 
 
 class UnlabeledDataset(Dataset[Any]):
-    """A dataset of inputs alone: tensors, mappings without a target, or what its collate_fn makes a batch of.
+    """A dataset of inputs only: tensors, mappings without a target, or anything that its collate_fn accepts.
 
     Args:
-        target: what stands in for the target of each sample.
+        target: the placeholder target of each sample.
     """
 
     def __init__(self, dataset: Dataset[Any], target: Tensor) -> None:
@@ -32,7 +33,7 @@ class UnlabeledDataset(Dataset[Any]):
             return item
         if isinstance(item, Mapping):
             return {**item, TARGETS[0]: self.target}
-        return item[0] if isinstance(item, tuple | list) else item, self.target
+        return (*item, self.target) if isinstance(item, tuple | list) else (item, self.target)
 
     def _collating(self, own: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         def collate_fn(samples: list[Any]) -> Any:
@@ -41,17 +42,17 @@ class UnlabeledDataset(Dataset[Any]):
         return collate_fn
 
 
-def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any]) -> UnlabeledDataset | None:
-    """The dataset with something in the place of its targets; None where it has them, as the training samples do."""
+def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any], form: SampleForm = PAIR) -> UnlabeledDataset | None:
+    """The dataset with placeholder targets; None if it has targets, or if the training samples have none."""
     item, known = get_sample(dataset, 0), get_sample(train, 0)
     if (own := getattr(unwrap_dataset(dataset), "collate_fn", None)) is not None:
         item, known = own([item]), own([known])
-    if _has_target(item) or not _has_target(known):
+    if _has_target(item, form) or not _has_target(known, form):
         return None
-    return UnlabeledDataset(dataset, torch.zeros_like(Collate(train)([(0, get_sample(train, 0))])[1][0]))
+    return UnlabeledDataset(dataset, torch.zeros_like(Collate(train, form)([(0, get_sample(train, 0))]).targets[0]))
 
 
-def _has_target(item: Any) -> bool:
+def _has_target(item: Any, form: SampleForm) -> bool:
     if isinstance(item, Mapping):
         return any(name in item for name in TARGETS)
-    return isinstance(item, tuple | list) and len(item) == 2
+    return isinstance(item, tuple | list) and len(item) > (form.inputs or 1)

@@ -1,4 +1,4 @@
-"""`EnvironmentGroup`: the interface of a fixed number of environments that are stepped as one batch."""
+"""`EnvironmentGroup`: the interface of a fixed number of environments, stepped as one batch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Discrete:
-    """Actions 0 … n-1, one for each environment: (E,) int64."""
+    """Actions 0 … n-1, one per environment: (E,) int64."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class Box:
-    """Actions of real numbers: (E, *shape) float32.
+    """Continuous actions: (E, *shape) float32.
 
     Attributes:
-        low, high: bounds of every element, or one for each element in row-major order; may be infinite.
+        low, high: bounds of all elements, or one per element in row-major order; may be infinite.
     """
 
     shape: tuple[int, ...]
@@ -39,14 +39,14 @@ class Box:
 
 
 class StepReturn(NamedTuple):
-    """What a step gave.
+    """The result of a step.
 
     Attributes:
-        observation: (E, *shape) what the policy meets next: where an episode ended, the first of a new one.
+        observation: (E, *shape), the policy's next input: after the end of an episode, the first one of a new episode.
         reward: (E,) float32.
-        terminated: (E,) bool; the episode is over: nothing comes after it.
-        truncated: (E,) bool; the episode was cut off (a time limit): what would have come after it has a value.
-        last_observation: (E, *shape) the same as `observation`, but the true last one where an episode ended.
+        terminated: (E,) bool; the episode reached a terminal state, whose value is 0.
+        truncated: (E,) bool; the episode was cut off (a time limit), and its last state has a value.
+        last_observation: (E, *shape), like `observation`, but the last one of its episode where one ended.
     """
 
     observation: Tensor
@@ -59,17 +59,17 @@ class StepReturn(NamedTuple):
 class EnvironmentGroup(ABC):
     """E environments, stepped together; all tensors on one device, with leading dimension E.
 
-    The randomness of episode k (from 0) of the environment with global number i is drawn from key(seed, i, k) alone
-    (planning.rng_keys), never from what other environments or workers do.
+    The random numbers of episode k (from 0) of the environment with global number i depend only on key(seed, i, k)
+    (planning.rng_keys), not on other environments or workers.
 
-    A factory (registry, or "module:factory") is called with those of `split` (train, val or test), `data_dir`,
-    `numbers` (global numbers of the E environments, tuple[int, ...]), `seed` (the split's own), `device` and of the
-    data.args that it names, and returns a group.
+    A factory (registry, or "module:factory") returns a group. It is called with those arguments that it names among
+    `split` (train, val or test), `data_dir`, `numbers` (global numbers of the E environments, tuple[int, ...]), `seed`
+    (of the split), `device` and the data.args.
 
     Attributes:
         observation_shape: of one environment; observations are float32.
-        action: what a policy may choose.
-        remark: what they are made of, for the plan.
+        action: the action space.
+        remark: a description of the environments, which the plan shows.
     """
 
     observation_shape: tuple[int, ...]
@@ -78,11 +78,11 @@ class EnvironmentGroup(ABC):
 
     @abstractmethod
     def reset(self) -> Tensor:
-        """Begin episode 0 of every environment: the first observations (E, *shape)."""
+        """Begin episode 0 of every environment; returns the first observations (E, *shape)."""
 
     @abstractmethod
     def step(self, actions: Tensor) -> StepReturn:
-        """Act once in every environment; where an episode ends, the next one begins at once.
+        """Step every environment once; where an episode ends, the next one begins at once.
 
         Args:
             actions: (E,) int64, or (E, *action.shape) float32 within the bounds.
@@ -90,24 +90,24 @@ class EnvironmentGroup(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """All that `load_state` needs, as tensors with leading dimension E."""
+        """The state for `load_state`, as tensors with leading dimension E."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Tensor]) -> tuple[Tensor, int]:
-        """Go on where `state` was taken, in place of `reset`.
+        """Continue from a captured state; replaces `reset`.
 
         Returns:
-            The observations (E, *shape) that the policy meets next, and how many environments could not be brought
-            back and have begun their episode anew (0: it goes on exactly).
+            The next observations (E, *shape), and the number of environments whose state could not be restored and
+            whose episode was restarted (0: exact resume).
         """
 
     def figures(self) -> dict[str, Tensor]:
-        """Figures of the episodes that ended in the last step, (E,) each; elsewhere without meaning.
+        """Metrics of the episodes that ended in the last step, (E,) each; undefined for other environments.
 
-        Their means over episodes stand beside reward and length in an evaluation.
+        An evaluation reports their means over episodes together with reward and length.
         """
         return {}
 
     def details(self) -> dict[str, Any]:
-        """What else there is to tell of the first environment's last episode, as plain values for a run's summary."""
+        """More about the first environment's last episode, as plain values for the summary of the run."""
         return {}

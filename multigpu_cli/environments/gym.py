@@ -1,4 +1,4 @@
-"""Any environment of gymnasium, by its id: a loop over E of them, whose episodes can be repeated."""
+"""Any gymnasium environment by its id: a loop over E of them, whose episodes can be replayed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from multigpu_cli.planning.rng_keys import make_key
 
 
 class GymGroup(EnvironmentGroup):
-    """E environments of one id, on the CPU; tensors go to the device.
+    """E environments of one id, which run on the CPU; tensors are on the device.
 
-    An episode begins with `reset(seed=…)`, so it is told in full by its seed and the actions that were taken: that is
-    the state. It comes back by taking them again; where the observation is then another one, because an environment has
-    randomness that its seed does not govern, the episode is begun anew.
+    An episode begins with `reset(seed=…)`, so its seed and its actions determine it and are the state. It is restored
+    by replaying the actions. If the observation then differs, because an environment has randomness that the seed does
+    not control, the episode is restarted.
 
     Args:
-        id: as in gymnasium.make.
-        hide: numbers of the elements of a flat observation that the policy does not get to see.
+        id: the id for gymnasium.make.
+        hide: indices of the elements of a flat observation that the policy does not receive.
         options: further arguments of gymnasium.make.
     """
 
@@ -32,12 +32,15 @@ class GymGroup(EnvironmentGroup):
         self._all = [_make(id, options) for _ in self._numbers]
         observed, acted = self._all[0].observation_space, self._all[0].action_space
         if hide and (len(observed.shape) != 1 or not set(hide) < set(range(observed.shape[0]))):
-            raise RequestError(f"data.args.hide: {list(hide)} of an observation of shape {observed.shape}")
+            raise RequestError(
+                f"data.args.hide: {list(hide)} does not fit an observation of shape {observed.shape}",
+                remedy="give indices of a flat observation, and leave at least one element visible",
+            )
         self._seen = [at for at in range(observed.shape[0]) if at not in set(hide)] if hide else None
         self.observation_shape = (len(self._seen),) if self._seen else tuple(observed.shape)
         self.action, self._first_action = _action(id, acted), int(getattr(acted, "start", 0))
         self._episodes = [0] * len(self._all)
-        self._taken: list[list[Any]] = [[] for _ in self._all]  # of the running episodes
+        self._taken: list[list[Any]] = [[] for _ in self._all]  # the actions of the running episodes
         self._now = numpy.zeros((len(self._all), *observed.shape), dtype=numpy.float32)
 
     def reset(self) -> Tensor:
@@ -49,7 +52,7 @@ class GymGroup(EnvironmentGroup):
     def step(self, actions: Tensor) -> StepReturn:
         size = len(self._all)
         rewards, terminated, truncated = numpy.zeros(size, numpy.float32), [False] * size, [False] * size
-        self._now = numpy.empty_like(self._now)  # what was shown before shares its memory
+        self._now = numpy.empty_like(self._now)  # a new array: tensors that were returned share the old one
         ended = []
         for at, action in enumerate(self._to_gym_actions(actions)):
             self._taken[at].append(action)
@@ -98,7 +101,7 @@ class GymGroup(EnvironmentGroup):
         self._taken[at] = []
 
     def _to_gym_actions(self, actions: Tensor, *, from_zero: bool = True) -> list[Any]:
-        """One action for each environment, or each step, as gymnasium takes it."""
+        """One action per environment, or per step, in gymnasium's form."""
         if isinstance(self.action, Box):
             return list(actions.cpu().numpy())
         first = self._first_action if from_zero else 0
@@ -117,10 +120,10 @@ def group(
     hide: Sequence[int] = (),
     options: dict[str, Any] | None = None,
 ) -> GymGroup:
-    """gym:ID, as --data names it.
+    """Build the environments of --data gym:ID.
 
     Raises:
-        RequestError: gymnasium is not installed, has no such environment, or one whose actions we can't choose.
+        RequestError: gymnasium is not installed, or has no such environment, or its action space is not supported.
     """
     return GymGroup(id, numbers, seed, device, hide, options or {})
 
@@ -135,7 +138,7 @@ def _make(id: str, options: dict[str, Any]) -> Any:
     try:
         made: Any = gymnasium.make(id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise RequestError(f"--data gym:{id}: {error}", remedy="an id that gymnasium.make takes") from error
+        raise RequestError(f"--data gym:{id}: {error}", remedy="use an id that gymnasium.make accepts") from error
     is_box = isinstance(made.observation_space, gymnasium.spaces.Box)
     return made if is_box else gymnasium.wrappers.FlattenObservation(made)
 
@@ -149,5 +152,6 @@ def _action(id: str, space: Any) -> Discrete | Box:
         bounds = (tuple(map(float, bound.ravel())) for bound in (space.low, space.high))
         return Box(tuple(space.shape), *bounds)
     raise RequestError(
-        f"--data gym:{id}: its actions are {space}", remedy="an environment with Discrete or real Box actions"
+        f"--data gym:{id}: the action space {space} is not supported",
+        remedy="use an environment with Discrete or real Box actions",
     )

@@ -1,4 +1,4 @@
-"""The environments by name; nothing is imported until one is asked for."""
+"""The built-in environments by name; a module is imported when its environment is requested."""
 
 ENVIRONMENTS = {
     "gym": "multigpu_cli.environments.gym:group",

@@ -1,4 +1,4 @@
-"""Actor and critic side by side, with or without a memory."""
+"""Actor-critic models, without and with an LSTM."""
 
 from math import prod, sqrt
 from typing import Any
@@ -10,12 +10,12 @@ from multigpu_cli.models.normalizer import Normalizer
 
 
 class Heads(nn.Module):
-    """From features to a policy's outputs: logits, or means with a deviation that does not depend on the features.
+    """Maps features to a policy's outputs: logits, or means with a deviation that does not depend on the features.
 
     Args:
-        features: of the actor.
-        outputs: numbers that the policy takes.
-        action: the space of actions; one with a `shape` (Box) has means and logarithms of deviations as outputs.
+        features: number of features of the actor.
+        outputs: number of outputs of the policy.
+        action: the action space; one with a `shape` (Box) has means and logarithms of deviations as outputs.
     """
 
     def __init__(self, features: int, outputs: int, action: Any) -> None:
@@ -25,10 +25,10 @@ class Heads(nn.Module):
         self.log_deviation = nn.Parameter(torch.zeros(outputs // 2)) if real else None
 
     def forward(self, features: Tensor) -> Tensor:
-        said: Tensor = self.actor(features)
+        outputs: Tensor = self.actor(features)
         if self.log_deviation is None:
-            return said
-        return torch.cat([said, self.log_deviation.expand_as(said)], -1)
+            return outputs
+        return torch.cat([outputs, self.log_deviation.expand_as(outputs)], -1)
 
 
 class ActorCritic(nn.Module):
@@ -50,7 +50,7 @@ class ActorCritic(nn.Module):
 
 
 class RecurrentActorCritic(nn.Module):
-    """A perceptron, an LSTM over time, and linear actor and critic on what it says (CleanRL's ppo_atari_lstm.py)."""
+    """A perceptron, an LSTM over time, and linear actor and critic on its output (CleanRL's ppo_atari_lstm.py)."""
 
     def __init__(self, input_shape: tuple[int, ...], outputs: int, action: Any, width: int, hidden: int) -> None:
         super().__init__()
@@ -64,43 +64,43 @@ class RecurrentActorCritic(nn.Module):
 
     def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         seen = self.normalizer(observations).flatten(observations.ndim - self.dimensions)
-        said, memory = unroll_lstm(self.lstm, self.features(seen), begun, memory)
-        return self.heads(said), self.value(said).squeeze(-1), memory
+        hidden, memory = unroll_lstm(self.lstm, self.features(seen), begun, memory)
+        return self.heads(hidden), self.value(hidden).squeeze(-1), memory
 
 
 def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """An LSTM over (T, n, features), forgetting everything where an episode begins.
+    """Run an LSTM over (T, n, features), resetting its state where an episode begins.
 
-    Between two such steps, of whichever sequence, the whole batch goes through the library's kernel at once.
+    The steps between two resets, of any sequence, are one call of the LSTM for the whole batch.
 
     Args:
-        begun: (T, n), not 0 at the first step of an episode.
-        memory: (n, 2 · hidden) before the first step: hidden state and cell state.
+        begun: (T, n), nonzero at the first step of an episode.
+        memory: (n, 2 · hidden), hidden state and cell state before the first step.
 
     Returns:
-        (T, n, hidden), and the memory after the last step.
+        Outputs (T, n, hidden), and the memory after the last step.
     """
-    kept = (begun == 0).to(inputs.dtype).unsqueeze(-1)
+    keep = (begun == 0).to(inputs.dtype).unsqueeze(-1)
     steps = len(inputs)
     cuts = [0] if steps == 1 else [0, *(int(at) for at in (begun[1:] != 0).any(1).nonzero().flatten() + 1)]
     parts = []
     hidden, cell = memory.to(inputs.dtype).unsqueeze(0).chunk(2, -1)
     for first, stop in zip(cuts, [*cuts[1:], steps], strict=True):
-        hidden, cell = hidden * kept[first], cell * kept[first]
-        said, (hidden, cell) = lstm(inputs[first:stop], (hidden.contiguous(), cell.contiguous()))
-        parts.append(said)
+        hidden, cell = hidden * keep[first], cell * keep[first]
+        outputs, (hidden, cell) = lstm(inputs[first:stop], (hidden.contiguous(), cell.contiguous()))
+        parts.append(outputs)
     return torch.cat(parts), torch.cat([hidden, cell], -1).squeeze(0)
 
 
 def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
-    """Orthogonal weights and no bias: as PPO is usually begun."""
+    """Initialize with orthogonal weights and zero bias, as is usual for PPO."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 def orthogonal_lstm(lstm: nn.LSTM) -> nn.LSTM:
-    """Orthogonal weights and no biases."""
+    """Initialize with orthogonal weights and zero biases."""
     for name, parameter in lstm.named_parameters():
         (nn.init.zeros_ if "bias" in name else nn.init.orthogonal_)(parameter)
     return lstm

@@ -13,15 +13,17 @@ from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.factory import call_model_factory, find_model_factory
 from multigpu_cli.models.rate_factors import match_names
+from multigpu_cli.runtime.model_call import bind_call
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 
-def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.Module:
+def build_model(config: ModelConfig, name: str, offered: dict[str, Any], *, whole_output: bool = False) -> nn.Module:
     """Call the factory, then freeze and checkpoint activations; the caller has seeded the generators.
 
     Args:
         name: of the model, the dataset's own where the user named none.
         offered: input_shape, num_classes, task, mode, seed.
+        whole_output: as for `adapt_model`.
 
     Raises:
         RequestError: no such model, arguments it does not take, or something that is no nn.Module.
@@ -29,16 +31,26 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any]) -> nn.M
     model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
-    return prepare_model(adapt_model(model), config, name)
+    return prepare_model(adapt_model(model, whole_output=whole_output), config, name)
 
 
-def adapt_model(model: nn.Module) -> nn.Module:
-    """The model itself, or with an adapter where it is one of transformers."""
-    if not (isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")):
+def adapt_model(model: nn.Module, *, whole_output: bool = False) -> nn.Module:
+    """A network that is called with the inputs of a batch: itself, or with an adapter where it is one of transformers.
+
+    Args:
+        whole_output: of transformers' output objects, whole or their logits.
+    """
+    if not is_of_transformers(model):
+        bind_call(model)
         return model
-    from multigpu_cli.models.hugging_face import Logits  # late: few networks come from there
+    from multigpu_cli.models.hugging_face import Logits, NamedInputs  # late: few networks come from there
 
-    return Logits(model)
+    return NamedInputs(model) if whole_output else Logits(model)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a network is one of transformers, or like one: it names its input, and has a configuration."""
+    return isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")
 
 
 def prepare_model(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Cascaded LSTMs: one reads a window of observations, and what it makes of it goes on to those of actor and critic.
+"""Cascaded LSTMs: the output of one over a window of observations is the input of those of actor and critic.
 
 Source: Zou, Lou, Wang and Liu, "A Novel Deep Reinforcement Learning Based Automated Stock Trading System Using Cascaded
 LSTM Networks" (CLSTM-PPO), arXiv 2212.02721, 2022.
@@ -17,11 +17,11 @@ class CascadedActorCritic(nn.Module):
     """An LSTM extractor over each observation's window, then one LSTM over time for the actor and one for the critic.
 
     Args:
-        input_shape: (window, …): the last observations, the newest one at the end; (…) alone is a window of one.
+        input_shape: (window, …), the last observations with the newest at the end; one dimension is a window of one.
         extractor_rate: the extractor's learning rate, as a share of the schedule's.
 
     Attributes:
-        rate_factors: parameters by the beginning of their name, and their share of the schedule's learning rate.
+        rate_factors: prefixes of parameter names, and the factors for their learning rate.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A small convolutional network for small images: pairs of 3×3 convolutions, halved in between (VGG style).
+"""A small convolutional network for small images: pairs of 3×3 convolutions with max pooling in between (VGG style).
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015; with the
-normalisation of Ioffe and Szegedy 2015 and global pooling (Lin et al. 2014) in place of the wide dense layers.
+batch normalization of Ioffe and Szegedy 2015 and global pooling (Lin et al. 2014) in place of wide dense layers.
 """
 
 import torch
@@ -17,21 +17,21 @@ def build(
 
     Args:
         width: channels of the first stage; each later stage has twice as many.
-        stages: resolutions to work at; fewer where the image is too small to be halved so often.
+        stages: number of resolutions; fewer if the image is too small to be halved that often.
 
     Raises:
-        RequestError: the samples are no images, or too small.
+        RequestError: the samples are not images, or too small.
     """
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise RequestError(
             f"--model convnet needs images (channels, height, width) of at least 4×4; --data gives {input_shape}",
-            remedy="--model mlp takes samples of any shape",
+            remedy="use --model mlp, which accepts samples of any shape",
         )
     return ConvNet(input_shape, num_classes, width, stages, dropout)
 
 
 class ConvNet(nn.Module):
-    """Stages of two convolutions each, then mean and maximum over the picture, then one linear layer."""
+    """Stages of two convolutions each, then mean and maximum over the image, then one linear layer."""
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int, stages: int, dropout: float) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Text from a language model: one token after the other, each drawn from what the model expects."""
+"""Generates text with a language model, token by token."""
 
 import torch
 from torch import Tensor, nn
 
 
-@torch.no_grad()  # not inference_mode: the model may be trained on, with what it keeps from these passes
+@torch.no_grad()  # not inference_mode: training may continue with tensors that the model caches in these passes
 def generate(
     model: nn.Module,
     tokens: Tensor,
@@ -15,15 +15,15 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue sequences.
+    """Extend sequences by tokens that are sampled from the model's predictions.
 
     Args:
         model: (n, t) int64 → (n, t, vocabulary) logits, in evaluation mode.
         tokens: (n, t) int64, at least one each.
-        count: how many tokens to add.
-        length: how many of the last tokens the model can see.
-        temperature: below 1 the likelier tokens come oftener; 0 always takes the likeliest.
-        top_k: only so many of the likeliest are drawn from.
+        count: number of tokens to add.
+        length: the model's context length.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: sample only from this many of the most likely tokens.
         generator: on the device of the model.
 
     Returns:

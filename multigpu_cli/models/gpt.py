@@ -1,6 +1,6 @@
-"""A GPT-2 style decoder: each place of a sequence predicts the next token from those before it.
+"""A GPT-2 style decoder: each position of a sequence predicts the next token from those before it.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, with the initialisation of its
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, with the initialization of its
 section 2.3. GPT-2's smallest model (124M parameters) is depth 12, heads 12, width 768 on 1,024 tokens.
 """
 
@@ -12,7 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from multigpu_cli.errors import RequestError
 
-_SPREAD = 0.02  # of the initial weights
+_SPREAD = 0.02  # standard deviation of the initial weights
 
 
 class Attention(nn.Module):
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each on normalised input and added to what came in."""
+    """Attention and a perceptron, each with layer norm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (n, t) int64 → logits (n, t, vocabulary), for t up to the length it was built for.
 
-    The output layer is the token embedding itself.
+    The output layer shares the weights of the token embedding.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, bias=bias)
         self.apply(_initialise)
-        for block in blocks:  # 2·depth additions to the residual stream keep its variance
+        for block in blocks:  # scaled so that 2·depth additions keep the variance of the residual stream
             for added in (block.attention.out, block.narrow):
                 nn.init.normal_(added.weight, std=_SPREAD / sqrt(2 * depth))
 
@@ -97,12 +97,14 @@ def build(
     """A GPT for sequences of input_shape[0] tokens out of num_classes.
 
     Raises:
-        RequestError: the width can't be shared out to the heads, or samples are no sequences.
+        RequestError: the heads do not divide the width, or samples are not sequences.
     """
     if width % heads:
-        raise RequestError(f"model.args.width: {width} can't be shared out to {heads} heads", remedy="a multiple of it")
+        raise RequestError(
+            f"model.args.width: {width} is not divisible by {heads} heads", remedy=f"use a multiple of {heads}"
+        )
     if len(input_shape) != 1:
         raise RequestError(
-            f"--model gpt: samples of shape {input_shape} are no sequences of tokens", remedy="--data text"
+            f"--model gpt: samples of shape {input_shape} are not sequences of tokens", remedy="use --data text"
         )
     return GPT(num_classes, input_shape[0], depth=depth, heads=heads, width=width, dropout=dropout, bias=bias)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.errors import RequestError
 
-_SHORTEST = 16  # samples a window needs to be halved twice and still show a pattern
+_SHORTEST = 16  # samples of a window, which is halved twice
 
 
 def build(input_shape: tuple[int, ...], num_classes: int, width: int = 48, dropout: float = 0.1) -> nn.Module:
@@ -15,21 +15,22 @@ def build(input_shape: tuple[int, ...], num_classes: int, width: int = 48, dropo
         width: channels of the first stage; the second and third have twice as many.
 
     Raises:
-        RequestError: the samples are no signals, or too short.
+        RequestError: the samples are not signals, or too short.
     """
     if len(input_shape) != 2 or input_shape[1] < _SHORTEST:
         raise RequestError(
             f"--model har-convnet needs signals (channels, samples) of at least {_SHORTEST} samples; "
             f"--data gives {input_shape}",
-            remedy="--model mlp takes samples of any shape, --model convnet takes images",
+            remedy="use --model mlp for samples of any shape, or --model convnet for images",
         )
     return HarConvNet(input_shape[0], num_classes, width, dropout)
 
 
 class HarConvNet(nn.Module):
-    """Three convolutions with mean and maximum over time, beside each channel's own mean and log-deviation.
+    """Three convolutions with mean and maximum over time, concatenated with each channel's mean and log-deviation.
 
-    Normalised features say what shape a movement has; the two statistics keep how strong it is and which way is down.
+    Normalized features describe the shape of a movement; the two statistics keep its strength and the direction of
+    gravity.
     """
 
     def __init__(self, channels: int, num_classes: int, width: int, dropout: float) -> None:
@@ -54,6 +55,6 @@ class HarConvNet(nn.Module):
 def _convolution(channels: int, width: int, reach: int) -> list[nn.Module]:
     return [
         nn.Conv1d(channels, width, reach, padding=reach // 2, bias=False),
-        nn.GroupNorm(1, width),  # as LayerNorm: a sample's features don't depend on its micro-batch, as BatchNorm's do
+        nn.GroupNorm(1, width),  # unlike BatchNorm, a sample's features do not depend on its micro-batch
         nn.ReLU(inplace=True),
     ]

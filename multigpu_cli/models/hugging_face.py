@@ -1,32 +1,51 @@
 """Networks of the transformers library by the name of their architecture, built from a configuration: no download."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.runtime.model_call import Labelled, ModelCall
 
 _LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call the longest sequence
 
 
-class Logits(nn.Module):
-    """Stands between a transformers network and a task: named or unnamed inputs in, `.logits` out.
-
-    The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
+class NamedInputs(nn.Module):
+    """Stands between a transformers network and a task: named or unnamed inputs in, its output object out.
 
     Args:
-        network: a `transformers.PreTrainedModel`, or whatever names its input and returns an object with logits.
+        network: a `transformers.PreTrainedModel`, or whatever names its input.
     """
+
+    adapts_call = True
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
         self._input: str = network.main_input_name  # type: ignore[assignment]
+        inner: Any = getattr(network, "get_base_model", lambda: network)()  # that of peft
+        names = ModelCall.of(network).names + ModelCall.of(inner).names
+        self._call = replace(ModelCall.of(network), names=names, takes_any=False)
 
-    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        named = inputs if isinstance(inputs, Mapping) else {self._input: inputs}
-        logits: Tensor = self.network(**named).logits
+    def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled) -> Any:
+        inputs, targets = inputs if isinstance(inputs, Labelled) else (inputs, None)
+        named = dict(inputs) if isinstance(inputs, Mapping) else {self._input: inputs}
+        if targets is not None:
+            named["labels"] = targets
+        self._call.check_names(named)  # its **kwargs would pass over them in silence
+        return self.network(**named)
+
+
+class Logits(NamedInputs):
+    """The same with `.logits` out.
+
+    The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
+    """
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled) -> Tensor:
+        logits: Tensor = super().forward(inputs).logits
         return logits
 
 

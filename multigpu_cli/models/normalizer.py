@@ -1,13 +1,13 @@
-"""Normalizes observations to mean 0 and deviation 1 by statistics that are saved with the weights."""
+"""Normalizes observations to mean 0 and deviation 1 with statistics that are saved with the weights."""
 
 import torch
 from torch import Tensor, nn
 
-_FARTHEST = 10.0  # deviations; what lies beyond is an outlier
+_FARTHEST = 10.0  # deviations; values beyond are clipped
 
 
 class Normalizer(nn.Module):
-    """Passes observations on as they are until it is given statistics; then scales and clips them.
+    """Returns observations unchanged until statistics are set; then scales and clips them.
 
     Args:
         shape: of one observation.
@@ -29,7 +29,7 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def adopt(self, mean: Tensor, deviation: Tensor) -> None:
-        """Use these statistics from now on, one number for each element of an observation."""
+        """Set the statistics, one number per element of an observation."""
         self.mean.copy_(mean.view_as(self.mean))
         self.deviation.copy_(deviation.view_as(self.deviation))
         self.farthest.fill_(_FARTHEST)

@@ -1,4 +1,4 @@
-"""The residual network of 18 layers.
+"""ResNet-18.
 
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", CVPR 2016 (arXiv:1512.03385), table 1.
 """
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.errors import RequestError
 
-_SMALL = 64  # images whose shorter side is less get the stem for small images
+_SMALL = 64  # images with a shorter side below this use the stem for small images
 
 
 def resnet18(input_shape: tuple[int, ...], num_classes: int, width: int = 64) -> nn.Module:
@@ -18,18 +18,18 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int, width: int = 64) ->
         width: channels of the first stage; each later stage has twice as many.
 
     Raises:
-        RequestError: the samples are no images, or too small.
+        RequestError: the samples are not images, or too small.
     """
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise RequestError(
             f"--model resnet18 needs images (channels, height, width) of at least 4×4; --data gives {input_shape}",
-            remedy="--model mlp takes samples of any shape",
+            remedy="use --model mlp, which accepts samples of any shape",
         )
     return ResNet(input_shape, num_classes, width, blocks=(2, 2, 2, 2))
 
 
 class ResNet(nn.Module):
-    """Stem, four stages of residual blocks, mean over the picture, one linear layer.
+    """Stem, four stages of residual blocks, mean over the image, one linear layer.
 
     The stem for small images is one 3×3 convolution without pooling (§4.2 of the paper). No stage halves an image that
     would become smaller than 2×2: BatchNorm could not learn from a micro-batch of one sample with one pixel.
@@ -60,7 +60,7 @@ class ResNet(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two 3×3 convolutions beside a shortcut, which is a 1×1 convolution where the shape changes (option B)."""
+    """Two 3×3 convolutions plus a shortcut, which is a 1×1 convolution where the shape changes (option B)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

@@ -4,7 +4,7 @@
     global batch    samples in one optimizer step, over all workers and all accumulation
     worker          one process of DDP, or one device of DataParallel
 
-Nothing but the shares depends on the number of workers.
+Only the shares depend on the number of workers.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from multigpu_cli.errors import RequestError
 
 
 class MicroBatch(NamedTuple):
-    """A piece of an epoch's order: the samples at positions start … stop-1.
+    """A slice of an epoch's order: the samples at positions start … stop-1.
 
     Attributes:
-        number: which micro-batch of its optimizer step, counted over all workers.
+        number: index of the micro-batch in its optimizer step, counted over all workers.
     """
 
     number: int
@@ -26,13 +26,13 @@ class MicroBatch(NamedTuple):
 
 
 class StepLayout(NamedTuple):
-    """How one optimizer step is divided, as one worker sees it.
+    """The division of one optimizer step, for one worker.
 
     Attributes:
         step: counted from 0 over the whole run.
-        samples: in its global batch.
+        samples: samples in its global batch.
         micro_batches: forward passes of all workers together.
-        passes: forward passes of this worker; it may have none.
+        passes: forward passes of this worker; may be empty.
     """
 
     step: int
@@ -43,13 +43,13 @@ class StepLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The arithmetic of one run's batches.
+    """The batches of one run.
 
     Attributes:
         samples: size of the training set.
         micro_batch: B, samples per forward/backward pass.
         global_batch: G, samples per optimizer step.
-        workers: how many share a step out.
+        workers: number of workers that share a step.
         drop_last: leave out an epoch's last short global batch.
     """
 
@@ -66,7 +66,7 @@ class BatchPlan:
 
     @property
     def last_batch_samples(self) -> int:
-        """Samples in the last, short global batch of an epoch: trained as they are, or dropped."""
+        """Samples in the last, short global batch of an epoch, which is trained on or dropped; 0 if there is none."""
         return self.samples % self.global_batch
 
     @property
@@ -82,12 +82,12 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a full step on the worker that has most."""
+        """Micro-batches of a full step on the worker that has the most."""
         return -(-self.micro_batches // self.workers)
 
     @property
     def is_even(self) -> bool:
-        """Whether in every step every worker has as many micro-batches as the others."""
+        """Whether all workers have the same number of micro-batches in every step."""
         last = -(-self.last_batch_samples // self.micro_batch) if self.last_batch_samples and not self.drop_last else 0
         return self.micro_batches % self.workers == 0 and last % self.workers == 0
 
@@ -96,7 +96,7 @@ class BatchPlan:
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     def samples_after(self, steps: int) -> int:
-        """Samples trained in the first `steps` optimizer steps of a run."""
+        """Samples trained on in the first `steps` optimizer steps of a run."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         per_epoch = self.samples - (self.last_batch_samples if self.drop_last else 0)
         return epochs * per_epoch + min(rest * self.global_batch, per_epoch)
@@ -110,7 +110,7 @@ class BatchPlan:
         return self._pieces(step, range(self.num_micro_batches(step)))
 
     def local_micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
-        """One worker's micro-batches of a step: a contiguous block, as even as whole ones allow; may be empty."""
+        """One worker's micro-batches of a step: a contiguous block, balanced to within one; may be empty."""
         count = self.num_micro_batches(step)
         return self._pieces(step, range(count * rank // self.workers, count * (rank + 1) // self.workers))
 
@@ -120,9 +120,9 @@ class BatchPlan:
         return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
     def local_forward_passes(self, step: int, rank: int, replicas_per_process: int) -> list[MicroBatch]:
-        """One process's forward passes in a step: its share, several neighbouring micro-batches in one pass.
+        """One process's forward passes in a step.
 
-        With several replicas (DataParallel) the process drives all workers, so its share is everything.
+        With several replicas (DataParallel) the process has all micro-batches, and joins several into one pass.
         """
         if replicas_per_process == 1:
             return self.local_micro_batches(step, rank)
@@ -131,7 +131,7 @@ class BatchPlan:
         return [MicroBatch(number, group[0].start, group[-1].stop) for number, group in enumerate(groups)]
 
     def layout(self, number: int, rank: int, replicas_per_process: int) -> StepLayout:
-        """The layout of optimizer step `number`, counted from 0 over the run, as `rank` sees it."""
+        """The layout of optimizer step `number`, counted from 0 over the run, for `rank`."""
         step = number % self.steps_per_epoch
         micro_batches = -(-self.num_micro_batches(step) // replicas_per_process)
         return StepLayout(
@@ -148,10 +148,10 @@ def plan_batches(
     global_batch: int | None = None,
     drop_last: bool = False,
 ) -> BatchPlan:
-    """Settle the global batch: given, or micro-batch × accumulation × workers.
+    """Plan the batches; the global batch is given, or is micro-batch × accumulation × workers.
 
     Raises:
-        RequestError: accumulation and global batch disagree, or a step would leave nothing to do.
+        RequestError: accumulation and global batch disagree, or there are too few samples for the workers or a step.
     """
     product = micro_batch * (accumulation or 1) * workers
     if global_batch is not None and accumulation is not None and product != global_batch:
@@ -164,16 +164,16 @@ def plan_batches(
     if chosen < workers:
         raise RequestError(
             f"--global-batch-size {chosen} is below the number of workers ({workers})",
-            remedy=f"--global-batch-size {workers} or more, or fewer workers",
+            remedy=f"use --global-batch-size {workers} or more, or fewer workers",
         )
     if samples < workers:
         raise RequestError(
             f"--data: the training set has {samples} samples for {workers} workers",
-            remedy="more samples, or fewer workers",
+            remedy="use more samples, or fewer workers",
         )
     if drop_last and samples < chosen:
         raise RequestError(
-            f"--drop-last leaves nothing: {samples} training samples are less than one global batch of {chosen}",
+            f"--drop-last leaves no step: {samples} training samples are less than one global batch of {chosen}",
             remedy="leave --drop-last out, or use a smaller --batch-size",
         )
     return BatchPlan(

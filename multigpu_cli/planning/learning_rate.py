@@ -1,4 +1,4 @@
-"""The learning rate: how it follows the batch size, and how it moves over the run."""
+"""The learning rate: scaling with the batch size, and the schedule over the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ BASE_LR = {"adamw": 1e-3, "sgd": 0.1}
 
 
 class Rate(NamedTuple):
-    """The rate that warm-up climbs to, with its reason.
+    """The rate at the end of warm-up, with its reason.
 
     Attributes:
         value: the learning rate.
         rule: given, none, linear or sqrt.
-        reason: how it came about, for the plan.
+        reason: how it was computed, which the plan shows.
     """
 
     value: float
@@ -27,7 +27,7 @@ class Rate(NamedTuple):
 def resolve_learning_rate(
     *, given: float | None, base: float | None, base_batch: int, global_batch: int, rule: str, optimizer: str
 ) -> Rate:
-    """Take the given rate as it is, or scale the base rate to the global batch.
+    """The given rate unchanged, or the base rate scaled to the global batch.
 
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root, for Adam-family optimizers: Malladi et al.
     2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
@@ -52,9 +52,10 @@ class Schedule:
     Attributes:
         peak: the rate at the end of warm-up.
         total_steps: length of the run in optimizer steps.
-        warmup_steps: linear climb from near zero; step `warmup_steps` is the first at the peak.
-        shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant stays.
-        floor: share of the peak at which cosine and linear end instead, and below which step does not fall.
+        warmup_steps: linear warm-up from near zero; step `warmup_steps` is the first at the peak.
+        shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant does not
+            change.
+        floor: share of the peak at which cosine and linear end, and below which step does not fall.
     """
 
     peak: float
@@ -88,13 +89,13 @@ def plan_schedule(
     warmup_epochs: float | None,
     args: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """Count the run in optimizer steps and place the warm-up: as asked, or min(2 epochs, 10 % of the run).
+    """Compute the run's length in optimizer steps and the warm-up: as given, or min(2 epochs, 10 % of the run).
 
     Args:
         args: `floor`, the share of the peak at which the schedule ends (schedule.args).
 
     Raises:
-        RequestError: an explicit warm-up that never ends within the epochs, or arguments that schedules don't have.
+        RequestError: a given warm-up does not end within the epochs, or an argument is unknown or invalid.
     """
     whole = steps_per_epoch * epochs
     total = whole if max_steps is None else min(whole, max_steps)
@@ -104,18 +105,20 @@ def plan_schedule(
         warmup = round(warmup_epochs * steps_per_epoch)
         if warmup >= whole and warmup > 0:
             raise RequestError(
-                f"--warmup-epochs {warmup_epochs:g} never ends within --epochs {epochs}",
-                remedy="a shorter warm-up or more epochs",
+                f"--warmup-epochs {warmup_epochs:g}: the warm-up does not end within --epochs {epochs}",
+                remedy="use a shorter warm-up, or more --epochs",
             )
     return Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape, floor=_floor(args or {}))
 
 
 def _floor(args: Mapping[str, Any]) -> float:
     if unknown := sorted(args.keys() - {"floor"}):
-        raise RequestError(f"schedule.args.{unknown[0]}: there is no such argument", remedy="schedule.args.floor")
+        raise RequestError(f"schedule.args.{unknown[0]}: there is no such argument", remedy="use schedule.args.floor")
     floor = args.get("floor", 0.0)
     if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
-        raise RequestError(f"schedule.args.floor: {floor!r}", remedy="a share of the peak rate, from 0 to 1")
+        raise RequestError(
+            f"schedule.args.floor: must be a share of the peak rate, not {floor!r}", remedy="use a number from 0 to 1"
+        )
     return float(floor)
 
 

@@ -5,7 +5,7 @@ PCIe), H200, L4, L40S and V100 agree with published tables; the others were ente
 """
 
 _TERA = 1e12
-_BF16 = {  # TFLOP/s by the name that CUDA gives the device, without the maker's
+_BF16 = {  # TFLOP/s by CUDA's name of the device, without "NVIDIA"
     "GB200": 2500,
     "B200": 2250,
     "GH200 480GB": 989,
@@ -45,9 +45,9 @@ _FP16 = {
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """FLOP/s of a device by its name; None where it is not known, and in full precision, where it depends on TF32.
+    """FLOP/s of a device by its name; None if it is unknown, or in full precision, where it depends on TF32.
 
-    The whole name counts: a laptop's GPU, a MIG slice or a virtual GPU has the name of a faster one in its own.
+    The whole name must match: the names of laptop GPUs, MIG slices and virtual GPUs contain that of a faster GPU.
     """
     if precision not in ("bf16", "fp16"):
         return None

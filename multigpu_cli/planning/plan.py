@@ -1,4 +1,4 @@
-"""The whole plan of a run as numbers with their reasons, before the first step: what --dry-run shows."""
+"""`Plan`: the resolved values of a run with their reasons, as --dry-run shows them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,22 +10,23 @@ from multigpu_cli.planning.learning_rate import Rate, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will happen, settled and explained.
+    """The resolved values of a run, with reasons.
 
     Attributes:
         placement_reason: strategy and device, with the reason.
-        strategy, device: the same as single words, for machines.
-        batches, rate, schedule: the arithmetic.
-        base_lr, base_batch_size: what the rate was scaled from.
+        strategy, device: strategy and device as single words, for the journal.
+        batches, rate, schedule: batches, learning rate and schedule.
+        base_lr, base_batch_size: the rate and batch that the learning rate was scaled from.
         precision: number format, with the reason.
-        description: data, model and task in words.
-        resume_reason: what is resumed.
+        description: data, model and task.
+        resume_reason: what the run starts or resumes from.
         save_dir: the run folder.
-        epochs: passes over the data, as asked.
+        epochs: passes over the data, as requested.
         threads: CPU threads of each worker.
-        unused_flags: flags that were given and do nothing here.
-        batch_size_reason: why the micro-batch has its size, where --batch-size did not say.
-        compiled: how the network is compiled, with the reason; empty where it is not.
+        unused_flags: flags that were given and have no effect in this run.
+        batch_size_reason: the reason for the micro-batch, if --batch-size did not give it.
+        compiled: how the model is compiled; empty if it is not.
+        model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
     """
 
     placement_reason: str
@@ -46,9 +47,10 @@ class Plan:
     unused_flags: list[str]
     batch_size_reason: str = ""
     compiled: str = ""
+    model_call: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Label and value of each line that people see."""
+        """Label and value of each line of the printed plan."""
         rows = [
             ("what", self.description),
             ("where", self.placement_reason),
@@ -61,6 +63,7 @@ class Plan:
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
             *([("torch.compile", self.compiled)] if self.compiled else []),
+            *([("model call", self.model_call)] if self.model_call else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -71,7 +74,7 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines, and for the journal."""
+        """Plain values for the journal and --json."""
         batches, schedule = self.batches, self.schedule
         return {
             "strategy": self.strategy,
@@ -94,6 +97,7 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
+            "model_call": self.model_call,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,
@@ -103,10 +107,10 @@ class Plan:
         b = self.batches
         text = f"{b.micro_batch} per device × {b.accumulation} accumulation × {pluralize(b.workers, 'worker')}"
         product = b.micro_batch * b.accumulation * b.workers
-        because = f" ({self.batch_size_reason})" if self.batch_size_reason else ""
+        reason = f" ({self.batch_size_reason})" if self.batch_size_reason else ""
         if product == b.global_batch:
-            return f"{text} = {b.global_batch} global batch{because}"
-        up_to = f"of up to {b.micro_batch}{because}"
+            return f"{text} = {b.global_batch} global batch{reason}"
+        up_to = f"of up to {b.micro_batch}{reason}"
         text = f"global batch {b.global_batch} as {pluralize(b.micro_batches, 'micro-batch')} {up_to}"
         idle = max(0, b.workers - b.micro_batches)
         shared = f", at most {b.accumulation} on each of {pluralize(b.workers, 'worker')}"

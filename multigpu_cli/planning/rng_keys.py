@@ -1,10 +1,10 @@
-"""Seeds as a function of what they are for: (seed, epoch, sample), (seed, step, micro-batch), never of who draws."""
+"""Seeds as a function of (seed, epoch, sample) or (seed, step, micro-batch), independent of ranks and workers."""
 
 _MASK = (1 << 64) - 1
 
 
 def mix_bits(number: int) -> int:
-    """Scramble 64 bits (SplitMix64's finaliser; Steele, Lea and Flood 2014): near numbers give unrelated ones."""
+    """Mix 64 bits (SplitMix64's finalizer; Steele, Lea and Flood 2014), so that close numbers give unrelated ones."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,9 +1,10 @@
-"""Forecasts the speed-up by more workers from the times of one worker and a model of the link.
+"""Forecasts the speed-up by more workers from the times of one worker and a model of the interconnect.
 
 The reduction: DDP's buckets become ready one after the other during the last backward pass and are reduced in that
-order, so only what is left when backward ends delays the step (Li et al., "PyTorch Distributed", VLDB 2020). A ring
-all-reduce of S bytes among n takes 2 (n-1) latencies and 2 (n-1)/n · S bytes through each connection (Patarasuk and
-Yuan 2009). Across machines: reduce-scatter within each, all-reduce of the parts between them, all-gather within.
+order, so only the part that remains after backward delays the step (Li et al., "PyTorch Distributed", VLDB 2020). A
+ring all-reduce of S bytes among n workers takes 2 (n-1) latencies and sends 2 (n-1)/n · S bytes over each connection
+(Patarasuk and Yuan 2009). Across machines: reduce-scatter within each, all-reduce of the parts between them, and
+all-gather within.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from math import ceil, inf, isfinite
 
 from multigpu_cli.planning.batch import BatchPlan
 
-_FIRST_BUCKET, _BUCKET = 1, 25  # MiB, DDP's own sizes
+_FIRST_BUCKET, _BUCKET = 1, 25  # MiB, DDP's defaults
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Link:
 
     Attributes:
         latency: seconds of one hop.
-        bandwidth: bytes a second that a worker sends while it receives as many.
-        rests_on: where the two figures come from.
-        overlaps: it carries bytes while the workers compute. Not between processes that fill a CPU: the cores do both.
+        bandwidth: bytes per second and direction, while the link sends and receives.
+        rests_on: the source of the two values.
+        overlaps: communication runs while the workers compute. Not on a CPU, whose cores do both.
     """
 
     name: str
@@ -37,14 +38,14 @@ class Link:
     def from_measurements(
         cls, how: str, workers: int, points: Sequence[tuple[float, float]], *, overlaps: bool
     ) -> "Link":
-        """The wire between so many workers on which messages took so many (bytes, seconds)."""
+        """Fit a link between `workers` workers to measured (bytes, seconds) of all-reduces."""
         latency, bandwidth = fit_ring_model(points, workers)
-        said = f"measured here: {how}, {workers} workers, {1e6 * latency:.0f} µs"
-        said += f", {bandwidth / 1e9:.3g} GB/s" if isfinite(bandwidth) else ""
-        return cls("measured", latency, bandwidth, said, overlaps)
+        source = f"measured here: {how}, {workers} workers, {1e6 * latency:.0f} µs"
+        source += f", {bandwidth / 1e9:.3g} GB/s" if isfinite(bandwidth) else ""
+        return cls("measured", latency, bandwidth, source, overlaps)
 
     def all_reduce(self, size: float, workers: int) -> float:
-        """Seconds for a tensor of so many bytes."""
+        """Seconds for a tensor of `size` bytes."""
         if workers == 1:
             return 0.0
         return 2 * (workers - 1) * self.latency + 2 * (workers - 1) / workers * size / self.bandwidth
@@ -65,10 +66,10 @@ BETWEEN_MACHINES = {"ethernet-25", "ethernet-100", "infiniband-400"}
 
 @dataclass(frozen=True)
 class Interconnect:
-    """The wire within a machine, and the one between machines.
+    """The link within a machine, and the one between machines.
 
     Attributes:
-        per_machine: workers on one.
+        per_machine: workers per machine.
     """
 
     inside: Link
@@ -76,7 +77,7 @@ class Interconnect:
     per_machine: int = 8
 
     def all_reduce(self, size: float, workers: int) -> float:
-        """Seconds for a tensor of so many bytes, hierarchically where there are several machines."""
+        """Seconds for a tensor of `size` bytes; hierarchical for several machines."""
         if self.between is None or workers <= self.per_machine:
             return self.inside.all_reduce(size, workers)
         here, machines = self.per_machine, -(-workers // self.per_machine)
@@ -85,15 +86,15 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of one worker alone, in seconds.
+    """The times of a single worker, in seconds.
 
     Attributes:
-        data: fetching a micro-batch.
-        forward, backward: of a micro-batch.
-        commit: clipping and the optimizer, once a step.
-        messages: bytes of each that is reduced as backward goes on.
-        after: bytes that are reduced when it has ended.
-        reduction: seconds of both, where as many workers were seen to take their steps together.
+        data: time to fetch a micro-batch.
+        forward, backward: times of a micro-batch.
+        commit: clipping and optimizer, once per step.
+        messages: sizes in bytes of the buckets that are reduced during backward.
+        after: bytes that are reduced after backward.
+        reduction: measured seconds of both, if the steps of that many workers were measured; else None.
     """
 
     data: float
@@ -106,7 +107,7 @@ class StepTimes:
 
 
 def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
-    """How DDP cuts a gradient of so many bytes: into buckets of `cap` MiB, or its own after a small first one."""
+    """DDP's buckets for gradients of `size` bytes: of `cap` MiB, or DDP's defaults with a smaller first one."""
     first, full = (2.0**20 * mib for mib in ((cap, cap) if cap else (_FIRST_BUCKET, _BUCKET)))
     if size <= first:
         return (float(size),)
@@ -115,7 +116,7 @@ def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
 
 
 def exposed_seconds(work: StepTimes, network: Interconnect, workers: int) -> float:
-    """Seconds of the reduction that backward does not hide."""
+    """Seconds of the reduction that do not overlap with backward."""
     if workers == 1:
         return 0.0
     after = network.all_reduce(work.after, workers) if work.after else 0.0
@@ -125,26 +126,26 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int) -> flo
     done, reduced = 0.0, 0.0
     for size in work.messages:
         done += size
-        ready = work.backward * done / sum(work.messages)  # as if gradients came evenly
+        ready = work.backward * done / sum(work.messages)  # assumes that gradients become ready at a constant rate
         reduced = max(reduced, ready) + network.all_reduce(size, workers)
     return max(0.0, reduced - work.backward) + after
 
 
 def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulation: int) -> float:
-    """One optimizer step of so many micro-batches on each worker."""
+    """Seconds of one optimizer step with `accumulation` micro-batches on each worker."""
     passes = accumulation * (work.data + work.forward + work.backward)
     return passes + exposed_seconds(work, network, workers) + work.commit
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRow:
-    """A forecast for some number of workers.
+    """The forecast for one number of workers.
 
     Attributes:
-        step: seconds of an optimizer step. waiting: the part of it that is exposed communication.
-        speedup: samples per second, over one worker's. efficiency: speedup / workers.
-        steps: optimizer steps of the run; of more samples each where the global batch grows.
-        seconds: of the run. cost: of the run, where a price is known.
+        step: seconds of an optimizer step. waiting: its exposed communication in seconds.
+        speedup: samples per second relative to one worker. efficiency: speedup / workers.
+        steps: optimizer steps of the run; if the global batch grows, each has more samples.
+        seconds: duration of the run. cost: cost of the run, if a price is given.
     """
 
     workers: int
@@ -173,18 +174,18 @@ def forecast(
     noise_scale: float | None = None,
     price: float | None = None,
 ) -> list[ForecastRow]:
-    """A row for each number of workers.
+    """Compute a row for each number of workers.
 
     With a noise scale 𝓑, a run at global batch B takes (1 + 𝓑/B) / (1 + 𝓑/B₁) times the steps that it takes at B₁
-    (McCandlish et al. 2018, eq. 2.11, at equal final loss), and so more samples: the row says how long the same result
-    takes, not the same samples.
+    (McCandlish et al. 2018, eq. 2.11, at equal final loss), and so more samples: the row's time is that of the same
+    result, not of the same number of samples.
 
     Args:
-        works: the times of one worker, for each number; on a CPU the workers share its cores.
-        global_batch: kept for any number of workers, or None: it grows with them.
-        samples, epochs: the length of the run on one worker; a step takes at most all of the samples.
-        accumulation: micro-batches of a step on each worker, where the global batch grows with them.
-        price: of one worker's hour.
+        works: the times of one worker, for each number of workers, since on a CPU they share the cores.
+        global_batch: fixed for any number of workers; None makes it grow with them.
+        samples, epochs: the length of the run on one worker; a step has at most all samples.
+        accumulation: micro-batches of a step on each worker, if the global batch grows with them.
+        price: price of one hour of one worker.
     """
     rows: list[ForecastRow] = []
     least = global_batch or micro_batch * accumulation
@@ -226,9 +227,10 @@ def find_scaling_limit(rows: Sequence[ForecastRow]) -> int:
 
 
 def fit_ring_model(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, float]:
-    """Latency and bandwidth of the ring model from measured (bytes, seconds): least squares of relative errors.
+    """Fit latency and bandwidth of the ring model to measured (bytes, seconds) by least squares of relative errors.
 
-    Neither is below zero: where messages of other sizes took no longer, latency alone explains them, and the reverse.
+    Neither is negative: if the time does not grow with the size, only latency is fitted; if it is proportional to the
+    size, only bandwidth.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     a, b = 2.0 * (workers - 1), 2 * (workers - 1) / workers

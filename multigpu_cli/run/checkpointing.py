@@ -18,7 +18,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.run_context import Run
+    from multigpu_cli.run.run import Run
 
 
 class CheckpointSchedule:

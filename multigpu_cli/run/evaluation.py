@@ -6,7 +6,7 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.run.oom_recovery import halve_eval_batch
 from multigpu_cli.run.report_skipped_steps import report_skipped_steps
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.track_best import track_best
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.tasks.base import Evaluation

@@ -10,7 +10,7 @@ from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weig
 from multigpu_cli.faults.interpret_error import find_unused_parameters
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.collectives import all_gather_object

@@ -8,10 +8,10 @@ from the step alone, on resume too.
 
 from multigpu_cli.errors import pluralize
 from multigpu_cli.models.build import find_frozen
-from multigpu_cli.run.batch_size_finder import warm_up
-from multigpu_cli.run.build import build_strategy
+from multigpu_cli.run.build_components import build_strategy
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.fit_batch_sizes_to_memory import warm_up
+from multigpu_cli.run.run import Run
 
 
 def freeze_until_due(components: TrainComponents) -> None:

@@ -12,19 +12,21 @@ from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assemble_run import assemble_run, start_run
-from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory, try_micro_batch
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.assemble_run import assemble_run
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.describe_learning_rates import describe_groups
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
+from multigpu_cli.run.fit_batch_sizes_to_memory import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.freezing import freeze_until_due
-from multigpu_cli.run.parameter_groups import describe_groups
 from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.run.start_run import start_run
 from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels
@@ -120,6 +122,8 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     """
     spec, world, stop, watchdog, console, began = request
     with ExitStack() as stack:
+        if spec.user_objects:
+            stack.callback(unbind_call, spec.user_objects.model)
         components = build_components(spec, world)
         memory_warnings = fit_batch_sizes_to_memory(components)
         freeze_until_due(components)

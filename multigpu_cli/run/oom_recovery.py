@@ -9,7 +9,7 @@ from multigpu_cli.checkpoint.lock import fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
 

@@ -12,9 +12,9 @@ from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
+from multigpu_cli.run.device_and_data_rules import check_data, check_device, raise_all
 from multigpu_cli.run.make_plan import make_plan
 from multigpu_cli.run.spec import RunRequest, RunSpec, describe_machine
-from multigpu_cli.run.validate_request import check_data, check_device, raise_all
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.world import World
@@ -57,7 +57,7 @@ def prepare_spec(
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.check_same_data_and_machine import (  # late: not for one process
+        from multigpu_cli.run.check_ranks_agree_on_data_and_machine import (  # late: not for one process
             check_same_data,
             check_same_machine,
         )
@@ -92,7 +92,8 @@ def _open_source(config: Config, placement: Placement, world: World, source: Dat
 def with_measured_batch(spec: RunSpec, size: int, world: World, reason: str) -> RunSpec:
     """The request with the micro-batch that --batch-size auto measured; without --global-batch-size G follows it."""
     spec = replace(spec, config=replace_settings(spec.config, {"batch_size": size}))
-    return replace(spec, plan=replace(make_plan(spec, world), batch_size_reason=reason))
+    plan = replace(make_plan(spec, world), batch_size_reason=reason, model_call=spec.plan.model_call)
+    return replace(spec, plan=plan)
 
 
 def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reports steps that were skipped for a non-finite gradient, and ends a run that has too many of them."""
 
 from multigpu_cli.errors import TrainingError, pluralize
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 
 
 def report_skipped_steps(run: Run) -> None:

@@ -10,7 +10,7 @@ from multigpu_cli.checkpoint.best import find_content, read_best
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import fail_on_write_error
 from multigpu_cli.checkpoint.weights import save_weights
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 
 

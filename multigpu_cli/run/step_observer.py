@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
+from multigpu_cli.faults.skipped_step_limit import SkippedStepLimit
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
@@ -26,7 +26,7 @@ class StepObserver:
     watchdog: Watchdog
     timer: StepTimer
     noise: NoiseMeter
-    nonfinite: NonfiniteGuard
+    nonfinite: SkippedStepLimit
     loss: LossMeter
     trace: SampleTrace | None
     _layout: StepLayout = field(init=False)

@@ -8,7 +8,7 @@ from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path
 

@@ -3,7 +3,7 @@
 from math import isnan
 
 from multigpu_cli.checkpoint.weights import copy_to_host
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.tasks.base import Evaluation
 
 

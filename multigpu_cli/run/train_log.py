@@ -16,7 +16,7 @@ from multigpu_cli.optimizers import base_rate
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.report_skipped_steps import report_skipped_steps
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.tasks.base import divide

@@ -16,6 +16,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.models.factory import suggest_outputs
 from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.runtime.model_call import CallRecorder
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
@@ -23,10 +24,13 @@ from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.tasks.base import Task
 
 
-def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> None:
+def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str:
     """Evaluate the batch, and choose the memory format by it.
 
     Channels last is taken if the model has 2-d convolutions and accepts the batch in it: a `.view` of features may not.
+
+    Returns:
+        how the model is called, in words.
 
     Raises:
         RequestError: the model does not accept the batch in any format.
@@ -44,29 +48,34 @@ def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
 
 def smoke_test_batch(
     spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch, *, training: bool = False
-) -> None:
+) -> str:
     """Evaluate a small batch, or with `training` compute its loss: some models return something else in training.
+
+    Returns:
+        how the model is called, in words.
 
     Raises:
         RequestError: data, model and task do not fit together.
     """
-    outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    if isinstance(batch.inputs, list) and spec.placement.strategy == "dp":
+        raise RequestError(
+            "--multi-gpu dp would cut each part of a batch that is a list of samples", remedy="--multi-gpu ddp"
+        )
     mode, measure = (nullcontext(), task.loss_sum) if training else (eval_mode(model), task.measure)
-    try:
-        with preserve_buffers(model), mode, precision.autocast():
-            measure(model, batch)
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise _mismatch_error(spec, task, batch, outputs, error) from error
-    finally:
-        hook.remove()
+    with CallRecorder(model) as seen:
+        try:
+            with preserve_buffers(model), mode, precision.autocast():
+                measure(model, batch)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise _mismatch_error(spec, task, batch, seen, error) from error
+    return seen.describe()
 
 
-def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[Any], error: Exception) -> RequestError:
+def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, seen: CallRecorder, error: Exception) -> RequestError:
     """What the model was called with, what it returned, and what the task expects."""
-    source, config = spec.source, spec.config
+    source, config, outputs = spec.source, spec.config, seen.outputs
     line = traceback.extract_tb(error.__traceback__)[-1]
     message = (str(error).splitlines() or [""])[0]
     classes = source.num_classes or source.num_outputs
@@ -78,8 +87,9 @@ def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, outputs: list[Any],
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {message}",
         *([] if spec.user_objects else [built]),
         f"  it was called with  {describe_shapes(batch.inputs)}",
+        *([f"  that is             {seen.describe()}"] if seen.describe() else []),
         f"  it returned         {describe_shapes(outputs[0]) if outputs else 'nothing: it failed itself'}",
-        f"  the targets are     {describe_shapes(batch.targets)}",
+        f"  the targets are     {'none' if batch.targets is None else describe_shapes(batch.targets)}",
         f"  the task expects    {task.expected_shapes}",
     ]
     remedy = _suggest_model(spec, outputs, classes) if outputs else "a model for these inputs"

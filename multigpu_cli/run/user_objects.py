@@ -17,6 +17,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.collectives import broadcast_object
+from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Loss
@@ -108,6 +109,7 @@ class UserObjects:
         )
         check_fit(model, state, folder)
         model.load_state_dict(state)
+        unbind_call(self.model)
 
 
 def broadcast_weights(model: nn.Module, world: World) -> None:

@@ -13,15 +13,15 @@ from multigpu_cli.runtime.world import World
 
 
 class Placement(NamedTuple):
-    """How the work is shared out.
+    """Strategy, devices and processes of a run.
 
     Attributes:
         strategy: single, dp or ddp.
         devices: the device of each local worker; a single CPU process has one.
-        num_processes_to_launch: processes to start ourselves, 0 where this process does the work.
-        reason: the reason, for the plan.
-        backend: of the process group; None takes the device's own.
-        timeout: seconds that its collectives wait; None takes what the watchdog over the run needs.
+        num_processes_to_launch: processes that we start ourselves; 0 if this process trains.
+        reason: the reason for the choice, which the plan shows.
+        backend: of the process group; None uses the default for the device.
+        timeout: timeout of its collectives in seconds; None uses what the watchdog needs.
     """
 
     strategy: str
@@ -41,7 +41,7 @@ def usable_gpus(wanted: DeviceConfig, gpus: int | None = None) -> tuple[int, ...
     """The GPUs that --gpu-ids names, or all visible ones; none on CPU.
 
     Args:
-        gpus: how many are visible; None asks CUDA.
+        gpus: number of visible GPUs; None queries CUDA.
 
     Raises:
         RequestError: --gpu-ids names a GPU that does not exist.
@@ -57,12 +57,12 @@ def count_cores() -> int:
 
 
 def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: LaunchEnv | None) -> Placement:
-    """Settle strategy and devices from what was asked for and what is there.
+    """Choose strategy and devices from the settings, the hardware and the launcher.
 
     Raises:
-        RequestError: GPUs that are not there, or a mode that does not go with the launcher.
+        RequestError: a GPU does not exist, or the mode is not supported under the launcher.
     """
-    if launch_env is not None:  # a self-launch has followed --gpu-ids already: its workers see only those, from 0
+    if launch_env is not None:  # a self-launch has applied --gpu-ids already: its workers see only those, from 0
         return _place_under_launcher(wanted, gpus, launch_env)
     ids = usable_gpus(wanted, gpus)
     if wanted.multi_gpu == "dp":
@@ -80,7 +80,8 @@ def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv
     processes = f"{launch_env.launcher} {launch_env.size} process{'es' if launch_env.size > 1 else ''}"
     if wanted.multi_gpu == "none" and launch_env.size > 1:
         raise RequestError(
-            f"--multi-gpu none, but {processes}", remedy="python main_multi_gpu.py --multi-gpu none, without torchrun"
+            f"--multi-gpu none, but {processes}",
+            remedy="use python main_multi_gpu.py --multi-gpu none, without torchrun",
         )
     if not gpus:
         return Placement("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
@@ -88,9 +89,9 @@ def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv
 
 
 def find_own_gpu(launch_env: LaunchEnv, gpus: int) -> int:
-    """The GPU of a process that a launcher started: that of its local rank, or the only one that it is shown.
+    """The GPU of a process that a launcher started: that of its local rank, or the only visible one.
 
-    That one may be another for each process, or the same: which it is shows when they have met (check_own_gpus).
+    The only visible GPU may be a different one for each process or the same; check_own_gpus finds out after rendezvous.
 
     Raises:
         RequestError: more processes than GPUs.
@@ -102,7 +103,7 @@ def find_own_gpu(launch_env: LaunchEnv, gpus: int) -> int:
         beyond = f"LOCAL_RANK={launch_env.local_rank} in the environment"
         raise RequestError(
             f"{started if launch_env.local_size > gpus else beyond} on a machine with {pluralize(gpus, 'visible GPU')}",
-            remedy=f"--nproc_per_node={gpus}, or CUDA_VISIBLE_DEVICES= to train on CPU",
+            remedy=f"use --nproc_per_node={gpus}, or set CUDA_VISIBLE_DEVICES= to train on CPU",
         )
     return launch_env.local_rank
 
@@ -116,7 +117,7 @@ def _place_self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) 
     if count > len(ids):
         raise RequestError(
             f"--nproc-per-node {count}, but only {pluralize(len(ids), 'GPU')} to use: {_join_ids(ids)}",
-            remedy=f"--nproc-per-node {len(ids)}, or CUDA_VISIBLE_DEVICES= to train on CPU",
+            remedy=f"use --nproc-per-node {len(ids)}, or set CUDA_VISIBLE_DEVICES= to train on CPU",
         )
     return Placement("ddp", cuda_devices(ids[:count]), count, f"self-launched on GPUs {_join_ids(ids[:count])}")
 
@@ -128,29 +129,29 @@ def _place_single(ids: tuple[int, ...], reason: str) -> Placement:
 
 
 def check_gpus_exist(name: str, ids: Sequence[int], gpus: int) -> None:
-    """Compare GPU numbers with the number of visible GPUs.
+    """Check that GPUs exist.
 
     Args:
         name: the flag or argument that gives them, for the message.
 
     Raises:
-        RequestError: at least one of them does not exist.
+        RequestError: at least one does not exist.
     """
     if absent := [number for number in ids if not 0 <= number < gpus]:
         visible = f"visible: {_join_ids(range(gpus))}" if gpus else "no GPU is visible"
         raise RequestError(
             f"{name} {_join_ids(ids)}: there is no GPU {_join_ids(absent)} ({visible})",
-            remedy=f"leave {name} out to use what is there" + ("" if gpus else ", here the CPU"),
+            remedy=f"leave {name} out to use " + ("all visible GPUs" if gpus else "the CPU"),
         )
 
 
 def cuda_devices(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
-    """The devices of these numbers."""
+    """The CUDA devices with these indices."""
     return tuple(torch.device("cuda", number) for number in ids)
 
 
 def gpu_models(placement: Placement, world: World) -> dict[int, str]:
-    """The model of each rank's GPU by its rank, or of each GPU of this process by its number; empty on CPU."""
+    """The model of each rank's GPU by rank, or of each GPU of this process by index; empty on CPU."""
     if world.size > 1:
         return {rank: gpu.model for rank, gpu in enumerate(world.gpus) if gpu}
     gpus = (device for device in placement.devices if device.type == "cuda")
@@ -158,17 +159,17 @@ def gpu_models(placement: Placement, world: World) -> dict[int, str]:
 
 
 def describe_unlike_gpus(models: Mapping[int, str], whose: str) -> str:
-    """A warning that names GPUs of several models; "" where they are alike.
+    """A warning that names GPUs of different models; "" if all are of the same model.
 
     Args:
-        models: as `gpu_models` gives them.
-        whose: the word for their numbers: rank, or GPU.
+        models: the result of `gpu_models`.
+        whose: the noun for its keys: rank, or GPU.
     """
     if len(kinds := dict.fromkeys(models.values())) < 2:
         return ""
     places = {kind: [str(number) for number, model in models.items() if model == kind] for kind in kinds}
-    said = [f"{kind} ({whose} {', '.join([*ids[:8], *(['…'] if ids[8:] else [])])})" for kind, ids in places.items()]
-    return f"GPUs of several models: {' and '.join(said)}: shares are equal, so the slowest sets the pace"
+    named = [f"{kind} ({whose} {', '.join([*ids[:8], *(['…'] if ids[8:] else [])])})" for kind, ids in places.items()]
+    return f"GPUs of several models: {' and '.join(named)}; all get equal shares, so the slowest one limits the speed"
 
 
 def _join_ids(ids: Iterable[int]) -> str:

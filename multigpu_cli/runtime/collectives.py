@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a run; in a world of one they cost nothing."""
+"""Collectives between the ranks of a run; with a single rank they do nothing."""
 
 import io
 from collections.abc import Sequence
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way once a group is there; torchtitan's too
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way; torchtitan uses it as well
 
 from multigpu_cli.runtime.world import World
 
 
 def all_reduce_sum(world: World, value: Tensor) -> Tensor:
-    """The sum of everybody's tensor, in place, on every rank."""
+    """The sum of all ranks' tensors, in place, on every rank."""
     if world.size > 1:
         dist.all_reduce(value)
     return value
 
 
 def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
-    """The elementwise maximum of everybody's numbers, on every rank; reading them waits for the device."""
+    """The elementwise maximum of all ranks' numbers, on every rank; waits for the device."""
     if world.size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
@@ -30,25 +30,25 @@ def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
 
 
 def disable_collective_timeout(world: World) -> None:
-    """Give collectives no clock of their own any more: they can't know whether the rank they wait for moves."""
+    """Let collectives wait without limit: the watchdog knows whether the rank they wait for makes progress."""
     if world.size > 1:
         _set_pg_timeout(timedelta(days=7))
 
 
 def all_gather(world: World, values: Tensor) -> list[Tensor]:
-    """Everybody's tensor, in rank order; all must have one shape."""
+    """All ranks' tensors, in rank order; all must have the same shape."""
     if world.size == 1:
         return [values]
     parts = torch.zeros((world.size, *values.shape), dtype=values.dtype, device=values.device)
     parts[world.rank] = values
-    dist.all_reduce(parts)  # rather than all_gather, which gloo lacks for CUDA tensors
+    dist.all_reduce(parts)  # not dist.all_gather, which gloo lacks for CUDA tensors
     return list(parts)
 
 
 def broadcast_object(world: World, value: Any, *, source: int = 0) -> Any:
-    """Rank 0's value (or another source's) on every rank: anything that `torch.load(weights_only=True)` reads back.
+    """The source rank's value on every rank: anything that `torch.load(weights_only=True)` can load.
 
-    It travels as a byte tensor rather than as a pickled object, so no code can come with it.
+    It is sent as a byte tensor and not as a pickled object, so that it can't contain code.
     """
     if world.size == 1:
         return value
@@ -62,7 +62,7 @@ def broadcast_object(world: World, value: Any, *, source: int = 0) -> Any:
 
 
 def all_gather_object(world: World, value: Any) -> list[Any]:
-    """Everybody's value, in rank order, on every rank: anything that `torch.load(weights_only=True)` reads back."""
+    """All ranks' values, in rank order, on every rank: anything that `torch.load(weights_only=True)` can load."""
     if world.size == 1:
         return [value]
     own = _to_bytes(value, world.device)

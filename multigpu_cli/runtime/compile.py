@@ -11,25 +11,25 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-_COMPILERS = {  # for the code that torch generates; on CUDA Triton compiles its launchers, in C
+_COMPILERS = {  # for the code that torch generates; on CUDA Triton compiles its launchers in C
     "cpu": ("C++", ("g++", "c++", "clang++")),
     "cuda": ("C", ("gcc", "clang")),
 }
 
 
 class CompiledModel(nn.Module):
-    """A network whose full micro-batches run compiled.
+    """A model whose full micro-batches run compiled.
 
-    An epoch's last micro-batch may be short. Compiled anew it would cost many seconds, or make all of them slower
-    because sizes now vary; met once an epoch, it is quicker as it is.
+    An epoch's last micro-batch may be short. Compiling it as well would take many seconds, or make all micro-batches
+    slower through dynamic shapes; since it occurs once per epoch, running it uncompiled is faster.
 
     Args:
-        mode: torch.compile's; with reduce-overhead a pass runs as CUDA graphs, whose memory the next one takes again.
-        backend: torch.compile's.
+        mode: of torch.compile; with reduce-overhead a pass runs as CUDA graphs, whose memory the next pass reuses.
+        backend: of torch.compile.
 
     Attributes:
-        size: tells how many samples a full micro-batch has.
-        seconds: what compiling took; None before the first full micro-batch.
+        full_batch_size: returns the number of samples of a full micro-batch.
+        seconds: duration of the compilation; None before the first full micro-batch.
     """
 
     def __init__(self, model: nn.Module, mode: str | None, backend: str = "inductor") -> None:
@@ -37,7 +37,8 @@ class CompiledModel(nn.Module):
         self.model = model
         self.full_batch_size: Callable[[], int] = lambda: 0
         self.seconds: float | None = None
-        self._fast = (torch.compile(model, mode=mode, backend=backend, dynamic=False),)  # no second name for the same
+        # in a tuple, so that the same parameters are not registered under a second name
+        self._fast = (torch.compile(model, mode=mode, backend=backend, dynamic=False),)
         self._in_graphs = mode == "reduce-overhead"
         self._first_given: list[Tensor] = []  # parameters that had no gradient before the last such pass
 
@@ -54,10 +55,10 @@ class CompiledModel(nn.Module):
         return result
 
     def _keep_gradients(self) -> None:
-        """Copy what the last pass left in `.grad` out of the graphs' memory, before they write over it.
+        """Copy gradients of the last pass out of the graphs' memory, before the next pass overwrites it.
 
-        A gradient that comes where there was none is taken as it is, without a copy: the next ones would be added to
-        what the next pass writes there (pytorch#96693), or fail (pytorch#169545). Added to a copy they are safe.
+        Autograd stores the first gradient of a parameter without a copy. Accumulating into it would then use memory
+        that the next pass overwrites (pytorch#96693), or fail (pytorch#169545); accumulating into a copy is safe.
         """
         for parameter in self._first_given:
             if parameter.grad is not None:
@@ -65,7 +66,7 @@ class CompiledModel(nn.Module):
         self._first_given = [parameter for parameter in self.model.parameters() if parameter.grad is None]
 
     def report(self) -> dict[str, Any]:
-        """`seconds`, and under `graph_breaks` why parts of the network were left out, a line each; {} before it ran."""
+        """`seconds`, and `graph_breaks` with one line per reason; {} before the first full micro-batch."""
         if self.seconds is None:
             return {}
         from torch._dynamo.utils import counters
@@ -75,10 +76,10 @@ class CompiledModel(nn.Module):
 
 
 def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """The model as --compile asks for it.
+    """Wrap the model as --compile requests.
 
     Raises:
-        RequestError: no compiler is installed, or the mode does not go with --exact.
+        RequestError: no compiler is installed, or the mode is not supported with --exact.
     """
     wanted = config.model.compile
     if wanted == "off":
@@ -87,21 +88,23 @@ def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     if not any(map(shutil.which, names)):
         raise RequestError(
             f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and none is installed",
-            remedy=f"--compile off, or install {names[0]}",
+            remedy=f"use --compile off, or install {names[0]}",
         )
     if device.type == "cuda" and wanted == "reduce-overhead" and config.reproducibility.exact:
         raise RequestError(
-            "--compile reduce-overhead: CUDA graphs write over the gradients that --exact still has to add up",
-            remedy="--compile default, or no --exact",
+            "--compile reduce-overhead with --exact: CUDA graphs overwrite gradients that --exact has yet to reduce",
+            remedy="use --compile default, or leave out --exact",
         )
     return CompiledModel(model, None if wanted == "default" else wanted)
 
 
 def _length(inputs: tuple[Any, ...]) -> int:
-    """Samples in what a network is called with: the first tensor's first dimension; -1 where there is none."""
+    """Number of samples in a model's inputs: the first dimension of the first tensor, or the length of the first list;
+    -1 if there is neither."""
     for value in inputs:
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim):
             return len(value)
-        if isinstance(value, dict) and (inside := _length(tuple(value.values()))) >= 0:
+        parts = tuple(value.values()) if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+        if (inside := _length(parts)) >= 0:
             return inside
     return -1

@@ -15,10 +15,10 @@ _EXTRAS = {"timm": "vision", "torchvision": "vision"}  # packages of the network
 
 
 def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
-    """The factory that a registry name or the user's own 'module:factory' stands for.
+    """Import the factory for a registry name, or for the user's own 'module:factory'.
 
     Raises:
-        RequestError: no such name, module or attribute, or importing the module failed.
+        RequestError: an unknown name, module or attribute, or a failed import.
     """
     target = registry.get(name, name)
     module_name, colon, attribute = target.partition(":")
@@ -27,17 +27,17 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
             f"{flag}: unknown name {name!r}", remedy=f"{did_you_mean(name, registry)} (or your own as module:factory)"
         )
     if name not in registry and (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # the user's own files come before installed packages
+        sys.path.insert(0, here)  # the user's own files precede installed packages
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if name not in registry and missing.name and (module_name + ".").startswith(missing.name + "."):
             raise RequestError(
                 f"{flag} {name}: there is no module {module_name!r} in {Path.cwd()} or among the installed packages",
-                remedy="run from the folder that holds it, or check the spelling before the colon",
+                remedy="run from the folder that contains it, or check the spelling before the colon",
             ) from missing
         raise _not_imported(name, module_name, flag, missing) from missing
-    except Exception as error:  # the user's own code: reported as what is wrong with the request
+    except Exception as error:  # the user's own code may raise anything: reported as a RequestError
         raise _not_imported(name, module_name, flag, error) from error
     found = module
     for part in attribute.split("."):
@@ -49,8 +49,8 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
         found = getattr(found, part)
     if not callable(found):
         raise RequestError(
-            f"{flag} {name}: {attribute!r} is of type {type(found).__name__}, not something to call",
-            remedy="a function or a class",
+            f"{flag} {name}: {attribute!r} is of type {type(found).__name__}, which is not callable",
+            remedy="name a function or a class",
         )
     return found
 
@@ -58,22 +58,22 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
 def call_factory(
     factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[str, Any], *, where: str
 ) -> Any:
-    """Call a factory with those of the offered values that it names, and all of the user's own arguments.
+    """Call a factory with the offered values that it names, and with all of the user's own arguments.
 
     Args:
-        factory: the callable; its parameter names say what it wants.
-        offered: values we have for everybody (input_shape, num_classes, seed, …).
-        args: the user's `--set WHERE.args.NAME=value`; they win over what is offered.
-        where: the section they come from (data, model, task), for messages.
+        factory: the callable; its parameter names select the offered values.
+        offered: values for any factory (input_shape, num_classes, seed, …).
+        args: the user's `--set WHERE.args.NAME=value`, which override offered values.
+        where: their section (data, model, task), for messages.
 
     Raises:
-        RequestError: an argument that the factory does not take, or a parameter that nobody fills.
+        RequestError: the factory does not accept an argument, lacks a value for a parameter, or raises an error.
     """
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := sorted(args.keys() - parameters.keys())):
         raise RequestError(
-            f"{where}.args.{unknown[0]}: {_name(factory)} takes no such argument",
+            f"{where}.args.{unknown[0]}: {_name(factory)} has no such parameter",
             remedy=did_you_mean(unknown[0], parameters),
         )
     chosen = {name: value for name, value in offered.items() if name in parameters} | dict(args)
@@ -81,23 +81,24 @@ def call_factory(
     if missing:
         raise RequestError(
             f"--{where}: {_name(factory)} needs {', '.join(missing)}",
-            remedy=f"--set {where}.args.{missing[0]}=…, or give the parameter a default; "
-            f"filled without asking: {', '.join(offered)}",
+            remedy=f"use --set {where}.args.{missing[0]}=…, or give the parameter a default; "
+            f"these are passed automatically: {', '.join(offered)}",
         )
     try:
         return factory(**chosen)
     except TrainingError:
         raise
-    except Exception as error:  # the user's own code: reported as what is wrong with the request
+    except Exception as error:  # the user's own code may raise anything: reported as a RequestError
         if foreign := _explain_torchvision(f"--{where} {_name(factory)}", error):
             raise foreign from error
-        told = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_describe_place(error)}: {error}"]
-        told += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
-        raise RequestError("\n".join(told), remedy=f"other {where}.args, or --debug to see the whole way") from error
+        lines = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_describe_place(error)}: {error}"]
+        lines += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
+        remedy = f"change {where}.args, or use --debug to see the traceback"
+        raise RequestError("\n".join(lines), remedy=remedy) from error
 
 
 def _not_imported(name: str, module: str, flag: str, error: Exception) -> Exception:
-    """What to raise where a module can't be imported; one of ours lacks a package of an extra, at worst."""
+    """The error for a module that can't be imported."""
     if isinstance(error, TrainingError):
         return error
     if foreign := _explain_torchvision(f"{flag} {name}", error):
@@ -108,14 +109,14 @@ def _not_imported(name: str, module: str, flag: str, error: Exception) -> Except
     of_ours = isinstance(error, ImportError) and (error.name or "").startswith("multigpu_cli")
     return RequestError(
         f"{flag} {name}: importing {module} raised {type(error).__name__} in {_describe_place(error)}: {error}",
-        remedy="docs/migration.md says what it is called now"
+        remedy="docs/migration.md lists the present names"
         if of_ours
         else f"python -c 'import {module}' must work where you run this",
     )
 
 
 def _explain_torchvision(what: str, error: Exception) -> RequestError | None:
-    """A torchvision whose operators were compiled for another torch fails at its import, also inside transformers."""
+    """The error for a torchvision that was compiled for another torch: its import fails, also inside transformers."""
     found: BaseException | None = error
     while found and "operator torchvision::" not in str(found):
         found = found.__cause__ or found.__context__
@@ -128,13 +129,13 @@ def _explain_torchvision(what: str, error: Exception) -> RequestError | None:
     own = f"'torchvision==0.{int(minor) + 15}.*'" if major == "2" else "torchvision"  # 0.15 is that of torch 2.0
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
     return RequestError(
-        f"{what}: the torchvision that is installed is not built for torch {torch.__version__} ({found})",
+        f"{what}: the installed torchvision is not built for torch {torch.__version__} ({found})",
         remedy=f"pip install --force-reinstall --no-deps {own}{index}",
     )
 
 
 def _describe_place(error: Exception) -> str:
-    """Where it happened: file and line."""
+    """File and line of an error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith("<")]

@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun tells each worker process by environment variables: read once, then a value."""
+"""`LaunchEnv`: the environment variables that a launcher such as torchrun sets for each worker process."""
 
 import os
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ class LaunchEnv:
     """The variables that torchrun (or a compatible launcher) sets for each process.
 
     Attributes:
-        attempt: how often the agent restarted the workers; with several nodes each has a count of its own.
-        agent_store: the agent hosts the store, so that no rank has to.
-        restarts_left: how often the agent would start the workers again if this attempt failed.
-        launcher: who started the processes, for the plan.
-        environ: the launcher's own variables, for what it remembers of earlier attempts.
+        attempt: how often the agent has restarted the workers; each node counts its own restarts.
+        agent_store: the agent hosts the store, so that rank 0 does not.
+        restarts_left: how often the agent would still restart the workers.
+        launcher: "torchrun started" or "self-launched", which the plan shows.
+        environ: all variables, for the records of earlier attempts.
     """
 
     rank: int
@@ -39,16 +39,16 @@ class LaunchEnv:
 
     @classmethod
     def for_existing_group(cls, rank: int, size: int, local_rank: int | None) -> "LaunchEnv":
-        """Rank `rank` of processes that somebody else started, at MASTER_ADDR and MASTER_PORT.
+        """Rank `rank` of processes that were started by other means, with MASTER_ADDR and MASTER_PORT set.
 
         Raises:
-            RequestError: the environment does not say where they meet.
+            RequestError: MASTER_ADDR or MASTER_PORT is missing or invalid.
         """
         if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT", "").isdecimal():
             raise RequestError(
-                f"rank={rank} of world_size={size}: nothing says where the other processes are",
-                remedy="torchrun --nproc_per_node=N SCRIPT; or leave rank out, and they are started here; or set "
-                "MASTER_ADDR and MASTER_PORT in each process",
+                f"rank={rank} of world_size={size}: the address of the other processes is unknown",
+                remedy="use torchrun --nproc_per_node=N SCRIPT; or leave rank out, and the processes are started here; "
+                "or set MASTER_ADDR and MASTER_PORT in each process",
             )
         local = rank if local_rank is None else local_rank
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -56,10 +56,10 @@ class LaunchEnv:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> "LaunchEnv | None":
-        """None where no launcher started us.
+        """Read the variables; None if no launcher started this process.
 
         Raises:
-            RequestError: the variables are there only in part, or are no numbers.
+            RequestError: some variables are missing, or are not numbers.
         """
         if not is_launched(env):
             return None

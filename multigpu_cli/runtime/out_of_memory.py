@@ -4,21 +4,21 @@ import re
 
 import torch
 
-_SAID = re.compile(r"_STATUS_(INTERNAL_ERROR_(DEVICE|HOST)_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory")
+_MESSAGES = re.compile(r"_STATUS_(INTERNAL_ERROR_(DEVICE|HOST)_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice: torch's own allocator says so by its kind, libraries of CUDA by their words.
+    """Whether an error means out of memory: torch's allocator has an error type, CUDA libraries only have a message.
 
-    cuBLAS, cuDNN and their like allocate beside torch, and so does CUDA itself for kernels and graphs.
+    cuBLAS, cuDNN and other libraries allocate memory themselves, and so does CUDA for kernels and graphs.
     """
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
+        isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
     )
 
 
 def free_memory(device: torch.device) -> None:
-    """After a pass that did not fit: give back what it has taken, and forget its peak, which is not that of the run."""
+    """Release cached memory after a pass that did not fit, and reset the peak, which is not that of the run."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -9,10 +9,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux); at once if it has ended already.
+    """Have the kernel kill this process when its parent ends (Linux); exit at once if it has ended already.
 
     Args:
-        parent: its process number, where it is known from before; else one that ends before we ask is not noticed.
+        parent: the parent's pid, if known; without it, a parent that ended before this call is not noticed.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, loss scaling, and the optimizer step, which is skipped if a gradient is not finite."""
+"""Mixed precision: autocast, loss scaling, and the optimizer step, which is skipped for non-finite gradients."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,30 +23,32 @@ class PrecisionChoice(NamedTuple):
 
 
 def choose_precision(wanted: str, device: torch.device) -> PrecisionChoice:
-    """bf16 on CUDA devices that have it, fp16 on older ones, full precision on CPU, unless said otherwise.
+    """The requested format; for "auto" bf16 on CUDA devices that support it, fp16 on older ones, fp32 on CPU.
 
     Raises:
         RequestError: fp16 on CPU.
     """
     if wanted == "fp16" and device.type == "cpu":
-        raise RequestError("--amp fp16 needs a GPU: CPUs have no fast fp16", remedy="--amp bf16 or --amp off")
+        raise RequestError("--amp fp16 needs a GPU: CPUs have no fast fp16", remedy="use --amp bf16 or --amp off")
     if wanted != "auto":
         return PrecisionChoice(wanted, f"--amp {wanted}")
     if device.type != "cuda":
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return PrecisionChoice(
-            "off", "on CPU, fp32" + ("; its bf16 instructions are there for --amp bf16" if native else "")
+            "off", "on CPU, fp32" + ("; this CPU has bf16 instructions for --amp bf16" if native else "")
         )
     with torch.cuda.device(device):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-    return PrecisionChoice("bf16", "the GPU has it") if native else PrecisionChoice("fp16", "the GPU has no bf16")
+    if native:
+        return PrecisionChoice("bf16", "the GPU supports it")
+    return PrecisionChoice("fp16", "the GPU does not support bf16")
 
 
 def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device]) -> PrecisionChoice:
-    """The same on every rank: where one of several GPUs has no bf16, all take fp16.
+    """Choose the same format on every rank: fp16 if one of several GPUs does not support bf16.
 
     Args:
-        devices: that this process drives.
+        devices: the devices of this process.
 
     Raises:
         RequestError: fp16 on CPU.
@@ -57,11 +59,11 @@ def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device
     old = [str(device) for device in devices if choose_precision(wanted, device).name == "fp16"]
     counts = all_gather(world, torch.tensor([len(old)], device=world.device))
     old += [f"rank {rank}'s GPU" for rank, count in enumerate(counts) if int(count)]
-    return PrecisionChoice("fp16", f"{old[0]} has no bf16") if old and own.name == "bf16" else own
+    return PrecisionChoice("fp16", f"{old[0]} does not support bf16") if old and own.name == "bf16" else own
 
 
 class Precision:
-    """Autocast, scaled backward and the commit of one optimizer step."""
+    """Autocast, scaled backward, clipping and the optimizer step."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
@@ -73,23 +75,23 @@ class Precision:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
 
     def backward(self, loss: Tensor, factor: float = 1.0) -> None:
-        """Backward of the loss (): its gradient times the factor, scaled for fp16."""
+        """Backward of the loss () times the factor, scaled for fp16."""
         if self._scaler.is_enabled() or type(loss) is not Tensor or loss.ndim:
             self._scaler.scale(loss * factor).backward()
             return
         key = (factor, loss.dtype)
-        if key != self._key:  # the factor is handed in as the loss's own gradient: no product to keep and to undo
+        if key != self._key:  # the factor is passed as the gradient of the loss, which saves a multiplication
             self._key, self._factor = key, torch.full((), factor, dtype=loss.dtype, device=self.device)
-        # What `loss.backward` comes down to; to compare two shapes on the way there it would import sympy.
+        # The core of `loss.backward`, which would import sympy to compare two shapes.
         _engine_run_backward((loss,), (self._factor,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def clip_and_step(
         self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Unscale, measure and clip the reduced gradient, and step; (), (): gradient norm, and 1 where it was skipped.
+        """Unscale and clip the reduced gradient, and step; returns the gradient norm (), and 1 if skipped, else 0, ().
 
-        No host sync: on a GPU fused optimizers skip on the device when `found_inf` is 1; on a CPU there is nothing to
-        wait for. The norm is of the reduced gradient, so it is the same number, and the same decision, on every rank.
+        There is no host sync: on a GPU, fused optimizers skip on the device if `found_inf` is 1. The norm is that of
+        the reduced gradient, so the number and the decision are the same on every rank.
         """
         scaled, on_host = self._scaler.is_enabled(), self.device.type == "cpu"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
@@ -97,11 +99,11 @@ class Precision:
             self._scaler.unscale_(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _norm(gradients)
-        skipped = (norm - norm != 0).float()  # only NaN and infinity are no zero away from themselves
+        skipped = (norm - norm != 0).float()  # 1 for NaN and infinity
         divisor = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
         if divisor is not None and on_host and float(divisor) == 1.0:
             divisor = None
-        in_kernel = fused and norm.dtype == torch.float32  # as it reads each gradient, which saves a pass over all
+        in_kernel = fused and norm.dtype == torch.float32  # the fused kernel divides, which saves a pass over gradients
         if in_kernel:
             optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         elif divisor is not None:
@@ -112,9 +114,9 @@ class Precision:
         elif fused and not on_host:
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
             optimizer.step()
-        elif not skipped:  # on a GPU the host waits here: somebody's own optimizer can't decide on the device
+        elif not skipped:  # on a GPU the host waits here, since the user's own optimizer can't skip on the device
             optimizer.step()
-        for parameter in parameters:  # as optimizer.zero_grad() does, without its hooks: 30 µs of a small step
+        for parameter in parameters:  # like optimizer.zero_grad(), without its hooks, which take 30 µs
             parameter.grad = None
         return norm, skipped
 
@@ -127,9 +129,9 @@ class Precision:
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """() the common norm of the gradients.
+    """The total norm of the gradients, ().
 
-    torch's own way sorts them by kind first, which for a small model costs more than the arithmetic.
+    get_total_norm groups them by device and dtype first, which for a small model takes longer than the arithmetic.
     """
     norm: Tensor
     if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:

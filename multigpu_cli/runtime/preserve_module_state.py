@@ -5,15 +5,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Put back the values of all buffers, also of those that a forward pass bound to another tensor.
+    """Restore the values of all buffers on exit, also of buffers that a forward pass replaced by another tensor.
 
-    Buffers that come into being meanwhile stay: a network that makes some of its parts at its first forward pass has
-    them from then on, as it has when a checkpoint is loaded into it.
+    Buffers that are created in the meantime stay: a model that creates parts at its first forward pass keeps them, as
+    it does when a checkpoint is loaded.
     """
     before = [
         (owner, name, buffer, buffer.clone())
@@ -32,15 +34,31 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; each module is in its own mode again afterwards.
+    """Evaluation mode without gradients; each module's own mode is restored on exit.
 
-    Not `torch.inference_mode`: what a network keeps from such a pass (a table, a mask, a lazy layer's weights) could
-    take no part in training any more.
+    Not `torch.inference_mode`: tensors that a model caches in such a pass (a table, a mask, a lazy layer's weights)
+    could not be used in training afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def loss_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode, in which some networks return their loss, with BatchNorm and dropout as in evaluation."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NormBase | _DropoutNd):
+            module.eval()
+    try:
+        with preserve_buffers(model):
             yield
     finally:
         for module, training in modes:

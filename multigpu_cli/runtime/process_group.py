@@ -1,4 +1,4 @@
-"""Forms the process group of a run, and gives back what was there before."""
+"""Forms the process group of a run, or uses an existing one and restores its timeouts."""
 
 import os
 from collections import defaultdict
@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group  # for the end of a run that has failed
+from torch.distributed.distributed_c10d import _abort_process_group  # for a run that has failed
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime import restart_records
@@ -18,25 +18,25 @@ from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.parent_death import die_with_parent
 from multigpu_cli.runtime.world import World
 
-_PATIENCE = 120.0  # seconds for the others to load torch and arrive
+_PATIENCE = 120.0  # seconds for the other ranks to load torch and arrive
 
 
 @contextmanager
 def process_group(
     launch_env: LaunchEnv | None, device: torch.device, *, timeout: float, backend: str | None = None
 ) -> Iterator[World]:
-    """Form the process group for as long as the context lasts; without a launcher, a world of one.
+    """Form the process group for the duration of the context; without a launcher, a world of size 1.
 
     Args:
-        timeout: seconds after which a collective that lacks a rank fails.
-        backend: nccl for CUDA and gloo elsewhere, unless said otherwise (two processes can't share a GPU over nccl).
+        timeout: timeout of collectives, in seconds.
+        backend: None uses nccl for CUDA and gloo otherwise (with nccl, two processes can't share a GPU).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch_env is None:
         yield World(device)
         return
-    if dist.is_initialized():  # somebody else's group, who ends it, too
+    if dist.is_initialized():  # the caller's own group, which the caller destroys
         shared: Any = dist.distributed_c10d._get_default_store()
         with _restore_timeouts():
             yield _build_world(device, launch_env, shared, _clone_store(shared))
@@ -49,7 +49,7 @@ def process_group(
 
 @contextmanager
 def _restore_timeouts() -> Iterator[None]:
-    """Somebody else's group has its own time limits again afterwards; `disable_collective_timeout` takes them away."""
+    """Restore the timeouts of the caller's process group, which `disable_collective_timeout` changes."""
     group: Any = dist.group.WORLD
     backends = [group._get_backend(kind) for kind in group._device_types]
     clocks = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
@@ -61,9 +61,9 @@ def _restore_timeouts() -> Iterator[None]:
 
 
 def rendezvous(launch_env: LaunchEnv, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
-    """Agree with the others who is there, without a process group yet; the world, and a store to form one over."""
+    """Rendezvous with all ranks, before a process group is formed; returns the world and a store for the group."""
     store = _open_store(launch_env, timeout, hosts=not launch_env.agent_store and launch_env.rank == 0)
-    client = _open_store(launch_env, timeout, hosts=False)  # of its own, for other threads
+    client = _open_store(launch_env, timeout, hosts=False)  # a second connection, for other threads
     return _build_world(device, launch_env, store, client), store
 
 
@@ -71,10 +71,10 @@ def rendezvous(launch_env: LaunchEnv, device: torch.device, *, timeout: float) -
 def init_process_group(
     world: World, store: dist.Store, *, timeout: float, backend: str | None = None
 ) -> Iterator[None]:
-    """Form the process group of ranks that have met, for as long as the context lasts.
+    """Form the process group after rendezvous, for the duration of the context.
 
     Raises:
-        RequestError: two of them have one GPU, which NCCL can't do.
+        RequestError: two ranks share a GPU, which NCCL does not support.
     """
     backend = backend or ("nccl" if world.device.type == "cuda" else "gloo")
     if backend == "nccl":
@@ -90,7 +90,7 @@ def init_process_group(
     try:
         yield
     except BaseException as error:
-        if backend == "nccl" and not _is_shared_error(error):  # to destroy it would wait for peers that may be dead
+        if backend == "nccl" and not _is_shared_error(error):  # destroying it would wait for peers that may be dead
             _abort_process_group()
         else:
             dist.destroy_process_group()
@@ -99,12 +99,12 @@ def init_process_group(
 
 
 def _is_shared_error(error: BaseException) -> bool:
-    """Whether all ranks raise it, over this group: an abort would cut off the message that tells the others of it."""
+    """Whether all ranks raise this error: an abort would interrupt the broadcast of the error to the other ranks."""
     return isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
 
 
 def check_own_gpus(world: World) -> None:
-    """Raises RequestError, on all ranks alike, where two ranks of a machine have one GPU."""
+    """Raise the same RequestError on all ranks if two ranks of a machine share a GPU."""
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, (host, gpu) in enumerate(zip(world.hosts, world.gpus, strict=True)):
         if gpu is not None:
@@ -115,23 +115,23 @@ def check_own_gpus(world: World) -> None:
     host, ranks = shared
     gpus = sum(where == host for where, _ in users)
     error = RequestError(
-        f"ranks {','.join(map(str, ranks))} have one GPU of {host}, and NCCL needs one for each",
-        remedy=f"--nproc_per_node={gpus}, a GPU of its own for each process, or CUDA_VISIBLE_DEVICES= to train on CPU",
+        f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
+        remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or set CUDA_VISIBLE_DEVICES= to train on CPU",
     )
     error.shared = True
     raise error
 
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
-    """Meet the others, and agree with them on what this attempt is.
+    """Rendezvous with all ranks and agree on this attempt.
 
     Args:
         client: another connection to the store.
 
     Raises:
-        AttemptRefused: an earlier attempt has ended for good.
+        AttemptRefused: an earlier attempt ended with an error that must not be repeated.
     """
-    from multigpu_cli.runtime.rank_handshake import (  # late: a world of one meets nobody
+    from multigpu_cli.runtime.agree_on_roster import (  # late: a single process needs no handshake
         RankGpu,
         RankInfo,
         agree_on_roster,
@@ -187,7 +187,7 @@ def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.T
         if "EADDRINUSE" in str(error):
             raise RequestError(
                 f"MASTER_PORT={launch_env.port} in the environment: another program uses that port",
-                remedy="torchrun --standalone, which takes a free one, or another --master-port",
+                remedy="use torchrun --standalone, which chooses a free port, or another --master-port",
             ) from error
         raise _missing_store_error(launch_env) from error
     store.set_timeout(timedelta(seconds=max(timeout, 300)))
@@ -197,12 +197,12 @@ def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.T
 def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
     problem = f"no answer from {launch_env.address}:{launch_env.port}, where rank 0's store should be"
     if launch_env.agent_store and launch_env.size > launch_env.local_size:
-        problem += "; where rank 0 has moved to another node, torchrun keeps the first one's address"
-    error = TrainingError(problem, remedy="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every node")
+        problem += "; if rank 0 has moved to another node, torchrun still uses the address of the first one"
+    error = TrainingError(problem, remedy="use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun … on every node")
     error.caused_by_peer = True
     return error
 
 
 def _clone_store(store: Any) -> dist.Store:
-    """A connection of its own, for other threads, where this torch can make one."""
+    """A second connection, for other threads, if this version of torch supports it."""
     return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]

@@ -15,9 +15,9 @@ _TAIL = 8192  # bytes
 
 
 class RankOutput:
-    """Turns this process's standard output and error to a file, for Python and for what C libraries write alike.
+    """Redirects this process's stdout and stderr to a file, for Python and C libraries.
 
-    On leaving the context both are back, so that an error is told where the user looks.
+    On leaving the context both are restored, so that an error is printed to the terminal.
     """
 
     def __init__(self, rank: int) -> None:
@@ -25,31 +25,31 @@ class RankOutput:
         self._before: tuple[tuple[int, int], TextIO, TextIO] | None = None
 
     def start(self, logs: Path, attempt: int) -> None:
-        """From now on, at the end of this rank's file; where it can't be opened, output stays where it was."""
+        """Append output to this rank's file from now on; if the file can't be opened, output is not redirected."""
         if self._before is not None:
             return
         _flush()
         with suppress(OSError):  # the folder of a run may lie on another machine
             file = os.open(log_path(logs, self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            kept = os.dup(1), os.dup(2)
+            originals = os.dup(1), os.dup(2)
             here = f"{platform.node()}, process {os.getpid()}"
             head = f"{_HEAD}{self._rank}, attempt {attempt + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {here}\n"
             os.write(file, head.encode())
-            self._before = kept, sys.stdout, sys.stderr
+            self._before = originals, sys.stdout, sys.stderr
             for number in (1, 2):
                 os.dup2(file, number)
             os.close(file)
-            sys.stdout, sys.stderr = _stream(1, kept[0]), _stream(2, kept[1])
+            sys.stdout, sys.stderr = _stream(1, originals[0]), _stream(2, originals[1])
 
     def stop(self) -> None:
-        """Back to the terminal, or wherever output went before."""
+        """Restore the original stdout and stderr."""
         if self._before is None:
             return
         _flush()
-        kept, sys.stdout, sys.stderr = self._before
+        originals, sys.stdout, sys.stderr = self._before
         self._before = None
-        _flush()  # who still holds the earlier streams may have written into them
-        for number, before in enumerate(kept, 1):
+        _flush()  # other code may have kept and used the original streams
+        for number, before in enumerate(originals, 1):
             os.dup2(before, number)
             os.close(before)
 
@@ -61,12 +61,12 @@ class RankOutput:
 
 
 def log_path(logs: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """The output file of a rank."""
     return logs / f"rank_{rank}.log"
 
 
 def read_last_lines(logs: Path, rank: int, lines: int = 4) -> list[str]:
-    """The last lines that a rank printed in its last attempt; none where they are not known here."""
+    """The last lines that a rank printed in its last attempt; empty if its file is not on this machine."""
     try:
         with open(log_path(logs, rank), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -78,20 +78,20 @@ def read_last_lines(logs: Path, rank: int, lines: int = 4) -> list[str]:
 
 
 def quote_last_lines(logs: Path | None, rank: int) -> str:
-    """The same for a message: "", or a first line that names the file, and theirs."""
-    said = read_last_lines(logs, rank) if logs else []
-    return (
-        "".join(f"\n  {line}" for line in [f"it said last ({log_path(logs, rank)}):", *said]) if logs and said else ""
-    )
+    """The last lines of a rank for a message, after a line that names the file; "" if there are none."""
+    lines = read_last_lines(logs, rank) if logs else []
+    if not logs or not lines:
+        return ""
+    return "".join(f"\n  {line}" for line in [f"its last output ({log_path(logs, rank)}):", *lines])
 
 
 def find_ranks_with_output(logs: Path, size: int) -> list[int]:
-    """The ranks whose last attempt has printed something into its file on this machine."""
+    """The ranks whose last attempt has written output into its file on this machine."""
     return [rank for rank in range(size) if read_last_lines(logs, rank)]
 
 
 class _Raw(io.RawIOBase):
-    """A descriptor; what it does not take, on a full disk say, goes to the terminal instead."""
+    """A file descriptor; if a write fails, for instance on a full disk, the bytes go to the terminal instead."""
 
     def __init__(self, number: int, otherwise: int) -> None:
         self._number, self._otherwise = number, otherwise
@@ -115,8 +115,8 @@ def _stream(number: int, otherwise: int) -> TextIO:
 
 
 def _flush() -> None:
-    """Python's streams, and those of C."""
+    """Flush the streams of Python and of C."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or its reader has gone
+        with suppress(OSError, ValueError):  # closed, or a pipe without a reader
             stream.flush()
     ctypes.CDLL(None).fflush(None)

@@ -1,6 +1,6 @@
 """Files that outlive an attempt: torchrun's error files, and the records of earlier attempts.
 
-With several nodes each agent counts its own restarts and keeps a folder of its own; `rank_handshake` merges them.
+With several nodes each agent counts its own restarts and has its own folder; `agree_on_roster` merges them.
 """
 
 import json
@@ -15,10 +15,10 @@ from multigpu_cli.errors import FAILED, TrainingError
 
 
 class FinalVerdict(NamedTuple):
-    """How an attempt ended that must not be repeated.
+    """The end of an attempt that must not be repeated.
 
     Attributes:
-        nodes: who came to it; empty where nobody had met yet. Other nodes may do better.
+        nodes: the agents of that attempt; empty before rendezvous. It does not bind other nodes.
     """
 
     code: int
@@ -27,16 +27,16 @@ class FinalVerdict(NamedTuple):
 
     @classmethod
     def of(cls, code: int, message: str, nodes: Iterable[str]) -> "FinalVerdict":
-        """From what JSON leaves of one."""
+        """From the values that JSON has of one."""
         return cls(code, message, tuple(nodes))
 
     def applies_to(self, nodes: Iterable[str]) -> bool:
-        """Whether it binds these nodes: after a node has come or gone, another attempt is worth it."""
+        """Whether it binds these nodes: after a node has joined or left, another attempt may succeed."""
         return not self.nodes or set(self.nodes) == set(nodes)
 
 
 class AttemptRefused(TrainingError):
-    """An earlier attempt, perhaps on another node, has ended for good: there is nothing to do in this one."""
+    """An earlier attempt, perhaps on another node, ended with a final verdict, so this attempt must not run."""
 
     shared = True
 
@@ -50,7 +50,7 @@ class PreviousAttempt(NamedTuple):
 
     Attributes:
         step: optimizer steps done, None before the first.
-        last_progress_time: when it last made progress, in Unix seconds.
+        last_progress_time: Unix time of its last progress.
     """
 
     cause: str
@@ -59,11 +59,11 @@ class PreviousAttempt(NamedTuple):
 
 
 class AttemptRecord(NamedTuple):
-    """An attempt that all ranks have agreed on, as one rank remembers it.
+    """An attempt that all ranks have agreed on, as one rank has recorded it.
 
     Attributes:
         nodes: the agents that took part.
-        process: the worker that remembers.
+        process: pid of the worker that recorded it.
     """
 
     attempt: int
@@ -72,18 +72,18 @@ class AttemptRecord(NamedTuple):
 
 
 def write_error(environ: Mapping[str, str], code: int, message: str, callstack: str = "") -> None:
-    """Leave our message where torchrun's final box looks for it (FIELD: its format is that of torch's ErrorHandler)."""
+    """Write the message to torchrun's error file, in the format of torch's ErrorHandler, for torchrun's summary."""
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
     draft = Path(f"{file}.draft")
-    with suppress(OSError):  # the message was printed already; the box is a courtesy
+    with suppress(OSError):  # the message has been printed already
         draft.write_text(json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": extra}}))
-        draft.replace(file)  # the agent may read it at any moment
+        draft.replace(file)  # the agent may read it at any time
 
 
 def read_exit_codes(logs: Path) -> set[int | None]:
-    """The exit codes that workers of an agent's last attempt left in their error files; None for files of others.
+    """The exit codes in the error files of an agent's last attempt; None for a file that we did not write.
 
     Args:
         logs: the agent's --log-dir.
@@ -94,15 +94,15 @@ def read_exit_codes(logs: Path) -> set[int | None]:
 
 
 def has_redirected_logs(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun was asked for log files of its own (--redirects, --tee): they lie beside the error files."""
+    """Whether torchrun writes log files (--redirects, --tee), which are in the folder of the error files."""
     file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     return any(file.with_name(name).exists() for name in ("stdout.log", "stderr.log")) if file.name else False
 
 
 def record_verdict(environ: Mapping[str, str], verdict: FinalVerdict) -> None:
-    """Let the attempts that this agent may still start know that there is nothing to repeat.
+    """Record for further attempts of this agent that they must not repeat this one.
 
-    The agent restarts its workers after any exit code but 0, also after a wrong request or a stop.
+    The agent restarts its workers after any exit code other than 0, also after a wrong request or a stop.
     """
     if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         now = _read_attempt_record(environ)
@@ -111,7 +111,7 @@ def record_verdict(environ: Mapping[str, str], verdict: FinalVerdict) -> None:
 
 
 def find_binding_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
-    """How an earlier attempt under the same agent ended, if that was for good and this agent is alone."""
+    """The final verdict of an earlier attempt under this agent, if it applies and this is the only agent."""
     found = read_last_verdict(environ)
     alone = environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE")
     here = [node_name(environ)] if alone else []
@@ -119,9 +119,9 @@ def find_binding_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
 
 
 def read_last_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
-    """The last one that was left here since nodes met for work, whether it holds or not.
+    """The last verdict under this agent since its last rendezvous, whether it applies or not.
 
-    Those from before did not hold then: a node that came and went again does not bring them back.
+    Earlier verdicts did not apply at that rendezvous, and a node that joins and leaves again does not revive them.
     """
     folder, before = find_agent_dir(environ), _read_attempt_record(environ)
     for number in reversed(range(before.attempt if before else 0, attempt_number(environ))):
@@ -131,13 +131,13 @@ def read_last_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
 
 
 def record_failure(environ: Mapping[str, str], message: str, step: int | None) -> str:
-    """Remember a failure: one before the first step, or the same at the same step twice, is not worth another attempt.
+    """Record a failure; one before the first step, or the same one at the same step twice, must not be repeated.
 
     Args:
         step: optimizer steps done, None before the first of this attempt.
 
     Returns:
-        A line that says so where attempts are left that won't be made, else "".
+        A line that says so if restarts are left that will not be made, else "".
     """
     folder, number = find_agent_dir(environ), attempt_number(environ)
     failure = {"message": message, "step": step}
@@ -149,11 +149,11 @@ def record_failure(environ: Mapping[str, str], message: str, step: int | None) -
     if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return ""
     why = "a failure before the first step" if step is None else f"the same failure at step {step} again"
-    return f"  no restart: {why} would only repeat itself"
+    return f"  no restart: {why} would be repeated"
 
 
 def attempt_number(environ: Mapping[str, str]) -> int:
-    """The number of this attempt: as agreed, else one more than the last that was, else the agent's own count."""
+    """The number of this attempt: the agreed one, else the last recorded one plus 1, else the agent's own count."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return 0
     count = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -162,47 +162,47 @@ def attempt_number(environ: Mapping[str, str]) -> int:
 
 
 def record_attempt(environ: Mapping[str, str], number: int, nodes: Sequence[str]) -> None:
-    """Remember the attempt that all ranks have agreed on."""
+    """Record the attempt that all ranks have agreed on."""
     folder = find_agent_dir(environ)
     if folder is not None:
         now = AttemptRecord(number, list(nodes), os.getpid())
-        with suppress(OSError):  # a full disk: then the agents' own counts must do
+        with suppress(OSError):  # a full disk: the agents' own counts are used instead
             _replace(folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.json", now._asdict())
 
 
 def record_end(folder: Path | None, number: int, last: PreviousAttempt) -> None:
-    """Leave word for the next attempt of how this one ended."""
+    """Record for the next attempt how this one ended."""
     with suppress(OSError):
         _write(folder, f"last-{number}", last._asdict())
 
 
 def read_previous_attempt(environ: Mapping[str, str]) -> PreviousAttempt | None:
-    """What was left by the attempt before this one."""
+    """The record of the previous attempt, if any."""
     found = _read_json(find_agent_dir(environ), f"last-{attempt_number(environ) - 1}")
     return PreviousAttempt(**found) if found else None
 
 
 def record_run(folder: Path | None, number: int, run: str) -> None:
-    """Let later attempts know of a run folder that attempt `number` works in; one process of each node says so."""
+    """Record for later attempts the run folder of attempt `number`; called by one process of each node."""
     if folder is None or run in (known := list_recorded_runs(folder, [number])):
         return
-    with suppress(OSError):  # a full disk: then a restart chooses as a first attempt does
+    with suppress(OSError):  # a full disk: a restart then chooses a folder as a first attempt does
         _replace(folder / f"multigpu-runs-{number}.json", {"runs": [*known, run]})
 
 
 def list_recorded_runs(folder: Path | None, attempts: Iterable[int]) -> list[str]:
-    """The run folders of these attempts, in the order in which they were begun or continued."""
-    told = [(_read_json(folder, f"runs-{number}") or {"runs": []})["runs"] for number in attempts]
-    return list(dict.fromkeys(run for runs in told for run in runs))
+    """The run folders of these attempts, in the order in which they were started or resumed."""
+    recorded = [(_read_json(folder, f"runs-{number}") or {"runs": []})["runs"] for number in attempts]
+    return list(dict.fromkeys(run for runs in recorded for run in runs))
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """The agent that started us, as no other is called: its host, its process and its folder."""
+    """A unique name of the agent that started this process: its host, pid and folder."""
     return f"{os.uname().nodename} {os.getppid()} {(find_agent_dir(environ) or Path()).name}"
 
 
 def find_agent_dir(environ: Mapping[str, str]) -> Path | None:
-    """The agent's own folder, which all its attempts share: RUN/attempt_0/RANK/error.json lies in it."""
+    """The agent's own folder, shared by all its attempts: RUN in RUN/attempt_0/RANK/error.json."""
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parents[2] if file else None
 
@@ -213,7 +213,7 @@ def _read_attempt_record(environ: Mapping[str, str]) -> AttemptRecord | None:
 
 
 def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:
-    """The first word counts; every rank may say it."""
+    """Write a record unless it exists: every rank may write it, and the first one counts."""
     if folder is None:
         return
     with suppress(FileExistsError), open(folder / f"multigpu-{name}.json", "x") as file:

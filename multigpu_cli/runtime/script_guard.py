@@ -10,19 +10,19 @@ from typing import Any
 
 from multigpu_cli.errors import RequestError
 
-_GUARDS = {"__name__", "current_process", "parent_process"}  # what a test that is false in a spawned process speaks of
+_GUARDS = {"__name__", "current_process", "parent_process"}  # names in a test that is false in a spawned process
 
 
 def check_spawned_script(*objects: Any) -> None:
-    """Refuse a script that would start processes again in each of them, and objects that they could not find.
+    """Refuse a script that would start processes again in each process, and objects that they could not import.
 
     Args:
-        objects: what is sent to the processes.
+        objects: the objects that are sent to the processes.
 
     Raises:
-        RequestError: the script starts processes outside of `if __name__ == "__main__":`, or comes from stdin, or from
-            `python -c` or a notebook, and an object's class or function stands in it.
-        Exception: whatever pickling the objects raises.
+        RequestError: the script starts processes outside of `if __name__ == "__main__":`, or it comes from stdin,
+            `python -c` or a notebook and defines a class or function of the objects.
+        Exception: pickling an object failed.
     """
     frame, file = _find_script_frame(), getattr(sys.modules["__main__"], "__file__", None)
     if frame and (script := Path(frame.f_globals["__file__"])).exists():
@@ -32,12 +32,12 @@ def check_spawned_script(*objects: Any) -> None:
     if name or file == "<stdin>":
         raise RequestError(
             f"{name or 'the script'} comes from stdin, python -c or a notebook: worker processes can't import it",
-            remedy="put it into a .py file; or train in one process: world_size=1",
+            remedy="put it into a .py file, or train in one process with world_size=1",
         )
 
 
 def _find_script_frame() -> FrameType | None:
-    """The top level of the script, where it is what calls us and says that it has a file."""
+    """The frame of the script's top level, if it is on the stack and the script is a file."""
     frame: FrameType | None = sys._getframe()
     while frame and not (frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"):
         frame = frame.f_back
@@ -51,7 +51,7 @@ def _check_guard(script: Path, line: int) -> None:
     raise RequestError(
         f"{script.name}, line {line}: this starts processes, each of which imports the script and would start them "
         "again",
-        remedy="move what trains into a function, `def main():`, and end the script with\n"
+        remedy="move the training code into a function, `def main():`, and end the script with\n"
         '    if __name__ == "__main__":\n'
         "        main()",
     )
@@ -62,7 +62,7 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _find_name_in_main(objects: Any) -> str:
-    """The first class or function of `__main__` that a pickle of these objects names; empty without one."""
+    """The first class or function of `__main__` that a pickle of these objects refers to; "" if there is none."""
     pickler = _NamePickler(io.BytesIO())
     pickler.dump(objects)
     return pickler.found

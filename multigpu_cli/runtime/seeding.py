@@ -1,4 +1,4 @@
-"""Random state as a function of (seed, step, micro-batch)."""
+"""Seeds random generators as a function of (seed, step, micro-batch)."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 from multigpu_cli.planning.rng_keys import make_key
 
-_INIT = 0x1417  # keeps the random stream of the initial weights apart from the others
+_INIT = 0x1417  # separates the random stream of the initial weights from the others
 
 
 def seed_everything(number: int) -> None:
@@ -17,30 +17,30 @@ def seed_everything(number: int) -> None:
 
 
 def seed_host(number: int) -> None:
-    """Seed Python, NumPy and torch on the CPU: 10 µs, while `torch.manual_seed` alone takes longer."""
+    """Seed Python, NumPy and torch on the CPU; takes 10 µs, less than `torch.manual_seed` alone."""
     random.seed(number)
     numpy.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number)
 
 
 def seed_weights(seed: int, *, late: bool = False) -> None:
-    """Seed all generators for building the model, alike on every rank.
+    """Seed all generators for building the model, equally on every rank.
 
     Args:
-        late: for weights that are made at the first forward pass, by which time fetching data has drawn numbers.
+        late: for weights that are created at the first forward pass, after data loading has drawn random numbers.
     """
     seed_everything(make_key(seed, _INIT, 1) if late else make_key(seed, _INIT))
 
 
 def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -> None:
-    """Seed all generators for one forward pass: what a model draws is then the same on whatever worker it runs.
+    """Seed all generators for one forward pass, so that a model draws the same numbers on any worker.
 
-    Of torch's only those of the CPU and of these devices: `torch.manual_seed` costs ten times as much. Of several that
-    share the pass (DataParallel), each draws numbers of its own.
+    Only torch's generators of the CPU and of these devices are seeded: `torch.manual_seed` takes ten times as long. If
+    several devices share the pass (DataParallel), each has its own seed.
     """
     number = make_key(seed, step, index)
     seed_host(number)
-    for lane, device in enumerate(devices):
+    for replica, device in enumerate(devices):
         if device.type == "cuda":
-            own = make_key(seed, step, index, lane) if lane else number
+            own = make_key(seed, step, index, replica) if replica else number
             torch.cuda.default_generators[device.index or 0].manual_seed(own)

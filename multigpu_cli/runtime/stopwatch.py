@@ -1,4 +1,4 @@
-"""Measures how long a device waits, without a host sync in the step."""
+"""Measures the waiting time of a device, without a host sync in the step."""
 
 import time
 from collections import deque
@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 
-_MOST = 512  # pairs of CUDA events between two readings; where there were more, these stand for all
+_MOST = 512  # pairs of CUDA events between two readings; if there were more, the sum is extrapolated from these
 
 
 class Stopwatch:
-    """The sum of many short waits.
+    """Sums many short waits.
 
-    On the CPU the host's clock is read. A GPU is given work ahead of time, and the host's clock would count what the
-    host waits for the GPU (a full queue, a blocking copy) as what the GPU waits for the host: events in its queue mark
-    begin and end there.
+    On the CPU the host's clock is used. A GPU works asynchronously, so the host's clock would also count time in which
+    the host waits for the GPU (a full queue, a blocking copy); CUDA events in its queue mark begin and end instead.
 
     Args:
-        of_gpu: the wait is that of the current CUDA device.
-        clock: seconds that never go back, for the CPU.
+        of_gpu: measure the current CUDA device.
+        clock: a monotonic clock in seconds, for the CPU.
     """
 
     def __init__(self, *, of_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -33,7 +32,7 @@ class Stopwatch:
         self._pairs: deque[tuple[Any, Any]] = deque(maxlen=_MOST)
 
     def __enter__(self) -> None:
-        """A wait begins; where one has begun already, it begins anew."""
+        """Begin a wait; one that has begun already is restarted."""
         self._began = self._now()
 
     def __exit__(self, *_: object) -> None:
@@ -45,7 +44,7 @@ class Stopwatch:
             self._seconds += now - self._began
 
     def read(self) -> tuple[float, int]:
-        """Seconds of all waits since the last call, and how many there were; waits for the device."""
+        """Seconds and number of all waits since the last call; waits for the device."""
         seconds, count = self._seconds, self._count
         if self._pairs:
             self._pairs[-1][1].synchronize()

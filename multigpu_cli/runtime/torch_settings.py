@@ -1,4 +1,4 @@
-"""Settings of torch for the whole process: deterministic or fast kernels, and CPU threads."""
+"""Process-wide settings of torch: deterministic or fast kernels, and CPU threads."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 
 def enable_determinism() -> None:
-    """Kernels that give the same bits at each run; an operator that has none raises an error that names it."""
+    """Use deterministic kernels only; an operator without one raises an error that names it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -14,9 +14,9 @@ def enable_determinism() -> None:
 
 
 def enable_fast_kernels(device: torch.device) -> None:
-    """On CUDA: TF32 for what stays in fp32, and cuDNN tries its kernels out on each new shape.
+    """On CUDA, use TF32 for fp32 matrix products, and let cuDNN benchmark its kernels for each new shape.
 
-    Which kernel wins may differ from start to start, and with it the last bits: --exact goes without.
+    The fastest kernel, and with it the last bits, may differ between runs, so --exact does not use this.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -24,10 +24,10 @@ def enable_fast_kernels(device: torch.device) -> None:
 
 
 def set_threads_per_rank(workers_here: int, cpus: int, *, exact: bool) -> int:
-    """Give each worker of this machine its part of the cores, so that they don't fight; returns the number.
+    """Divide the cores among the workers of this machine; returns the number of threads of each.
 
-    A lone worker keeps what the user set (OMP_NUM_THREADS); torchrun sets that to one for several. With --exact it is
-    always one: the number of threads changes the order in which a kernel adds.
+    A single worker uses the user's OMP_NUM_THREADS; torchrun sets that to 1 for several. With --exact it is always 1,
+    since the number of threads changes the order in which a kernel sums.
     """
     threads = 1 if exact else min(torch.get_num_threads(), cpus) if workers_here == 1 else max(1, cpus // workers_here)
     torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
 """torchrun for schedulers that stop jobs by signals: `python -m multigpu_cli.runtime.torchrun …` replaces `torchrun …`.
 
-torchrun ends each stop with 1 and a traceback, and kills workers amid their checkpoint when more signals come.
+torchrun exits with 1 and a traceback after a stop, and further signals make it kill workers during their checkpoint.
 """
 
 import logging
@@ -18,18 +18,18 @@ from torch.distributed.run import parse_args, run
 from multigpu_cli.errors import STOPPED
 from multigpu_cli.runtime.restart_records import read_exit_codes
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # those that the workers understand
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the signals that workers handle
 _TORCHS_OWN = "SIGHUP,SIGQUIT"
 
 
 def run_agent(words: Sequence[str]) -> int:
-    """Do what torchrun does with these words.
+    """Run torchrun with these arguments.
 
     Returns:
-        The exit code: 75 where the workers stopped with a checkpoint, 128 + N where signal N ended them without one.
+        The exit code: 75 if the workers stopped with a checkpoint, 128 + N if signal N ended them without one.
 
     Raises:
-        ChildFailedError: some worker failed.
+        ChildFailedError: a worker failed.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         try:
@@ -46,10 +46,10 @@ def run_agent(words: Sequence[str]) -> int:
 
 
 def _stop_once(number: int, frame: FrameType | None) -> None:
-    """Have the agent hand the first signal on and wait; SLURM sends two or three for one stop."""
+    """Make the agent forward the first signal and wait; SLURM sends two or three for one stop."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    logging.disable(logging.WARNING)  # a line for every worker that is told
+    logging.disable(logging.WARNING)  # torch logs a line per worker
     raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
 

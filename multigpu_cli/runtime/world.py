@@ -10,23 +10,23 @@ import torch.distributed as dist
 from multigpu_cli.runtime import restart_records
 
 if TYPE_CHECKING:
-    from multigpu_cli.runtime.rank_handshake import RankGpu
+    from multigpu_cli.runtime.agree_on_roster import RankGpu
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them, and the device that it works on.
+    """Rank, world size and device of this process, and what the handshake agreed on.
 
     Attributes:
-        attempt: how often the job was started before, as all ranks agree.
-        store: the launcher's key-value store, in a part of its own for each attempt; None in a world of one.
+        attempt: how often the job was started before, agreed by all ranks.
+        store: the launcher's key-value store, with a prefix per attempt; None in a world of size 1.
         hosts: the name of each rank's machine.
-        agent_ids: the launcher agent of each rank, by a unique name.
-        restarts_left: how often the launcher would start us again.
+        agent_ids: the unique name of each rank's launcher agent.
+        restarts_left: how often the launcher would still restart the workers.
         previous_attempt: how the attempt before this one ended, if it is recorded.
         agent_dir: the folder for such records.
-        store_prefix: the prefix of our part of the store.
-        gpus: that each rank works on.
+        store_prefix: the prefix of this attempt's keys in the store.
+        gpus: the GPU of each rank.
     """
 
     device: torch.device
@@ -46,5 +46,5 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and prints to the terminal."""
         return self.rank == 0

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.comm_wait import CommWait
@@ -33,17 +35,23 @@ class Replica(nn.Module):
 
     def __init__(self, model: nn.Module, *, finds_unused: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._finds_unused = model, finds_unused
         self.idle = False
         self._in_idle = [p for p in model.parameters() if p.requires_grad]
         if finds_unused:
             self._of_nobody = nn.Parameter(torch.zeros_like(self._in_idle[0].flatten()[:1]))
             self._in_idle = [self._of_nobody]
 
-    def forward(self, *inputs: object, **named: object) -> Tensor:
+    def forward(self, *inputs: object, **named: object) -> Any:
         if self.idle:
             return torch.stack([p.sum() * 0 for p in self._in_idle]).sum()
-        return self.model(*inputs, **named)  # type: ignore[no-any-return]
+        outputs: Any = self.model(*inputs, **named)
+        if self._finds_unused and not any(isinstance(each, Tensor) for each in _find_tensors(outputs)):
+            raise RequestError(
+                f"--find-unused-parameters: DDP finds no tensor in the {type(outputs).__name__} that the model returns",
+                remedy="a tensor, tuple, dict or dataclass in its place; or leave the flag out",
+            )
+        return outputs
 
 
 class Distributed(Strategy):

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, pluralize
@@ -32,7 +33,7 @@ class Classification(Task):
                 remedy="another --task",
             )
         for name in ("train", "val", "test"):
-            _check_labels(name, getattr(source, name), source.num_classes)
+            _check_labels(name, getattr(source, name), source)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = at_least_float32(model(batch.inputs))
@@ -75,10 +76,10 @@ class Classification(Task):
         return counts.view(self.source.num_classes, -1)
 
 
-def _check_labels(name: str, split: Any, classes: int) -> None:
+def _check_labels(name: str, split: Any, source: DataSource) -> None:
     if not isinstance(split, TensorDataset):
         return  # a map-style dataset is not read a second time for a look at its labels
-    labels = split.tensors[1]
+    labels, classes = to_pair(split.tensors, name, source.form)[1], source.num_classes
     if labels.dtype != torch.int64 or labels.ndim != 1:
         raise RequestError(
             f"--data: {name} targets must be (n,) int64 class numbers, not {tuple(labels.shape)} {labels.dtype}"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.registry import DATASETS
@@ -11,10 +12,22 @@ from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import factories
 
+FROM_MODEL = "from-model"
+"""The task of networks that compute their own loss."""
+
 
 def uses_environments(config: Config) -> bool:
     """Whether a request names environments rather than a dataset."""
     return config.task.name == "ppo" or names_builtin_environments(config)
+
+
+def choose_form(inputs: int | None, task: str | None) -> SampleForm:
+    """What of a sample are inputs: by data.inputs, and by what the task is to do with them.
+
+    A task of the user's own may need no targets; from-model hands a dict to the network as it is.
+    """
+    own = task is not None and ":" in task
+    return SampleForm(inputs, needs_target=not own and task != FROM_MODEL, keeps_mappings=task == FROM_MODEL)
 
 
 def open_data(config: Config) -> DataSource:
@@ -24,7 +37,8 @@ def open_data(config: Config) -> DataSource:
         RequestError: it does not exist, or is invalid.
     """
     if not uses_environments(config):
-        return load_data_source(config.data, config.reproducibility.seed)
+        form = choose_form(config.data.inputs, config.task.name)
+        return load_data_source(config.data, config.reproducibility.seed, form)
     from multigpu_cli.tasks.ppo.env_source import open_environments  # late: datasets do not need PPO
 
     return open_environments(config)

@@ -5,5 +5,6 @@ TASKS = {
     "multi-label": "multigpu_cli.tasks.multi_label:MultiLabel",
     "regression": "multigpu_cli.tasks.regression:Regression",
     "language-model": "multigpu_cli.tasks.language_model:LanguageModel",
+    "from-model": "multigpu_cli.tasks.from_model:FromModel",
     "ppo": "multigpu_cli.tasks.ppo.task:PPO",
 }

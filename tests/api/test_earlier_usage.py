@@ -22,7 +22,7 @@ REFUSED = {
     (
         CONFIGS,
         "DistributedDataParallel Training",
-    ): "^rank=0 of world_size=8: nothing says where the other",
+    ): "^rank=0 of world_size=8: the address of the other",
 }
 """Blocks that can't be meant on a machine without GPUs, or in the only process there is."""
 

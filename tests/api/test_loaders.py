@@ -37,5 +37,5 @@ def test_a_stream_is_read_once_and_trained_on_in_its_own_order(tmp_path: Path) -
 
 
 def test_a_stream_without_an_end_is_refused() -> None:
-    with pytest.raises(RequestError, match="no end of the stream after 100,000 samples"):
+    with pytest.raises(RequestError, match="does not end after 100,000 samples"):
         from_loader(DataLoader(Stream(100_001)), MultiGPUConfig())

@@ -230,7 +230,7 @@ def test_examples_of_earlier_documents_say_what_is_missing_here() -> None:
     several = MultiGPUConfig(
         training_mode=TrainingMode.DISTRIBUTED_DATA_PARALLEL, world_size=8, rank=0, local_rank=0, backend="nccl"
     )
-    for each, said in ((basic, "device_ids 0,1,2,3: there is no GPU"), (several, "nothing says where the other")):
+    for each, said in ((basic, "device_ids 0,1,2,3: there is no GPU"), (several, "the address of the other")):
         with pytest.raises(RequestError, match=said):
             MultiGPUTrainingManager(each).setup_training(network(), Points())
 

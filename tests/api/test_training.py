@@ -177,7 +177,7 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
         ),
         (wrong(train_loader=loader(0)), "train dataset: it is empty"),
         (wrong(criterion=nn.BCELoss()), "the criterion takes"),
-        (wrong(world_size=2, rank=1), "nothing says where the other processes are"),
+        (wrong(world_size=2, rank=1), "the address of the other processes is unknown"),
         (wrong(backend="nccl"), "backend='nccl' needs GPUs"),
         (wrong(train_loader=[(1, 2)]), "train loader: a list is no DataLoader"),
         (

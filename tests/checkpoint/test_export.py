@@ -13,6 +13,7 @@ from multigpu_cli.checkpoint.export import export_network, export_weights, load_
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.models.build import adapt_model
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import factories
 from tests.support.malicious_files import poison, poison_and_sign
@@ -54,9 +55,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     damaged = run_in(tmp_path / "run") / "checkpoints/step_00000010"
     (damaged / "state.pt").write_bytes(b"torn")
     for path, message in (
-        (tmp_path / "empty", "no weights there"),
-        (tmp_path / "run", "no weights there"),
-        (tmp_path / "text.pt", r"text\.pt is no file of weights"),
+        (tmp_path / "empty", "contains no weights"),
+        (tmp_path / "run", "contains no weights"),
+        (tmp_path / "text.pt", r"text\.pt can't be loaded safely"),
         (tmp_path / "foreign.pt", r"foreign\.pt is not the best\.pt or last\.pt of a run"),
         (damaged, r"state\.pt has 4 bytes"),
     ):
@@ -70,7 +71,7 @@ def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
     checkpoint = poison_and_sign(run / "checkpoints/step_00000010", target)
     best = poison(tmp_path / "best.pt", target, {"model": STATE, "config": {}})
     for path in (run, checkpoint, best):
-        with pytest.raises(RequestError, match="no file of weights that can be loaded safely"):
+        with pytest.raises(RequestError, match="can't be loaded safely as weights"):
             load_trained_weights(path)
     assert not target.exists()
 
@@ -95,7 +96,7 @@ def test_weights_are_all_there_and_load_elsewhere(name: str, tmp_path: Path) -> 
 
 def test_weights_that_come_back_changed_are_not_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "serialize", lambda state: _bytes(state | {"w": state["w"] + 1}))
-    with pytest.raises(TrainingError, match="not what is read back"):
+    with pytest.raises(TrainingError, match="reading the file back gives other content"):
         export_weights(STATE, tmp_path / "w.pt")
     assert list(tmp_path.iterdir()) == []
 
@@ -173,3 +174,41 @@ def test_the_networks_for_samples_with_classes_can_be_exported(name: str, tmp_pa
         factory, {"input_shape": shape, "num_classes": 4, "mode": "flatten"}, {}, where="model"
     )
     assert export_network(model.eval(), torch.randn(4, *shape), tmp_path / "net.pt2") < 1e-5
+
+
+class Several(nn.Module):
+    """Two inputs, two outputs; `Whole` takes them as one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 2)
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        said = self.net(torch.cat([left, right], 1))
+        return {"said": said, "half": said / 2}
+
+
+class Whole(Several):
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(batch["left"], batch["right"])
+
+
+LEFT, RIGHT = torch.randn(5, 3), torch.randn(5, 2)
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Several(), (LEFT, RIGHT)),
+        (Several(), {"right": RIGHT, "left": LEFT}),
+        (Whole(), {"left": LEFT, "right": RIGHT}),
+    ],
+    ids=["by position", "by name", "whole"],
+)
+def test_a_network_of_several_inputs_is_exported(suffix: str, model: nn.Module, inputs: Any, tmp_path: Path) -> None:
+    adapt_model(model)
+    assert export_network(model.eval(), inputs, tmp_path / f"net{suffix}") < 1e-5
+    if suffix == ".onnx" and type(model) is Several:
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(tmp_path / "net.onnx"))
+        assert {each.name for each in session.get_inputs()} == {"left", "right"}

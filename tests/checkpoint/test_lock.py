@@ -31,7 +31,7 @@ def test_one_process_owns_a_folder(tmp_path: Path) -> None:
         assert folder.is_dir()
         assert is_locked(folder)
         assert not another_process(lambda: take(folder))
-        with pytest.raises(RequestError, match=r"another run is at work in .*run"), lock_folder(folder):
+        with pytest.raises(RequestError, match=r"another run is using .*run"), lock_folder(folder):
             pass
         assert is_locked(folder), "asking does not break the lock"
     assert not is_locked(folder)
@@ -59,7 +59,9 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     for ask in (take, is_locked):
         with pytest.raises(RequestError) as refused:
             ask(tmp_path)
-        assert f"{tmp_path}: its file system refuses the lock of a run ({os.strerror(number)})" in str(refused.value)
+        assert f"{tmp_path}: the file system does not support the lock of a run ({os.strerror(number)})" in str(
+            refused.value
+        )
         assert "another --save-dir" in str(refused.value)
 
 
@@ -103,18 +105,18 @@ def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tm
         check_owner(run)
         (run / ".lock").unlink()
         run.rmdir()
-        with pytest.raises(FileNotFoundError, match="the run folder has gone"):
+        with pytest.raises(FileNotFoundError, match="the run folder was removed"):
             check_owner(run)
         run.mkdir()
         check_owner(run)
         (run / ".lock").write_text("1")
-        with pytest.raises(OSError, match="run belongs to another run by now"):
+        with pytest.raises(OSError, match="run now belongs to another run"):
             check_owner(run)
 
 
 def test_what_must_be_written_and_cannot_is_a_failure_with_a_name(tmp_path: Path) -> None:
     with (
-        pytest.raises(TrainingError, match=r"run can't be written to: \[Errno 28\] full\n  try: make room"),
+        pytest.raises(TrainingError, match=r"run can't be written to: \[Errno 28\] full\n  try: free some space"),
         fail_on_write_error(Path("run")),
     ):
         raise OSError(28, "full")

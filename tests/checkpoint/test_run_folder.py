@@ -209,12 +209,12 @@ def test_where_every_checkpoint_is_damaged_the_request_is_wrong(attempt: int) ->
     wishes = [{}, {"resume": "elsewhere"}, {"resume": "elsewhere/checkpoints/step_00000005"}]
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     for wish in wishes:
-        with pytest.raises(RequestError, match="mine has 2 checkpoints, and none is whole") as refused:
+        with pytest.raises(RequestError, match="mine has 2 checkpoints, and none is intact") as refused:
             choose_resume_point(make_config("mine", **wish), attempt=attempt)
         told = str(refused.value)
         assert "mine/checkpoints/step_00000010: state.pt has 4 bytes instead of" in told
         assert "mine/checkpoints/step_00000020: manifest.json can't be read" in told
-        for way_out in ("--resume never with another --save-dir", "--resume PATH", "--init-from mine/best.pt"):
+        for way_out in ("--resume never and another --save-dir", "--resume PATH", "--init-from mine/best.pt"):
             assert way_out in told
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
     assert choose_resume_point(make_config("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
@@ -232,7 +232,7 @@ def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch
     """The run in it lets old checkpoints go while we would look at them."""
     run_in(Path("mine"), 10)
     monkeypatch.setattr(Store, "find_newest", lambda self: pytest.fail("read"))
-    with lock_folder(Path("mine")), pytest.raises(RequestError, match="another run is at work in mine"):
+    with lock_folder(Path("mine")), pytest.raises(RequestError, match="another run is using mine"):
         choose_resume_point(make_config("mine"), attempt=0)
     with lock_folder(Path("checkpoints/digits/x")):
         Path("checkpoints/digits/x/config.yaml").write_text("")
@@ -307,7 +307,7 @@ def test_resume_of_a_damaged_checkpoint_is_refused() -> None:
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
 def test_resume_of_nothing_is_refused(path: str) -> None:
     Path("empty").mkdir()
-    with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
+    with pytest.raises(RequestError, match=f"--resume {path}: contains no checkpoint"):
         choose_resume_point(make_config(resume=path), attempt=0)
 
 
@@ -318,7 +318,7 @@ def test_a_wrong_resume_is_refused_whatever_the_save_dir_holds(path: str) -> Non
     run_in(Path("begun"))
     run_in(Path("mine"), 10, status="completed")
     Path("mine/journal.jsonl").write_text("")
-    with pytest.raises(RequestError, match=f"--resume {path}: no checkpoint there"):
+    with pytest.raises(RequestError, match=f"--resume {path}: contains no checkpoint"):
         choose_resume_point(make_config("mine", path), attempt=0)
 
 
@@ -332,7 +332,7 @@ def test_what_the_run_came_from_may_be_damaged_by_now() -> None:
 def test_resume_of_damaged_checkpoints_only_says_why() -> None:
     run_in(Path("there"), 10)
     damage(Path("there/checkpoints/step_00000010"))
-    with pytest.raises(RequestError, match=r"no checkpoint there\n.*step_00000010: state\.pt has"):
+    with pytest.raises(RequestError, match=r"contains no checkpoint\n.*step_00000010: state\.pt has"):
         choose_resume_point(make_config(resume="there"), attempt=0)
 
 

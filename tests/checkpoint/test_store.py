@@ -34,9 +34,9 @@ def names(store: Store) -> list[str]:
 def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     store = fill_store(tmp_path)
     size = store.save(120, STATE, FACTS)
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found is not None
-    assert (found.step, passed_over) == (120, [])
+    assert (found.step, skipped) == (120, [])
     assert found.folder == tmp_path / "checkpoints" / "step_00000120"
     assert torch.equal(found.state()["model"]["weight"], STATE["model"]["weight"])
     assert sorted(path.name for path in found.folder.iterdir()) == [MANIFEST, "state.pt"]
@@ -66,9 +66,9 @@ def test_steps_are_numbers_beyond_eight_digits_too(tmp_path: Path) -> None:
     (store.folder / "step_by_hand").mkdir()
     store.save(100_000_000, STATE, FACTS)
     assert names(store) == ["step_100000000", "step_99999999", "step_by_hand"]
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found
-    assert (found.step, passed_over) == (100_000_000, [])
+    assert (found.step, skipped) == (100_000_000, [])
     store.discard_after(99_999_999)
     assert names(store) == ["replaced_step_100000000", "step_99999999", "step_by_hand"]
 
@@ -123,15 +123,15 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_passed_over_and_named_and_stays(damage: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_named_and_stays(damage: Any, tmp_path: Path) -> None:
     store = fill_store(tmp_path, 10, 20, 30)
     damage(store.folder / "step_00000030")
     left = sorted((store.folder / "step_00000030").iterdir())
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found is not None
     assert found.step == 20
-    assert len(passed_over) == 1
-    assert f"passed over {store.folder / 'step_00000030'}: {DAMAGE[damage]}" in passed_over[0]
+    assert len(skipped) == 1
+    assert f"skipped {store.folder / 'step_00000030'}: {DAMAGE[damage]}" in skipped[0]
     assert sorted((store.folder / "step_00000030").iterdir()) == left
 
 
@@ -139,9 +139,9 @@ def test_where_all_are_damaged_all_are_named(tmp_path: Path) -> None:
     store = fill_store(tmp_path, 10, 20, 30)
     for folder, damage in zip(sorted(store.folder.iterdir()), (torn, flip_byte, without_manifest), strict=True):
         damage(folder)
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found is None
-    assert [note.split("step_")[1][:8] for note in passed_over] == ["00000030", "00000020", "00000010"]
+    assert [note.split("step_")[1][:8] for note in skipped] == ["00000030", "00000020", "00000010"]
 
 
 def test_any_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
@@ -163,10 +163,10 @@ def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
     flip_byte(store.folder / "step_00000020")
     store.keep = 1
     store.save(15, STATE | {"progress": {"step": 15}}, FACTS)
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found is not None
     assert found.step == 15
-    assert len(passed_over) == 1, "and it is still there to be looked at"
+    assert len(skipped) == 1, "and it is still there to be looked at"
 
 
 def test_going_on_from_an_older_checkpoint_keeps_what_is_saved_then(tmp_path: Path) -> None:
@@ -178,18 +178,18 @@ def test_going_on_from_an_older_checkpoint_keeps_what_is_saved_then(tmp_path: Pa
 def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
     store = fill_store(tmp_path, 10, 20)
     store.save(20, STATE | {"progress": {"step": 999}}, FACTS)
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found is not None
-    assert (found.state()["progress"]["step"], passed_over) == (999, [])
+    assert (found.state()["progress"]["step"], skipped) == (999, [])
     assert len(names(store)) == 2
 
 
 def test_drafts_of_a_killed_run_are_no_checkpoints_and_are_swept(tmp_path: Path) -> None:
     store = fill_store(tmp_path, 10)
     shutil.copytree(store.folder / "step_00000010", store.folder / ".draft_step_00000020")
-    found, passed_over = store.find_newest()
+    found, skipped = store.find_newest()
     assert found is not None
-    assert (found.step, passed_over) == (10, [])
+    assert (found.step, skipped) == (10, [])
     store.save(20, STATE, FACTS)
     assert names(store) == ["step_00000010", "step_00000020"]
 
@@ -228,9 +228,9 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
                 deadly.setattr(owner, name, counted(getattr(owner, name)))
             left = moment
             ended = exit_code(partial(store.save, 20, STATE, FACTS))
-        found, passed_over = store.find_newest()
+        found, skipped = store.find_newest()
         assert found is not None
-        assert passed_over == []
+        assert skipped == []
         if ended == 0:
             break
         assert ended == -signal.SIGKILL

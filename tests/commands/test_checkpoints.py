@@ -45,7 +45,7 @@ def test_where_none_is_left_it_says_so(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_wrong_folder_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_multi_gpu.run(["checkpoints", str(tmp_path / "x")]) == 2
-    assert "x holds no run" in capsys.readouterr().err
+    assert "x is not a run folder" in capsys.readouterr().err
 
 
 def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "nproc_per_node": 2,
     "data": "har",
     "data.args": {"shape": [3, 8, 8]},
+    "data.inputs": 2,
     "data_dir": "/data",
     "mode": "average",
     "num_workers": 3,

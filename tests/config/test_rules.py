@@ -60,7 +60,10 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ({"num_envs": "8"}, ["--num-envs", "--task ppo"]),
         ({"env_steps": "8", "task": "classification"}, ["--env-steps", "--task ppo"]),
         ({"episodes": "8", "env_group": "2"}, ["--episodes is for", "--env-group is for"]),
-        ({"data": "gym:Pole-v1", "task": "classification"}, ["--data gym:Pole-v1: that is no dataset", "--task ppo"]),
+        (
+            {"data": "gym:Pole-v1", "task": "classification"},
+            ["--data gym:Pole-v1: this names", "--task ppo"],
+        ),
         ({"data": "gyn:Pole-v1"}, ["--data gyn:Pole-v1: must be module:factory"]),
     ],
 )
@@ -94,7 +97,7 @@ def test_fair_requests_pass(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "changed", "words"),
     [
-        ({}, {"MASTER_ADDR": ""}, ["half set", "MASTER_ADDR"]),
+        ({}, {"MASTER_ADDR": ""}, ["incomplete", "MASTER_ADDR"]),
         ({}, {"WORLD_SIZE": "", "MASTER_PORT": ""}, ["RANK", "without WORLD_SIZE, MASTER_PORT"]),
         ({}, {"RANK": "one"}, ["RANK=one"]),
         ({}, {"RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
@@ -155,7 +158,7 @@ def test_paths_that_are_right_pass(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert "cannot be written" in list_faults({"save_dir": tmp_path / "run"})
+    assert "no permission to write" in list_faults({"save_dir": tmp_path / "run"})
 
 
 def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:

@@ -129,9 +129,9 @@ def test_everything_wrong_is_reported_at_once_with_file_and_line(recipe: Write) 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "mine.yaml:1: empty"),
-        (b"- epochs\n", "mine.yaml:1: a list"),
-        (b"epochs\n", "mine.yaml:1: a single value"),
+        (b"", "mine.yaml:1: the file is empty"),
+        (b"- epochs\n", "mine.yaml:1: the file is a list"),
+        (b"epochs\n", "mine.yaml:1: the file is a single value"),
         (b"epochs: 3\nmode: \xe9\n", "mine.yaml:2: not UTF-8"),
         (b"#" * (2**20 + 1), "too large"),
         (b"epochs: [\n", "mine.yaml:2: malformed"),
@@ -213,3 +213,13 @@ def test_config_yaml_has_every_setting_in_the_tables_order(recipe: Write) -> Non
 def test_a_worker_gets_the_same_config_and_knows_what_was_written(recipe: Write, flags: dict[str, Any]) -> None:
     config = replace(resolve(flags, ("task.args.x=1e-3",), None), recipe="fashion")
     assert resolve({}, (), recipe(json.dumps(explicit_dump(config)))) == config
+
+
+def test_how_many_parts_of_a_sample_are_inputs_is_a_setting(recipe: Write) -> None:
+    assert resolve({}, ("data.inputs=2",), None).data.inputs == 2
+    file = recipe("data: {name: mine:rows, inputs: 2, args: {inputs: 5}}\n")
+    config = resolve({}, (), file)
+    assert (config.data.inputs, config.data.args) == (2, {"inputs": 5})
+    assert resolve({}, (), recipe(dump(config))).data == config.data
+    assert resolve({"data": "digits"}, (), file).data.inputs is None, "it was meant for the other dataset"
+    assert "must be a whole number" in read_refusal(sets=("data.inputs=both",))

@@ -5,9 +5,10 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import Dataset, Subset
 
-from multigpu_cli.data.collate import Collate, describe_shapes, get_sample, to_pair
+from multigpu_cli.data.collate import PAIR, Collate, SampleForm, describe_shapes, get_sample, to_pair
 from multigpu_cli.errors import RequestError
 
 
@@ -110,3 +111,82 @@ def test_shapes_in_words() -> None:
     value = {"x": torch.zeros(2, 3), "names": ("a", [torch.ones((), dtype=torch.int64)] * 6)}
     row = "int64 (), int64 (), int64 (), int64 (), …"
     assert describe_shapes(value) == f"{{x: float32 (2, 3), names: (str, ({row}))}}"
+
+
+TWO = SampleForm(inputs=2)
+FREE = SampleForm(needs_target=False)
+WHOLE = SampleForm(needs_target=False, keeps_mappings=True)
+
+
+@pytest.mark.parametrize(
+    ("item", "form", "inputs", "targets"),
+    [
+        (([1.0], 2), PAIR, [1.0], 2),
+        (((1, 2), 3), PAIR, (1, 2), 3),
+        (([numpy.ones(1), (1, 2)], 3), PAIR, [[1.0], (1, 2)], 3),
+        ((1, 2, 3), TWO, (1, 2), 3),
+        ((1, 2, 3, 4), TWO, (1, 2), (3, 4)),
+        ((1, 2, 3), SampleForm(inputs=1), 1, (2, 3)),
+        ((1, 2), SampleForm(inputs=2, needs_target=False), (1, 2), None),
+        ((1,), FREE, 1, None),
+        (torch.tensor(1), FREE, 1, None),
+        ({"a": 1, "b": 2}, FREE, {"a": 1, "b": 2}, None),
+        ({"a": 1, "label": 2}, FREE, 1, 2),
+        ({"a": 1, "label": 2}, WHOLE, {"a": 1, "label": 2}, None),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, WHOLE, {"input_ids": [1, 2], "labels": [1, 2]}, None),
+    ],
+)
+def test_a_form_divides_a_sample(item: Any, form: SampleForm, inputs: Any, targets: Any) -> None:
+    found = to_pair(item, "sample 0", form)
+    assert tree_map_only(Tensor, Tensor.tolist, found) == (inputs, targets)
+    assert all(isinstance(leaf, Tensor) for leaf in tree_leaves(found) if leaf is not None)
+
+
+@pytest.mark.parametrize(
+    ("item", "form", "named", "remedy"),
+    [
+        ((1, 2, 3), PAIR, "not tuple of 3", "--set data.inputs=2"),
+        ((1, 2), TWO, "must be data.inputs=2 and a target, not tuple of 2", "a pair"),
+        (torch.ones(1), TWO, "not Tensor", "a pair"),
+        ({"a": 1, "y": 2}, TWO, "data.inputs=2: sample 0 is a dict", "leave it out"),
+        ((1,), PAIR, "(input, target), not tuple of 1", "a pair"),
+        ((1,), SampleForm(inputs=2, needs_target=False), "not tuple of 1", "a pair"),
+    ],
+)
+def test_a_sample_of_another_form_is_named(item: Any, form: SampleForm, named: str, remedy: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(named)) as refused:
+        to_pair(item, "sample 0", form)
+    assert refused.value.remedy.startswith(remedy)
+
+
+def test_tuples_of_inputs_are_batches_in_a_tuple() -> None:
+    numbered = [(at, ((torch.ones(2) * at, [at, at]), (at, 1.5))) for at in range(3)]
+    inputs, targets = Collate(Own(None))(numbered)
+    assert [type(side) for side in (inputs, targets)] == [tuple, tuple]
+    assert [tuple(each.shape) for each in (*inputs, *targets)] == [(3, 2), (3, 2), (3,), (3,)]
+    alone = Collate(Own(None), FREE)([(0, (torch.ones(2),)), (1, (torch.ones(2),))])
+    assert (alone.inputs.shape, alone.targets) == ((2, 2), None)
+
+
+class Own(Dataset[Any]):
+    """A dataset with a collate_fn, or none."""
+
+    def __init__(self, collate_fn: Any) -> None:
+        if collate_fn:
+            self.collate_fn = collate_fn
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_collate_fn_that_only_turns_samples_gives_lists_of_them(count: int) -> None:
+    """Images have three channels, so a batch of three could be taken for three inputs."""
+    samples = [(at, (torch.ones(3, 4, 4 + at), {"boxes": torch.ones(at, 4)})) for at in range(count)]
+    inputs, targets = Collate(Own(lambda some: tuple(zip(*some, strict=True))))(samples)
+    assert [type(side) for side in (inputs, targets)] == [list, list]
+    assert [len(side) for side in (inputs, targets)] == [count, count]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_collate_fn_may_give_several_inputs_and_targets(count: int) -> None:
+    batch = ((torch.ones(count), torch.ones(count, 2)), (torch.ones(count), torch.ones(count)))
+    inputs, targets = Collate(Own(lambda _: batch))([(at, None) for at in range(count)])
+    assert (type(inputs), type(targets)) == (tuple, tuple)

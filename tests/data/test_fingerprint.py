@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.run.check_same_data_and_machine import group_ranks
+from multigpu_cli.run.check_ranks_agree_on_data_and_machine import group_ranks
 
 
 def source(inputs: torch.Tensor, targets: torch.Tensor, **more: Any) -> DataSource:

@@ -188,7 +188,7 @@ def test_an_argument_that_the_factory_does_not_take() -> None:
 
 
 def test_too_many_samples_to_look_through_for_classes() -> None:
-    with pytest.raises(RequestError, match="too many to look through") as refused:
+    with pytest.raises(RequestError, match="too many to infer") as refused:
         open_own("Items", args={"count": 200_000})
     assert "num_classes" in refused.value.remedy
     assert open_own("Counted", args={"count": 200_000}).num_classes == 7
@@ -210,7 +210,7 @@ def test_a_stream_is_read_once_and_then_has_numbers() -> None:
     source, again = open_own("Stream"), open_own("Stream")
     assert [len(part) for part in (source.train, source.val, source.test)] == [80, 10, 10]  # type: ignore[arg-type]
     assert (source.input_shape, source.num_classes) == ((3,), 2)
-    assert "a stream that was read once" in source.note
+    assert "an iterable dataset, read once" in source.note
     first, twice = source.train[5]["x"].tolist(), again.train[5]["x"].tolist()
     assert first == source.train[5]["x"].tolist() == twice
     assert open_own("Stream", seed=1).train[5]["x"].tolist() != first
@@ -219,7 +219,7 @@ def test_a_stream_is_read_once_and_then_has_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "named"), [(0, "the stream is empty"), (10**9, "no end of the stream after 100,000 samples")]
+    ("count", "named"), [(0, "the iterable dataset is empty"), (10**9, "does not end after 100,000 samples")]
 )
 def test_a_stream_without_samples_or_end_is_refused(count: int, named: str) -> None:
     with pytest.raises(RequestError, match=named):

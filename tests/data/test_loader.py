@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.keyed_random import KeyedRandom
@@ -247,7 +248,7 @@ def test_an_item_that_is_no_pair_is_named(item: Any) -> None:
 
 
 def test_a_tensor_dataset_of_one_or_three_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"\(input, target\), not 3 tensors"):
+    with pytest.raises(RequestError, match=r"\(input, target\), not tuple of 3"):
         loader(TensorDataset(*[torch.ones(3)] * 3))
 
 
@@ -367,3 +368,17 @@ def test_what_fails_while_it_is_measured_is_told_without_the_way_there(monkeypat
         loader(Failing(), "auto")
     assert len(str(caught.value).splitlines()) < 4
     assert len(multiprocessing.active_children()) == before
+
+
+def test_several_tensors_in_memory_are_several_inputs() -> None:
+    split = TensorDataset(torch.arange(37), -torch.arange(37), torch.arange(37) % 3)
+    for work in epoch(loader(split, form=SampleForm(inputs=2))):
+        for batch in work:
+            assert [side.tolist() for side in batch.inputs] == [
+                batch.sample_indices.tolist(),
+                (-batch.sample_indices).tolist(),
+            ]
+            assert batch.targets.tolist() == (batch.sample_indices % 3).tolist()
+    alone = TensorDataset(torch.arange(37))
+    (first, *_), *_ = epoch(loader(alone, form=SampleForm(needs_target=False)))
+    assert (first.inputs.tolist(), first.targets) == (first.sample_indices.tolist(), None)

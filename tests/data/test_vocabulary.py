@@ -33,7 +33,7 @@ def test_numbers_there_and_back() -> None:
     assert Numbers(10).encode(" 3 9\n0") == [3, 9, 0]
     assert Numbers(10).decode([3, 9, 0]) == "3 9 0"
     for wrong in ("10", "-1", "be"):
-        with pytest.raises(RequestError, match=f"'{wrong}' is no token"):
+        with pytest.raises(RequestError, match=f"'{wrong}' is not a token"):
             Numbers(10).encode(f"1 {wrong}")
 
 

@@ -14,8 +14,8 @@ from torch.utils.data._utils import signal_handling
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import worker_context
+from multigpu_cli.data.dataloader_fetcher import run_in_process
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.map_style_fetcher import run_in_process
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import PLAN, Noisy, epoch, source
 from tests.support.fork import exit_code, wait_for_end
@@ -103,5 +103,5 @@ def nothing_writable(folder: str, mode: int) -> bool:
 
 def test_where_no_path_is_short_enough_the_door_says_so(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", nothing_writable)
-    with pytest.raises(RequestError, match=r"(?s)TMPDIR=.* is too long .* at most 75 bytes, or --num-workers 0"):
+    with pytest.raises(RequestError, match=r"(?s)TMPDIR=.* is too long .* at most 75 bytes, or use --num-workers 0"):
         loader()

@@ -21,9 +21,9 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assemble_run import assemble_run
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.launch_env import LaunchEnv

@@ -217,7 +217,7 @@ def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
 
     second = run_command(alone(**flags | {"multi_gpu": "none"}), tmp_path, **SLOW)
     assert second.returncode == 2
-    assert "another run is at work in run" in second.stderr
+    assert "another run is using run" in second.stderr
     assert first.poll() is None, "the first goes on"
 
     first.send_signal(signal.SIGTERM)
@@ -281,7 +281,7 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     [restart] = [fault for fault in events(tmp_path / "run", "fault") if fault["kind"] == "restart"]
     assert "rank 1 ended without an error message after step" in restart["action"]
     assert "rank 1 ended without an error message" in ended.stderr
-    assert "it said last (run/logs/rank_1.log):\n  rank 1 does it\n" in ended.stderr
+    assert "its last output (run/logs/rank_1.log):\n  rank 1 does it\n" in ended.stderr
 
 
 def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:

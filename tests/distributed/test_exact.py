@@ -36,10 +36,11 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assemble_run import assemble_run, start_run
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.assemble_run import assemble_run
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.finalize import finish_completed
 from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.start_run import start_run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.torch_settings import enable_determinism

@@ -7,7 +7,7 @@ import torch
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.validate_request import check_device
+from multigpu_cli.run.device_and_data_rules import check_device
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.run_training import run_training

@@ -65,7 +65,7 @@ def test_ranks_that_see_the_same_gpu_are_refused(tmp_path: Path) -> None:
     alone(lambda sim: None)
     ended = run_training(2, prepare=show_gpus(lambda rank: "2"), max_steps=6, save_dir=str(tmp_path / "run"))
     assert ended.kind == "RequestError"
-    assert "ranks 0,1 have one GPU" in ended.error
+    assert "ranks 0,1 share a GPU" in ended.error
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import batch_size_finder
+from multigpu_cli.run import fit_batch_sizes_to_memory
 from multigpu_cli.tasks.base import Task
 from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
@@ -38,9 +38,9 @@ def exhaust_memory_at(place: str, rank: int = 0) -> Callable[[Simulated], None]:
                 left.clear()
                 sim.device.fail_allocation(run.world.local_rank, 0, 1)
 
-        if place in ("rehearsal", "evaluation"):
-            owner, name = (batch_size_finder, "_run_micro_batch") if place == "rehearsal" else (Task, "evaluate")
-            _before(owner, name, lambda *given: fail(given[0] if place == "rehearsal" else _Place(given[3])))
+        if place in ("trial", "evaluation"):
+            owner, name = (fit_batch_sizes_to_memory, "_run_micro_batch") if place == "trial" else (Task, "evaluate")
+            _before(owner, name, lambda *given: fail(given[0] if place == "trial" else _Place(given[3])))
         else:
             _before(
                 engine, "train_step", lambda run, layout, _: _in_step(run, place, fail) if layout.step == 4 else None
@@ -109,7 +109,7 @@ def test_a_step_without_memory_is_taken_again_or_the_run_begins_again(
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4 if amp == "off" else 2e-2)
 
 
-@pytest.mark.parametrize("place", ["rehearsal", "evaluation"])
+@pytest.mark.parametrize("place", ["trial", "evaluation"])
 def test_what_needs_too_much_beside_the_steps_is_halved(
     place: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

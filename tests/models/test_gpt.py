@@ -66,7 +66,7 @@ def test_dropout_is_for_training_only() -> None:
     assert any(isinstance(module, nn.Dropout) for module in model.modules())
 
 
-@pytest.mark.parametrize(("shape", "width", "named"), [((8,), 10, "4 heads"), ((3, 8), 16, "are no sequences")])
+@pytest.mark.parametrize(("shape", "width", "named"), [((8,), 10, "4 heads"), ((3, 8), 16, "are not sequences")])
 def test_what_can_not_be_built_is_refused(shape: tuple[int, ...], width: int, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         build(shape, 5, width=width)

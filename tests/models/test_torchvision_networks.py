@@ -117,14 +117,14 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_torchvision_for_another_torch_gets_one_line_with_the_way_out(broken: None, name: str) -> None:
     with pytest.raises(RequestError) as refused:
         build_model(ModelConfig(), name, OFFERED)
-    assert "the torchvision that is installed is not built for torch" in refused.value.problem
+    assert "the installed torchvision is not built for torch" in refused.value.problem
     assert len(refused.value.problem.splitlines()) == 1
     assert "pip install --force-reinstall --no-deps 'torchvision==0." in refused.value.remedy
 
 
 @pytest.mark.parametrize("name", ["early", "hidden"])
 def test_so_does_one_that_a_factory_imports(broken: None, name: str) -> None:
-    with pytest.raises(RequestError, match=f"--model mine_with_torchvision:{name}: the torchvision that is installed"):
+    with pytest.raises(RequestError, match=f"--model mine_with_torchvision:{name}: the installed torchvision"):
         build_model(ModelConfig(), f"mine_with_torchvision:{name}", OFFERED)
 
 
@@ -132,7 +132,7 @@ def test_the_command_ends_with_two_lines(broken: None, capfd: pytest.CaptureFixt
     assert exit_code(lambda: main_multi_gpu.leave(main_multi_gpu.run(["--model", "timm/resnet18"]))) == 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2, said
-    assert said[0].startswith("error: --model timm/resnet18: the torchvision that is installed is not built for torch")
+    assert said[0].startswith("error: --model timm/resnet18: the installed torchvision is not built for torch")
 
 
 @pytest.mark.parametrize("package", ["timm", "torchvision"])

@@ -142,7 +142,7 @@ def test_a_warm_up_that_is_cut_short_never_reaches_the_peak() -> None:
 
 
 def test_a_warm_up_that_never_ends_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"--warmup-epochs 3 never ends within --epochs 3"):
+    with pytest.raises(RequestError, match=r"--warmup-epochs 3: the warm-up does not end within --epochs 3"):
         plan(epochs=3, warmup_epochs=3.0)
 
 

@@ -116,7 +116,7 @@ def test_checkpoints_of_which_no_node_has_a_whole_one_are_refused(
     if elsewhere:
         assert found[0][:2] == ["run/checkpoints/step_00000005", int(damaged == "node0")]
     else:
-        assert "run has 1 checkpoint, and none is whole" in found[0]
+        assert "run has 1 checkpoint, and none is intact" in found[0]
 
 
 @pytest.mark.parametrize(("resume", "refused"), [("run", False), ("elsewhere", True)])
@@ -125,7 +125,7 @@ def test_a_place_to_resume_from_may_be_on_one_node_alone(tmp_path: Path, resume:
     found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, resolve({"resume": resume}, [], None)))
     if refused:
         assert found[0] == found[1]
-        assert "--resume elsewhere: no checkpoint there" in found[0]
+        assert "--resume elsewhere: contains no checkpoint" in found[0]
     else:
         assert found[0][:2] == found[1][:2] == ["run/checkpoints/step_00000007", 1]
 
@@ -147,7 +147,7 @@ def test_a_place_without_checkpoints_on_any_node_is_refused(tmp_path: Path) -> N
     wish = resolve({"save_dir": "run", "resume": "there"}, [], None)
     found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, wish))
     assert found[0] == found[1]
-    assert "--resume there: no checkpoint there" in found[0]
+    assert "--resume there: contains no checkpoint" in found[0]
 
 
 def test_what_rank_0_may_not_begin_nobody_does(tmp_path: Path) -> None:
@@ -236,6 +236,6 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_left_as_it_is(
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     refused = run_training(workers, epochs=4, **flags)
     assert refused.kind in ("RequestError", "NoIntactCheckpoint")
-    assert "run has 2 checkpoints, and none is whole" in refused.error
+    assert "run has 2 checkpoints, and none is intact" in refused.error
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
     assert run_training(epochs=2, **flags | {"save_dir": "new"}, resume="never", init_from="run/best.pt").error == ""

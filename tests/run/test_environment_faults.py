@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_before_the_start_is_a_wrong_request() -> None:
 
         disk_fault_model.full()
         with (
-            pytest.raises(RequestError, match=r"--save-dir run: File too large\n  try: make room"),
+            pytest.raises(RequestError, match=r"--save-dir run: File too large\n  try: free some space"),
             lock_folder(Path("run")),
         ):
             pass
@@ -148,7 +148,7 @@ def test_a_run_folder_that_vanishes_is_named_and_one_that_comes_back_is_used(und
     ended = under("8:gone,14:back", keep="9", trace_samples=True)
     assert ended.error == ""
     assert ended.summary["fingerprint"] == undisturbed["fingerprint"]
-    assert ["the run folder has gone" in fault["action"] for fault in ended.summary["faults"][:2]] == [True, True]
+    assert ["the run folder was removed" in fault["action"] for fault in ended.summary["faults"][:2]] == [True, True]
     assert [event["step"] for event in events("train")] == list(range(1, STEPS + 1)), "the journal is whole again"
     assert steps_traced() == Counter(range(1, STEPS + 1))
     assert set(states().values()) == {"whole"}
@@ -158,13 +158,13 @@ def test_a_run_folder_that_vanishes_is_named_and_one_that_comes_back_is_used(und
 def test_a_run_folder_that_stays_away_is_named_at_the_end() -> None:
     ended = under("8:gone")
     assert ended.kind == "TrainingError"
-    assert "could not be written to run: [Errno 2] the run folder has gone" in ended.error
+    assert "could not be written to run: [Errno 2] the run folder was removed" in ended.error
     assert not Path("run").exists(), "it is not ours to make"
 
 
 def test_another_run_in_the_place_of_ours_is_left_alone() -> None:
     ended = under("8:taken")
-    assert "run belongs to another run by now" in ended.error
+    assert "run now belongs to another run" in ended.error
     there = {path.name for path in Path("run").iterdir()} - {"logs"}  # the crash report, in a file of its own
     assert there == {".lock", "journal.jsonl"}
     assert Path("run/journal.jsonl").read_text() == ""

@@ -19,7 +19,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.oom_recovery import halve_micro_batch
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.run_training import run_training
 

@@ -11,9 +11,9 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
+from multigpu_cli.run.device_and_data_rules import check_data
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.validate_request import check_data
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
@@ -217,10 +217,10 @@ def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
         ),
         ({"grad_compression": "bf16"}, 2, "--grad-compression bf16 needs NCCL"),
         ({"global_batch_size": 2}, 3, "--global-batch-size 2 is below the number of workers"),
-        ({"drop_last": True, "global_batch_size": 61}, 1, "--drop-last leaves nothing"),
-        ({"warmup_epochs": 20.0}, 1, "--warmup-epochs 20 never ends within --epochs 20"),
+        ({"drop_last": True, "global_batch_size": 61}, 1, "--drop-last leaves no step"),
+        ({"warmup_epochs": 20.0}, 1, "--warmup-epochs 20: the warm-up does not end within --epochs 20"),
         ({"data": "tests.support.user_code:nowhere"}, 1, "has no 'nowhere'"),
-        ({"resume": "elsewhere"}, 1, "--resume elsewhere: no checkpoint there"),
+        ({"resume": "elsewhere"}, 1, "--resume elsewhere: contains no checkpoint"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(flags: dict[str, Any], workers: int, named: str) -> None:

@@ -9,11 +9,11 @@ import torch
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.planning.batch import MicroBatch, StepLayout
-from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.run.step_result import StepResult
-from tests.run.test_micro_batch_flops_and_memory import components
+from tests.run.test_profile_micro_batch import components
 
 
 def observer() -> Any:
@@ -60,7 +60,7 @@ def test_a_worker_without_work_is_observed_too() -> None:
 def test_a_gradient_is_the_same_whoever_looks(tmp_path: Path) -> None:
     gradients = []
     for looking in (observer(), None):
-        made = components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain")
+        made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
         batch = first_batch(made.loaders.train, 10)
         for last in (True, False):
             if looking:

@@ -14,7 +14,7 @@ from multigpu_cli.run import assemble_run, train_log
 from multigpu_cli.run.train_log import combine_ranks, peak_memory
 from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import read_board
-from tests.run.test_micro_batch_flops_and_memory import plain
+from tests.run.test_profile_micro_batch import plain
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences, tensors
 
@@ -135,7 +135,7 @@ def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, worke
     Of the three micro-batches that make 15, rank 0 has one and nothing to compare, and rank 1 has two. With 25 in
     a step the last one of an epoch has 10.
     """
-    flags: dict[str, Any] = {"model": "tests.run.test_micro_batch_flops_and_memory:plain", "lr": 1e-2}
+    flags: dict[str, Any] = {"model": "tests.run.test_profile_micro_batch:plain", "lr": 1e-2}
     flags |= {"batch_size": 5, "global_batch_size": global_batch, "max_steps": 12, "log_interval": 2}
     run_training(workers, save_dir=str(tmp_path / "a"), **flags | {"data": "tests.support.user_code:OneSample"})
     line = last_line(tmp_path / "a")
@@ -157,7 +157,7 @@ def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> Non
     """One step on all 60 samples, at a rate that leaves the weights where they were; TensorBoard has the same."""
     flags: dict[str, Any] = {"batch_size": "30", "max_steps": "1", "log_interval": "1", "lr": "1e-30"}
     flags |= {
-        "model": "tests.run.test_micro_batch_flops_and_memory:plain",
+        "model": "tests.run.test_profile_micro_batch:plain",
         "warmup_epochs": "0",
         "schedule": "constant",
     }

@@ -5,6 +5,7 @@ import torch
 
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.agree_on_roster import RankGpu
 from multigpu_cli.runtime.choose_strategy_and_devices import (
     Placement,
     choose_placement,
@@ -14,7 +15,6 @@ from multigpu_cli.runtime.choose_strategy_and_devices import (
     gpu_models,
 )
 from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.rank_handshake import RankGpu
 from multigpu_cli.runtime.world import World
 
 

@@ -122,3 +122,16 @@ def test_gradients_are_copied_once_in_a_step(monkeypatch: pytest.MonkeyPatch) ->
         assert network.weight.grad is not None
         places.append(network.weight.grad.data_ptr())
     assert places[0] != places[1] == places[2]
+
+
+@pytest.mark.parametrize("inputs", [(torch.ones(4), torch.ones(2)), [torch.ones(7)] * 4, ([torch.ones(7)] * 4, [1])])
+def test_samples_may_come_in_a_tuple_or_a_list(inputs: Any) -> None:
+    class First(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return batch[0]
+
+    compiled = CompiledModel(First(), None, backend="eager")
+    for size, full in ((7, False), (4, True)):
+        compiled.full_batch_size = partial(int, size)
+        compiled(inputs)
+        assert (compiled.seconds is not None) is full

@@ -58,7 +58,7 @@ def test_the_working_directory_comes_before_installed_packages(own: Path) -> Non
         ("nowhere_for_plugins:build", "there is no module 'nowhere_for_plugins' in", "run from the folder"),
         ("os.nowhere:build", "there is no module 'os.nowhere'", "spelling"),
         ("mine_for_plugins:biuld", "has no 'biuld'", "did you mean 'build'?"),
-        ("mine_for_plugins:LIMIT", "'LIMIT' is of type int, not something to call", ""),
+        ("mine_for_plugins:LIMIT", "'LIMIT' is of type int, which is not callable", ""),
     ],
 )
 def test_what_cannot_be_found_is_named(own: Path, name: str, problem: str, remedy: str) -> None:
@@ -110,7 +110,7 @@ def test_a_factory_that_takes_anything_gets_the_arguments_but_not_the_offers() -
 def test_an_argument_that_the_factory_does_not_take_gets_a_suggestion() -> None:
     def build(seed: int, width: int = 4) -> None: ...
 
-    with pytest.raises(RequestError, match=r"model\.args\.widht: .*build takes no such argument") as refused:
+    with pytest.raises(RequestError, match=r"model\.args\.widht: .*build has no such parameter") as refused:
         call_factory(build, {"seed": 1}, {"widht": 3}, where="model")
     assert "did you mean 'width'?" in refused.value.remedy
 

@@ -59,7 +59,9 @@ def test_ranks_on_unlike_gpus_take_one_format(ranks: tuple[str, ...], monkeypatc
     found = run_on_each_rank(3, work)
     assert {each.name for each in found} == {"fp16" if "fp16" in ranks else "bf16"}
     other = ranks.index("fp16") if "fp16" in ranks else None
-    reasons = ["its GPU" if other is None or name == "fp16" else f"rank {other}'s GPU has no bf16" for name in ranks]
+    reasons = [
+        "its GPU" if other is None or name == "fp16" else f"rank {other}'s GPU does not support bf16" for name in ranks
+    ]
     assert [each.reason for each in found] == reasons
 
 
@@ -79,7 +81,10 @@ def test_the_gpus_of_one_process_take_one_format(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         precision, "choose_precision", lambda wanted, device: PrecisionChoice(formats[device], "its own")
     )
-    assert agree_on_precision("auto", World(CPU), [CUDA, torch.device("cuda", 1)]) == ("fp16", "cuda:1 has no bf16")
+    assert agree_on_precision("auto", World(CPU), [CUDA, torch.device("cuda", 1)]) == (
+        "fp16",
+        "cuda:1 does not support bf16",
+    )
     assert agree_on_precision("auto", World(CPU), [CUDA]) == ("bf16", "its own")
 
 

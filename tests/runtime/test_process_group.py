@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime import process_group as group_module
+from multigpu_cli.runtime.agree_on_roster import RankGpu
 from multigpu_cli.runtime.collectives import disable_collective_timeout
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.process_group import check_own_gpus, init_process_group, process_group
-from multigpu_cli.runtime.rank_handshake import RankGpu
 from multigpu_cli.runtime.world import World
 from tests.support.fork import exit_code, wait_for_end
 from tests.support.ranks import run_on_each_rank
@@ -64,7 +64,7 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     ("hosts", "uuids", "named"),
     [
         ("aabb", "1213", ""),
-        ("aaaa", "1211", "ranks 0,2,3 have one GPU"),
+        ("aaaa", "1211", "ranks 0,2,3 share a GPU"),
         ("abab", "1223", ""),  # machines may be copies of one another
     ],
 )

@@ -75,7 +75,7 @@ def test_a_killed_process_has_left_its_last_words(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (-9, "")
     assert read_last_lines(tmp_path, 1, 2) == ["line 7", "line 8"]
     assert quote_last_lines(tmp_path, 1).splitlines() == [
-        "", f"  it said last ({tmp_path}/rank_1.log):", *(f"  line {number}" for number in range(5, 9))
+        "", f"  its last output ({tmp_path}/rank_1.log):", *(f"  line {number}" for number in range(5, 9))
     ]  # fmt: skip
     assert find_ranks_with_output(tmp_path, 8) == [1]
 

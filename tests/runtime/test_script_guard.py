@@ -37,7 +37,7 @@ def test_a_script_without_its_guard_ends_with_the_lines_to_add(tmp_path: Path) -
     assert done.stderr.endswith(
         "RequestError: script.py, line 12: this starts processes, each of which imports the script and would start "
         "them again\n"
-        "  try: move what trains into a function, `def main():`, and end the script with\n"
+        "  try: move the training code into a function, `def main():`, and end the script with\n"
         '    if __name__ == "__main__":\n'
         "        main()\n"
     )
@@ -51,7 +51,7 @@ def test_a_script_without_a_file_is_refused(tmp_path: Path, words: list[str], na
     assert done.returncode == 1
     assert done.stderr.endswith(
         f"RequestError: {named} comes from stdin, python -c or a notebook: worker processes can't import it\n"
-        "  try: put it into a .py file; or train in one process: world_size=1\n"
+        "  try: put it into a .py file, or train in one process with world_size=1\n"
     )
     assert done.stderr.count("Traceback") == 1
     assert not Path(tmp_path, "run").exists()

@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.model_call import bind_call
 from multigpu_cli.strategies.data_parallel import DataParallel
 from multigpu_cli.strategies.single import Single
 from tests.strategies.one_step import network, reduce_step, state
@@ -32,3 +33,14 @@ def test_buffers_move_by_the_mean_of_the_passes() -> None:
     reduce_step(Single(alone), BatchPlan(samples=24, micro_batch=6, global_batch=24, workers=1), 0)
     for name, buffer in model.named_buffers():
         assert torch.allclose(buffer, dict(alone.named_buffers())[name]), name
+
+
+def test_replicas_are_called_with_several_inputs_as_their_model_is() -> None:
+    class Sum(nn.Module):
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return left + right
+
+    model, inputs = Sum(), (torch.ones(2), torch.ones(2))
+    bind_call(model)
+    replica = model._replicate_for_data_parallel()
+    assert replica(inputs).tolist() == model(inputs).tolist() == DataParallel(model, TWO).callable(inputs).tolist()

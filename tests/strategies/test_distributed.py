@@ -2,6 +2,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
+from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.models.convnet import build
@@ -21,7 +23,7 @@ from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.distributed import Distributed, Replica
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.single import Single
 from tests.strategies.one_step import network, reduce_step, state
@@ -349,3 +351,16 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
 
     [pieces] = run_on_each_rank(1, work)
     assert len(pieces) > 1
+
+
+def test_unused_parameters_are_not_looked_for_in_an_object_without_tensors() -> None:
+    """DDP would take all of them for unused."""
+
+    class Opaque(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=super().forward(inputs).mean())
+
+    replica = Replica(Opaque(5, 3), finds_unused=True)
+    with pytest.raises(RequestError, match="finds no tensor in the SimpleNamespace"):
+        replica(torch.ones(2, 5))
+    assert Replica(Opaque(5, 3), finds_unused=False)(torch.ones(2, 5)).loss.ndim == 0

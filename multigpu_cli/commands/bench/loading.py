@@ -11,11 +11,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.runtime.choose_strategy_and_devices import count_cores, cuda_devices, usable_gpus
-from multigpu_cli.tasks.open_data import check_has_samples
+from multigpu_cli.tasks.open_data import check_has_samples, open_data
 
 _SECONDS = 3.0  # of each pass at most
 _ENOUGH = 0.95  # of the best rate
@@ -43,7 +42,7 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
         RequestError: the dataset can't be opened.
     """
     check_has_samples(config, "bench --data-only")
-    source = load_data_source(config.data, config.reproducibility.seed)
+    source = open_data(config)
     in_memory, cores = isinstance(source.train, TensorDataset), count_cores()
     processes = [0] if in_memory else sorted({0, cores, *(count for count in (1, 2, 4, 8) if count <= cores)})
     (device,) = cuda_devices(usable_gpus(config.device)[:1]) or (torch.device("cpu"),)

@@ -11,8 +11,8 @@ from multigpu_cli.commands.workers import place_on_one_device
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.batch_size_finder import measure_peak_memory
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.fit_batch_sizes_to_memory import measure_peak_memory
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import uses_environments
 

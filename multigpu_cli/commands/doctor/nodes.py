@@ -21,11 +21,11 @@ from multigpu_cli.commands.doctor.connectivity import ConnectionResult, Listener
 from multigpu_cli.commands.doctor.findings import Finding, warn_if
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.run.check_same_data_and_machine import group_ranks
+from multigpu_cli.run.check_ranks_agree_on_data_and_machine import group_ranks
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.open_data import open_data
 
 _START = 60.0  # seconds for rank 0 to load torch
 _MEANING = {
@@ -109,7 +109,7 @@ def list_versions() -> dict[str, str]:
 def _fingerprint_data(config: Config) -> dict[str, Any]:
     seed = config.reproducibility.seed
     try:
-        exact, sums = compute_fingerprint(load_data_source(config.data, seed), seed)
+        exact, sums = compute_fingerprint(open_data(config), seed)
     except RequestError as error:
         return {"error": str(error), "exact": [], "sums": []}
     return {"error": "", "exact": exact, "sums": sums}

@@ -99,7 +99,7 @@ def _prepare_pass(
 ) -> InferencePass:
     config, name = run.config, _choose_split(run.source, request.split, needs_targets=needs_targets)
     split: Dataset[Any] = getattr(run.source, name)
-    unlabeled = None if needs_targets or name == "new" else wrap_unlabeled(split, run.source.train)
+    unlabeled = None if needs_targets or name == "new" else wrap_unlabeled(split, run.source.train, run.source.form)
     changed: dict[str, Any] = {name: unlabeled} if unlabeled else {}
     source = replace(run.source, **changed)
     task = build_task(config, source)

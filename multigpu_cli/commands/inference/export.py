@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run
@@ -15,8 +17,8 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.build import first_batch
-from multigpu_cli.tasks.open_data import check_has_samples
+from multigpu_cli.run.build_components import first_batch
+from multigpu_cli.tasks.open_data import FROM_MODEL, check_has_samples
 
 _SAMPLES = 9
 
@@ -60,7 +62,7 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
         model, inputs = _rebuild_model(weights, data_dir, own_code=own_code)
         with writing_to("--to", target):
             difference = export_network(model, inputs, target)
-        checked = f"run on {len(inputs)} samples and on one: greatest difference {difference:.2g}"
+        checked = f"run on {_count(inputs)} samples and on one: greatest difference {difference:.2g}"
     return Export(str(target), target.stat().st_size, str(weights.origin), difference, checked)
 
 
@@ -70,14 +72,22 @@ def format_export(export: Export) -> Iterator[str]:
     yield export.checked
 
 
-def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Tensor]:
+def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Any]:
     """The network with these weights, and samples of the run's dataset as the network takes them."""
     run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
     check_has_samples(run.config, "export to this format (.safetensors and .pt do not)")
+    weights_alone = "--to ….safetensors, for the weights alone"
+    if run.config.task.name == FROM_MODEL:
+        raise RequestError("--task from-model: its network takes targets, and returns a loss", remedy=weights_alone)
     inputs = _load_samples(run.config, run.source)
-    if not isinstance(inputs, Tensor):
-        raise RequestError("the model's input is not one tensor", remedy="--to ….safetensors, for the weights alone")
+    if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == _count(inputs) for leaf in tree_leaves(inputs)):
+        raise RequestError("the model's input is no batch of tensors", remedy=weights_alone)
     return run.model, inputs
+
+
+def _count(inputs: Any) -> int:
+    """Samples: the first dimension of the first tensor."""
+    return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def _load_samples(config: Config, source: DataSource) -> object:

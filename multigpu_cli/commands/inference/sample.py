@@ -8,6 +8,9 @@ from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.data.vocabulary import Numbers
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.generate import generate
+from multigpu_cli.runtime.model_call import ModelCall
+
+_REMEDY = "a default of None for these parameters of forward, where text is written"
 
 
 def generate_text(
@@ -23,6 +26,8 @@ def generate_text(
     if task != "language-model":
         raise RequestError(f"{request.run}: only a language model writes text, and this run's task is {task}")
     run = load_run_without_data(weights, own_code=request.own_code)
+    if missing := ModelCall.of(run.model).required[1:]:
+        raise RequestError(f"{request.run}: its network needs {', '.join(missing)} beside the tokens", remedy=_REMEDY)
     source = run.source
     vocabulary = source.vocabulary or Numbers(source.num_classes)
     start = vocabulary.encode(prompt)

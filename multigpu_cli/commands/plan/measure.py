@@ -16,11 +16,11 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.planning.speedup import Link, StepTimes, buckets
-from multigpu_cli.run.batch_size_finder import fit_batch_sizes_to_memory
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.micro_batch_flops_and_memory import MicroBatchProfile, profile_micro_batch
+from multigpu_cli.run.fit_batch_sizes_to_memory import fit_batch_sizes_to_memory
 from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.profile_micro_batch import MicroBatchProfile, profile_micro_batch
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
 from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.runtime.launch_env import LaunchEnv

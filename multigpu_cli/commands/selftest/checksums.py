@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.data.loader import Batch
 
@@ -78,7 +78,17 @@ def _iterate_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def split_batch(batch: Batch) -> Iterator[Any]:
     """The samples of a collated batch, one by one."""
     for at in range(len(batch)):
-        yield tree_map(lambda value, at=at: value[at], [batch.inputs, batch.targets])
+        sides = [side for side in (batch.inputs, batch.targets) if side is not None]
+        yield [_select_sample(side, at, len(batch)) for side in sides]
+
+
+def _select_sample(value: Any, at: int, count: int) -> Any:
+    """One sample of a batch of so many; a list of as many has one in each place."""
+    if isinstance(value, dict):
+        return {name: _select_sample(entry, at, count) for name, entry in value.items()}
+    if isinstance(value, tuple) or (isinstance(value, list) and len(value) != count):
+        return [_select_sample(entry, at, count) for entry in value]
+    return value[at]
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:

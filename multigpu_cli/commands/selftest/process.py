@@ -12,11 +12,11 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assemble_run import assemble_run
-from multigpu_cli.run.batch_size_finder import warm_up
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.fit_batch_sizes_to_memory import warm_up
 from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World

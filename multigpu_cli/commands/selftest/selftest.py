@@ -22,7 +22,6 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
@@ -38,7 +37,7 @@ from multigpu_cli.runtime.choose_strategy_and_devices import (
 )
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.open_data import check_has_samples
+from multigpu_cli.tasks.open_data import check_has_samples, open_data
 from multigpu_cli.tasks.registry import TASKS
 
 _WORKERS = 2
@@ -165,7 +164,7 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
         raise RequestError("selftest does not accept --batch-size auto", remedy="a number: --batch-size 32")
     micro_batch = int(config.batch.size)
     whole = config.batch.global_size or micro_batch * (config.batch.grad_accum_steps or 1) * workers
-    source = shorten_source(load_data_source(config.data, config.reproducibility.seed), micro_batch, whole, workers)
+    source = shorten_source(open_data(config), micro_batch, whole, workers)
     size = len(source.train)  # type: ignore[arg-type]
     drop = config.batch.drop_last
     batches = plan_batches(samples=size, micro_batch=micro_batch, workers=workers, global_batch=whole, drop_last=drop)

@@ -16,7 +16,7 @@ from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.run_context import Run
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.torch_settings import enable_determinism

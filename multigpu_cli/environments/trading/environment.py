@@ -1,8 +1,8 @@
-"""A portfolio of several symbols, traded once a day: all environments of a group in the same few tensor operations.
+"""A portfolio of several symbols, traded once a day; all environments of a group are stepped by the same tensor ops.
 
-The rules are those of FinRL and of Zou et al. (arXiv 2212.02721): an action in -1 … 1 for each symbol is a number of
-shares to sell or buy, sales come before purchases, costs are a share of what is traded, and on days of unrest
-everything is sold. Where the cash does not suffice, all purchases shrink in proportion and down to whole shares.
+The rules are those of FinRL and of Zou et al. (arXiv 2212.02721): an action in -1 … 1 per symbol is a number of shares
+to sell or buy, sales come before purchases, costs are a share of the traded value, and on days of high turbulence all
+shares are sold. If the cash does not suffice, all purchases are reduced in proportion and rounded down to whole shares.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,23 @@ from multigpu_cli.environments.trading.equity import EquityCurves, figures
 from multigpu_cli.environments.trading.market import Market
 from multigpu_cli.planning.rng_keys import make_key
 
-_ALL = 1e18  # shares: to be sold on days of unrest
-_LEAST = 1e-300  # of cash: never 0, so that it may be divided by a bill of 0
-_AHEAD = 64  # days whose tables are looked up together
+_ALL = 1e18  # shares; an order to sell all of them
+_LEAST = 1e-300  # cash is never 0, so that 0/0 does not occur when nothing is bought
+_AHEAD = 64  # days whose table rows are gathered together
 
 
 @dataclass(frozen=True, kw_only=True)
 class TradingRules:
-    """How the game is played.
+    """The rules of an episode.
 
     Attributes:
-        cash: at the beginning, in the prices' currency.
-        max_shares: of one symbol that an action of 1 buys and an action of -1 sells.
-        cost: of a trade, as a share of its value.
-        reward_scale: the reward is the change of the portfolio's value times this.
+        cash: the initial cash, in the prices' currency.
+        max_shares: shares of a symbol that an action of 1 buys and an action of -1 sells.
+        cost: the cost of a trade, as a share of its value.
+        reward_scale: the reward is the change of the portfolio's value times this factor.
         length: days of an episode; None for the whole split.
-        start: of an episode shorter than the split: on a random date, or at the split's beginning.
-        window: days in an observation; None for (features,) of the last one.
+        start: where an episode that is shorter than the split begins: at a random date, or at the split's first one.
+        window: days in an observation, (window, features); None for (features,) of the last day.
     """
 
     cash: float = 1_000_000.0
@@ -46,24 +46,24 @@ class TradingRules:
 
 
 class Trading(EnvironmentGroup):
-    """Observations are the days' features (see Market), then the shares of the portfolio in cash and in each symbol.
+    """Observations are the day's features (see Market), then the shares of the portfolio in cash and in each symbol.
 
-    All episodes have one length, so those of a group begin and end together. They are cut off at their last date
-    (truncated): what would have come has a value. Observations are views of a buffer that is not written again.
+    All episodes have the same length, so those of a group begin and end together. They are truncated at their last
+    date, whose state has a value. Observations are views of a buffer that is not written again.
 
     Args:
         span: first and last day of the split.
-        numbers: of the E environments.
+        numbers: the global numbers of the E environments.
         dtype: of observations and rewards; money is float64 throughout.
-        recording: keep each day's value, and count trades, for the figures; else there is only the return. The rivals'
-            figures are those of the first environment's dates.
+        recording: store each day's value and count trades, for the metrics; else only the return is known. The
+            baselines' metrics are those of the first environment's dates.
     """
 
     _first: Tensor  # (E,) day on which the episode began
     _cash: Tensor  # (E,)
     _held: Tensor  # (E, n) shares of each symbol
     _worth: Tensor  # (E,) cash and shares
-    _trades: Tensor  # (E,) orders carried out in this episode
+    _trades: Tensor  # (E,) orders executed in this episode
     _values: Tensor  # (E, days + 1) worth on each day of it
 
     def __init__(
@@ -117,7 +117,7 @@ class Trading(EnvironmentGroup):
         return StepReturn(observation, reward, self._nobody, self._nobody, observation)
 
     def _trade(self, actions: Tensor) -> None:
-        """Carry out the day's orders: sales, then as many purchases as there is cash for."""
+        """Execute the day's orders: sales, then as many purchases as the cash allows."""
         ahead = self._elapsed - self._looked
         prices = self._fills[ahead]
         wanted = torch.add(self._forces[ahead], actions.double(), alpha=self._rules.max_shares).trunc_()
@@ -134,7 +134,7 @@ class Trading(EnvironmentGroup):
             self._trades.add_(change.count_nonzero(1))
 
     def _begin_episodes(self, episode: int) -> Tensor:
-        """Start everybody's episode of that number with nothing but cash; the first observations."""
+        """Begin this episode in all environments, with cash only; returns the first observations."""
         count, symbols = len(self._numbers), len(self._each)
         self._episode, self._elapsed = episode, 0
         self._first = torch.tensor([self._first_day(number) for number in self._numbers], device=self._device)
@@ -148,16 +148,16 @@ class Trading(EnvironmentGroup):
         return self._look_ahead(shares)
 
     def _first_day(self, number: int) -> int:
-        """Where an environment's episode begins."""
+        """The first day of an environment's episode."""
         beginnings = self._span[1] - self._days - self._span[0] + 1
         drawn = make_key(self._seed, number, self._episode) % beginnings if self._rules.start == "random" else 0
         return self._span[0] + drawn
 
     def _look_ahead(self, shares: Tensor) -> Tensor:
-        """Look the next days up and lay observations out for them; the one of this day.
+        """Gather the table rows of the next days and allocate their observations; returns this day's observation.
 
         Args:
-            shares: (E, window, 1 + n) of the portfolios in cash and each symbol, up to this day.
+            shares: (E, window, 1 + n), the shares of the portfolios in cash and each symbol, up to this day.
         """
         window, self._looked = shares.shape[1], self._elapsed
         ahead = min(_AHEAD, self._days - self._elapsed)
@@ -176,19 +176,19 @@ class Trading(EnvironmentGroup):
         return self._observations[0]
 
     def _shares(self) -> Tensor:
-        """(E, window, 1 + n) of the portfolios in cash and each symbol, up to this day."""
+        """(E, window, 1 + n): the shares of the portfolios in cash and each symbol, up to this day."""
         ahead = self._elapsed - self._looked
         return self._held_so_far[:, ahead : ahead + (self._rules.window or 1)]
 
     def _compute_figures(self) -> dict[str, Tensor]:
-        """Figures of the episodes that have just ended."""
+        """Metrics of the episodes that have just ended."""
         if not self._recording:
             return {"cumulative_return": self._worth / self._rules.cash - 1}
         self._curves = EquityCurves.over(
             self.market, int(self._first[0]), self._values[0].cpu(), self._rules.cash, self._rules.cost
         )
-        others = {name: torch.full_like(self._worth, value) for name, value in self._curves.rivals().items()}
-        return figures(self._values) | {"trades": self._trades} | others
+        baselines = {name: torch.full_like(self._worth, value) for name, value in self._curves.rivals().items()}
+        return figures(self._values) | {"trades": self._trades} | baselines
 
     def figures(self) -> dict[str, Tensor]:
         return self._figures
@@ -197,8 +197,8 @@ class Trading(EnvironmentGroup):
         return {"equity_curve": self._curves.as_dict()} if self._curves else {}
 
     def state(self) -> dict[str, Tensor]:
-        told = [self._episode, self._elapsed, self._days, self.market.mark]
-        numbers = torch.tensor([told], device=self._device).repeat(len(self._numbers), 1)
+        row = [self._episode, self._elapsed, self._days, self.market.mark]
+        numbers = torch.tensor([row], device=self._device).repeat(len(self._numbers), 1)
         money = {"cash": self._cash, "held": self._held, "worth": self._worth, "values": self._values}
         found = {"numbers": numbers, "first": self._first, "trades": self._trades, "shares": self._shares()} | money
         return {name: tensor.clone() for name, tensor in found.items()}
@@ -206,7 +206,7 @@ class Trading(EnvironmentGroup):
     def load_state(self, state: dict[str, Tensor]) -> tuple[Tensor, int]:
         there = {name: tensor.to(self._device, copy=True) for name, tensor in state.items()}
         self._episode, self._elapsed, days, mark = there["numbers"][0].tolist()
-        if (days, mark) != (self._days, self.market.mark):  # somebody has brought other prices
+        if (days, mark) != (self._days, self.market.mark):  # the prices have changed since
             return self._begin_episodes(self._episode), len(self._numbers)
         self._first, self._trades, self._values = there["first"], there["trades"], there["values"]
         self._cash, self._held, self._worth = there["cash"], there["held"], there["worth"]

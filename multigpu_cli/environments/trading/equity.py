@@ -1,4 +1,4 @@
-"""Figures of an equity curve, and of two portfolios that need no policy: bought once, and equal shares every day."""
+"""Metrics of an equity curve, and of two baselines without a policy: buy and hold, and equal weights every day."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ def cumulative_return(values: Tensor) -> Tensor:
 
 
 def max_drawdown(values: Tensor) -> Tensor:
-    """(…,): the largest fall of values (…, T) from a height reached before, as a share of that height."""
+    """(…,): the largest fall of values (…, T) from an earlier maximum, as a share of that maximum."""
     return (1 - values / values.cummax(-1).values).amax(-1)
 
 
 def sharpe_ratio(values: Tensor) -> Tensor:
-    """(…,): mean over deviation of the daily returns of values (…, T), times √252; 0 where nothing moves.
+    """(…,): mean over deviation of the daily returns of values (…, T), times √252; 0 where values are constant.
 
-    Sharpe (1994), with a riskless rate of 0 and the deviation of a sample; needs two returns at least, else 0.
+    Sharpe (1994), with a risk-free rate of 0 and the sample deviation; 0 for fewer than two returns.
     """
     returns = values[..., 1:] / values[..., :-1] - 1
     if returns.shape[-1] < 2:
@@ -38,7 +38,7 @@ def sharpe_ratio(values: Tensor) -> Tensor:
 
 
 def figures(values: Tensor) -> dict[str, Tensor]:
-    """The three of them by name, of values (…, T)."""
+    """The three metrics of values (…, T) by name."""
     return {
         "cumulative_return": cumulative_return(values),
         "max_drawdown": max_drawdown(values),
@@ -47,18 +47,18 @@ def figures(values: Tensor) -> dict[str, Tensor]:
 
 
 def buy_and_hold(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
-    """(T,): what equal sums in each of n symbols are worth, bought on the first day and kept.
+    """(T,): the value of equal sums in each of n symbols, bought on the first day and held.
 
     Args:
-        fill, close: (T, n) what a share costs when an order of that day is carried out, and its worth at its end.
-        cost: of a trade, as a share of its value. Parts of shares can be bought.
+        fill, close: (T, n), the price at which an order of that day is executed, and the price at the end of the day.
+        cost: the cost of a trade, as a share of its value. Fractions of shares can be bought.
     """
     held = cash / fill.shape[1] / (fill[0] * (1 + cost))
     return torch.cat([close.new_tensor([cash]), close[1:] @ held])
 
 
 def hold_equal_shares(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
-    """(T,): the same, brought back to equal sums in each symbol every day, and paying for it."""
+    """(T,): like `buy_and_hold`, but rebalanced to equal sums in each symbol every day, at the cost of the trades."""
     held, values = torch.zeros_like(fill[0]), [close.new_tensor(cash)]
     for prices, later in zip(fill[:-1], close[1:], strict=True):
         worths = held * prices
@@ -69,9 +69,9 @@ def hold_equal_shares(fill: Tensor, close: Tensor, cash: float, cost: float) -> 
 
 
 def _rebalance(worths: Tensor, total: Tensor, cost: float) -> Tensor:
-    """(n,): the equal sums s that total pays for, so that n s + cost · Σ |s - worth| = total."""
+    """(n,): equal sums s such that n s + cost · Σ |s - worth| = total."""
     share = total / len(worths)
-    for _ in range(60):  # each round is wrong by at most `cost` times what the last one was
+    for _ in range(60):  # each iteration reduces the error by the factor `cost` at least
         paid = cost * (share - worths).abs().sum()
         share, last = (total - paid) / len(worths), share
         if share == last:
@@ -81,12 +81,12 @@ def _rebalance(worths: Tensor, total: Tensor, cost: float) -> Tensor:
 
 @dataclass(frozen=True)
 class EquityCurves:
-    """Three portfolios over the same dates, from the same cash.
+    """Three portfolios over the same dates, with the same initial cash.
 
     Attributes:
-        dates: T of them.
+        dates: T dates.
         policy, buy_and_hold, equal_weight: (T,) float64 values.
-        remark: what the prices are.
+        remark: a description of the prices.
     """
 
     dates: tuple[date, ...]
@@ -97,7 +97,7 @@ class EquityCurves:
 
     @classmethod
     def over(cls, market: Market, first: int, policy: Tensor, cash: float, cost: float) -> "EquityCurves":
-        """A policy's values (T,) from a day of the market on, beside its rivals'."""
+        """A policy's values (T,) from a day of the market on, with those of the baselines."""
         days = slice(first, first + len(policy))
         fill, close = torch.from_numpy(market.fill[days]), torch.from_numpy(market.close[days])
         once, equal = buy_and_hold(fill, close, cash, cost), hold_equal_shares(fill, close, cash, cost)
@@ -107,12 +107,12 @@ class EquityCurves:
         yield from (("policy", self.policy), ("buy_and_hold", self.buy_and_hold), ("equal_weight", self.equal_weight))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: the dates, what each portfolio was worth on them, and what the prices are."""
+        """The dates, the values of each portfolio and the remark, as plain values."""
         values = {name: found.tolist() for name, found in self.iterate_curves()}
         return {"dates": [str(day) for day in self.dates], "values": values, "prices": self.remark}
 
     def rivals(self) -> dict[str, float]:
-        """Figures of the two that need no policy, by name."""
+        """Metrics of the two baselines, by name."""
         found: dict[str, float] = {}
         for rival, values in list(self.iterate_curves())[1:]:
             found |= {f"{rival}_{name}": float(value) for name, value in figures(values).items()}

@@ -1,4 +1,4 @@
-"""The market data of trading environments: tables with a row per day, and the days of each split."""
+"""The market data of trading environments: tables with one row per day, and the days of each split."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -12,8 +12,8 @@ from multigpu_cli.environments.trading import indicators
 from multigpu_cli.environments.trading.prices import Prices
 from multigpu_cli.errors import RequestError
 
-SHARES = (0.7, 0.15, 0.15)  # of the dates, for train, val and test, where nothing else is said
-_USUAL_DAY = 0.02  # a return of about one deviation: brings returns and MACD to the order of 1
+SHARES = (0.7, 0.15, 0.15)  # of the dates, for train, val and test; the default
+_USUAL_DAY = 0.02  # a return of about one deviation; scales returns and MACD to the order of 1
 _FEATURES = 5
 
 
@@ -22,15 +22,15 @@ class Market:
     """Daily tables of n symbols on T dates.
 
     Attributes:
-        symbols, dates: what the columns and rows are.
-        close: (T, n) what a share is worth at the end of a day.
-        fill: (T, n) what a share costs where an order of that day is carried out.
-        features: (T, 5 n + 1) what a policy sees of a day: for each symbol its log return over 0.02, its MACD over 0.02
-            of its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. No statistics
-            of the whole period go into them: they tell of the day and the days before it alone.
-        stopped: (T,) bool, days of unrest on which everything is sold and nothing bought.
+        symbols, dates: the names of columns and rows.
+        close: (T, n), the price of a share at the end of a day.
+        fill: (T, n), the price at which an order of that day is executed.
+        features: (T, 5 n + 1), the features of a day: for each symbol its log return over 0.02, its MACD over 0.02
+            of its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. They depend
+            only on the day and the days before it, not on statistics of the whole period.
+        stopped: (T,) bool, days of high turbulence, on which all shares are sold and none bought.
         days: the first and the last day of each split.
-        remark: what the prices are.
+        remark: a description of the prices.
     """
 
     symbols: tuple[str, ...]
@@ -44,12 +44,12 @@ class Market:
 
     @cached_property
     def mark(self) -> int:
-        """63 bits that other prices or other splits would not have."""
-        told = [self.close.tobytes(), self.fill.tobytes(), repr((self.symbols, self.dates, self.days)).encode()]
-        return int.from_bytes(sha256(b"".join(told)).digest()[:8]) >> 1
+        """63 bits of a checksum of prices and splits."""
+        content = [self.close.tobytes(), self.fill.tobytes(), repr((self.symbols, self.dates, self.days)).encode()]
+        return int.from_bytes(sha256(b"".join(content)).digest()[:8]) >> 1
 
     def describe(self) -> str:
-        """The prices and the splits in words, for the plan."""
+        """A description of prices and splits, which the plan shows."""
         spans = (f"{name} {self.dates[first]} to {self.dates[last]}" for name, (first, last) in self.days.items())
         return "; ".join([self.remark, *spans])
 
@@ -65,18 +65,18 @@ def build(
     val_from: Any = None,
     test_from: Any = None,
 ) -> Market:
-    """Indicators, splits and days of unrest.
+    """Compute indicators, splits and days of high turbulence.
 
     Args:
-        window: days that a policy sees at once; the first day of training has so many behind it.
-        period: days of RSI, CCI and ADX, as in FinRL; twice as many dates at the beginning only warm them up.
-        turbulence: days above this quantile of the training dates' turbulence are stopped; None stops none.
+        window: days in an observation; training begins where that many are available.
+        period: days of RSI, CCI and ADX, as in FinRL; the first 2 · period dates only warm them up.
+        turbulence: days above this quantile of the training dates' turbulence are stopped; None stops no day.
         turbulence_window: days that a day's returns are compared with.
-        fill: an order of a day is carried out at its close, or at the open of the next day.
+        fill: an order of a day is executed at its close, or at the open of the next day.
         val_from, test_from: first date of validation and test (default: 70, 15 and 15 % of the dates).
 
     Raises:
-        RequestError: too few dates for any of it.
+        RequestError: too few dates for a split or for turbulence.
     """
     unrest = indicators.turbulence(prices.close, turbulence_window)
     days = _split(prices.dates, max(window - 1, 2 * period), val_from, test_from)
@@ -111,13 +111,13 @@ def _threshold(unrest: np.ndarray, train: tuple[int, int], quantile: float, wind
     if not len(known):
         raise RequestError(
             f"data.args.turbulence_window: no training date has {window} days of returns before it",
-            remedy="a smaller one, or --set data.args.turbulence=null for no stop",
+            remedy="use a smaller value, or --set data.args.turbulence=null to stop no day",
         )
     return float(np.quantile(known, quantile))
 
 
 def _split(dates: tuple[date, ...], first: int, val_from: Any, test_from: Any) -> dict[str, tuple[int, int]]:
-    """The first and last day of each split; the days before `first` belong to none."""
+    """The first and last day of each split; days before `first` are in none."""
     usable = max(0, len(dates) - first)
     places = [_place(name, dates, given) for name, given in (("val_from", val_from), ("test_from", test_from))]
     by_share = [first + round(usable * share) for share in (SHARES[0], SHARES[0] + SHARES[1])]
@@ -127,19 +127,21 @@ def _split(dates: tuple[date, ...], first: int, val_from: Any, test_from: Any) -
         if end <= begin:
             what = f"from {dates[begin]}" if begin < len(dates) else "at the end"
             raise RequestError(
-                f"--data trading: {name} has less than two dates {what}, of {len(dates)} from {dates[0]} to "
-                f"{dates[-1]}, the first {first} of which only warm the indicators up",
-                remedy="other dates for data.args.val_from and test_from, a smaller data.args.period, or more prices",
+                f"--data trading: {name} has less than two dates {what}; there are {len(dates)} from {dates[0]} to "
+                f"{dates[-1]}, and the first {first} only warm up the indicators",
+                remedy="change data.args.val_from and test_from, use a smaller data.args.period, or more prices",
             )
     return spans
 
 
 def _place(name: str, dates: tuple[date, ...], given: Any) -> int | None:
-    """The first day on or after a date; None where there is none given."""
+    """The first day on or after a date; None if no date is given."""
     if given is None:
         return None
     try:
         wanted = date.fromisoformat(str(given))
     except ValueError as error:
-        raise RequestError(f"data.args.{name}: {given!r} is no date", remedy="a date such as 2016-01-04") from error
+        raise RequestError(
+            f"data.args.{name}: {given!r} is not a date", remedy="use a date such as 2016-01-04"
+        ) from error
     return sum(day < wanted for day in dates)

@@ -1,4 +1,4 @@
-"""Daily prices of several symbols, from a folder of CSV files, one file a symbol."""
+"""Reads daily prices of several symbols from a folder of CSV files, one file per symbol."""
 
 import csv
 import math
@@ -13,18 +13,18 @@ from multigpu_cli.errors import RequestError, combine_errors, did_you_mean, plur
 
 _COLUMNS = ("open", "high", "low", "close")
 _ADJUSTED = ("adj close", "adj_close", "adjclose", "adjusted close")
-_LAYOUT = "one CSV file a symbol, with columns Date, Open, High, Low, Close and a line for each day, oldest first"
+_LAYOUT = "use one CSV file per symbol, with columns Date, Open, High, Low, Close and one line per day, oldest first"
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What each symbol cost on each date.
+    """The prices of each symbol on each date.
 
     Attributes:
         symbols: n names.
-        dates: T dates on which all of them were traded, oldest first.
+        dates: T dates on which all symbols were traded, oldest first.
         open, high, low, close: (T, n) float64.
-        remark: where they come from, for the plan.
+        remark: their origin, which the plan shows.
     """
 
     symbols: tuple[str, ...]
@@ -40,15 +40,15 @@ class Prices:
 
 
 def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = True) -> Prices:
-    """The files of a folder, on the dates that all of them have.
+    """Read the files of a folder, on the dates that all of them have.
 
     Args:
-        symbols: names of the files, without .csv, in the order of the actions; none takes all, by name.
-        adjusted: all prices of a day times Adj Close / Close where every file has that column, so that dividends count
-            as gains. The factor holds later dividends, so nothing may look at a price as such, only at ratios.
+        symbols: names of the files, without .csv, in the order of the actions; empty for all, sorted by name.
+        adjusted: multiply all prices of a day by Adj Close / Close if every file has that column, so that dividends
+            count as gains. The factor depends on later dividends, so features must use ratios of prices only.
 
     Raises:
-        RequestError: a folder or file that is missing or damaged; names each file and line.
+        RequestError: the folder or files are missing or damaged; the message names each file and line.
     """
     files = _files(Path(data_dir).expanduser(), symbols)
     tables, faults = [], []
@@ -64,15 +64,15 @@ def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = 
         spans = "\n".join(f"  {file}: {min(table)} to {max(table)}" for file, table in zip(files, tables, strict=True))
         raise RequestError(
             f"--data trading: the symbols share {pluralize(len(common), 'date')}\n{spans}",
-            remedy="--set data.args.symbols=[…] with those that were traded on the same dates",
+            remedy="use --set data.args.symbols=[…] with symbols that were traded on the same dates",
         )
     rows = np.array([[table[day] for table in tables] for day in common])  # (T, n, 5)
     with_dividends = adjusted and bool(np.isfinite(rows[..., 4]).all())
     factor = rows[..., 4] / rows[..., 3] if with_dividends else 1.0
     left_out = max(map(len, tables)) - len(common)
     remark = f"{pluralize(len(files), 'symbol')}, {pluralize(len(common), 'date')}, {common[0]} to {common[-1]}"
-    remark += ", adjusted for dividends" if with_dividends else ", dividends left out"
-    remark += f"; {pluralize(left_out, 'date')} that not all of them have left out" if left_out else ""
+    remark += ", adjusted for dividends" if with_dividends else ", without dividends"
+    remark += f"; {pluralize(left_out, 'date')} left out, which not all symbols have" if left_out else ""
     opened, high, low, close = (rows[..., at] * factor for at in range(len(_COLUMNS)))
     names = tuple(file.stem for file in files)
     return Prices(names, tuple(common), open=opened, high=high, low=low, close=close, remark=remark)
@@ -83,18 +83,22 @@ def _files(folder: Path, symbols: Sequence[str]) -> list[Path]:
         raise RequestError(f"--data-dir {folder} is not a folder", remedy=_LAYOUT)
     there = {path.stem: path for path in sorted(folder.glob("*.csv"))}
     if not there:
-        raise RequestError(f"--data trading: {folder} holds no .csv file", remedy=_LAYOUT)
+        raise RequestError(f"--data trading: {folder} contains no .csv file", remedy=_LAYOUT)
     chosen = [symbols] if isinstance(symbols, str) else [str(symbol) for symbol in symbols]
     for symbol in chosen:
         if symbol not in there:
-            raise RequestError(f"data.args.symbols: {folder} holds no {symbol}.csv", remedy=did_you_mean(symbol, there))
+            raise RequestError(
+                f"data.args.symbols: {folder} contains no {symbol}.csv", remedy=did_you_mean(symbol, there)
+            )
     if len(set(chosen)) < len(chosen):
-        raise RequestError(f"data.args.symbols: {', '.join(chosen)}: one of them twice", remedy="each one once")
+        raise RequestError(
+            f"data.args.symbols: {', '.join(chosen)} names a symbol twice", remedy="name each symbol once"
+        )
     return [there[symbol] for symbol in chosen] or list(there.values())
 
 
 def _table(file: Path) -> dict[date, tuple[float, ...]]:
-    """Open, high, low, close and adjusted close (NaN where the file has none) by date."""
+    """Open, high, low, close and adjusted close (NaN if the file has none) by date."""
     found: dict[date, tuple[float, ...]] = {}
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
@@ -110,22 +114,22 @@ def _table(file: Path) -> dict[date, tuple[float, ...]]:
                     raise _wrong(where, f"{pluralize(len(row), 'cell')} for {pluralize(len(head), 'column')}")
                 day = _day(where, row[places[0]])
                 if last is not None and day <= last:
-                    fault = "comes twice" if day == last else f"comes after {last}"
-                    raise _wrong(where, f"{day} {fault}", "one line a day, oldest first; leave intraday prices out")
+                    fault = "is repeated" if day == last else f"comes after {last}"
+                    raise _wrong(where, f"{day} {fault}", "use one line per day, oldest first; remove intraday prices")
                 found[day] = _numbers(where, row, places[1:])
                 last = day
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _wrong(str(file), str(error), "a CSV file in UTF-8") from error
+        raise _wrong(str(file), str(error), "use a CSV file in UTF-8") from error
     if not found:
-        raise _wrong(str(file), "no prices")
+        raise _wrong(str(file), "contains no prices")
     return found
 
 
 def _places(file: Path, head: list[str]) -> list[int]:
-    """Where the date and the prices stand; -1 for an adjusted close that there is not."""
+    """The columns of date and prices; -1 if there is no adjusted close."""
     missing = [name.title() for name in ("date", *_COLUMNS) if name not in head]
     if missing:
-        fault = f"no column {', '.join(missing)}; there are {', '.join(head) or 'none'}"
+        fault = f"has no column {', '.join(missing)}; it has {', '.join(head) or 'none'}"
         raise _wrong(f"{file}:1", fault, f"{_LAYOUT}; data.args.symbols=[…] leaves other files out")
     adjusted = next((head.index(name) for name in _ADJUSTED if name in head), -1)
     return [*(head.index(name) for name in ("date", *_COLUMNS)), adjusted]
@@ -133,9 +137,9 @@ def _places(file: Path, head: list[str]) -> list[int]:
 
 def _day(where: str, cell: str) -> date:
     try:
-        return date.fromisoformat(cell.strip()[:10])  # some files have a time of day behind it
+        return date.fromisoformat(cell.strip()[:10])  # some files have a time of day after it
     except ValueError as error:
-        raise _wrong(where, f"{cell!r} is no date", "dates such as 2017-09-01") from error
+        raise _wrong(where, f"{cell!r} is not a date", "use dates such as 2017-09-01") from error
 
 
 def _numbers(where: str, row: list[str], places: list[int]) -> tuple[float, ...]:
@@ -146,10 +150,12 @@ def _numbers(where: str, row: list[str], places: list[int]) -> tuple[float, ...]
         except ValueError:
             value = 0.0
         if place >= 0 and not 0 < value < math.inf:
-            raise _wrong(where, f"{row[place]!r} is no price above 0", "leave the day out, or mend the price")
+            raise _wrong(where, f"{row[place]!r} is not a price above 0", "correct the price, or remove the line")
         values.append(value)
     if values[2] > values[1]:
-        raise _wrong(where, f"the low {values[2]:g} is above the high {values[1]:g}", "mend or leave out the day")
+        raise _wrong(
+            where, f"the low {values[2]:g} is above the high {values[1]:g}", "correct the prices, or remove the line"
+        )
     return tuple(values)
 
 

@@ -35,18 +35,18 @@ def group(
     fill: str = "close",
     reward_scale: float = 1e-4,
 ) -> Trading:
-    """Trading environments on the dates of a split; val and test are played from their first date to their last.
+    """Build trading environments on the dates of a split; val and test run from their first date to their last.
 
     Args:
-        data_dir: folder of CSV files, one a symbol; None makes prices up, and says so.
-        symbols: names of the files (default: all); of made-up prices how many (default: 5).
+        data_dir: folder of CSV files, one per symbol; None uses synthetic prices, as the plan says.
+        symbols: names of the files (default: all); the number of synthetic symbols (default: 5).
         adjusted: see prices.read_prices.
-        made_days, made_seed: of made-up prices; all seeds of a run meet the same ones.
+        made_days, made_seed: number of days and seed of the synthetic prices, which do not depend on --seed.
         val_from, test_from, turbulence, turbulence_window, period, fill: see market.build.
-        length, start, window, cash, max_shares, cost, reward_scale: see trading.Rules; the first two of training.
+        length, start, window, cash, max_shares, cost, reward_scale: see TradingRules; the first two are for training.
 
     Raises:
-        RequestError: prices that are missing or damaged, or arguments that make no market.
+        RequestError: prices are missing or damaged, or an argument is out of range.
     """
     _check(locals())
     training = split == "train"
@@ -77,10 +77,12 @@ def _prices(
 ) -> prices.Prices:
     if data_dir is None:
         if symbols is not None and not isinstance(symbols, int):
-            raise RequestError("data.args.symbols: made-up prices have no such names", remedy="--data-dir, or a number")
+            raise RequestError(
+                "data.args.symbols: synthetic prices have no names", remedy="give --data-dir, or a number of symbols"
+            )
         return synthetic_prices.draw_prices(seed, 5 if symbols is None else symbols, days)
     if isinstance(symbols, int):
-        raise RequestError(f"data.args.symbols: {symbols} is no name of a file", remedy="names, without .csv")
+        raise RequestError(f"data.args.symbols: {symbols} is not the name of a file", remedy="give names, without .csv")
     return prices.read_prices(data_dir, symbols or (), adjusted=adjusted)
 
 
@@ -106,4 +108,4 @@ def _check(given: Mapping[str, Any]) -> None:
     ]
     for name, holds, right in rules:
         if not holds:
-            raise RequestError(f"data.args.{name}: {given[name]!r} makes no trading environment", remedy=right)
+            raise RequestError(f"data.args.{name}: {given[name]!r} is not valid", remedy=f"use {right}")

@@ -1,4 +1,4 @@
-"""Made-up daily prices, for trials where no real ones are at hand."""
+"""Synthetic daily prices, for trials without real ones."""
 
 from datetime import date, timedelta
 from math import sqrt
@@ -8,22 +8,22 @@ import numpy as np
 from multigpu_cli.environments.trading.prices import Prices
 from multigpu_cli.errors import RequestError
 
-_DRIFT, _MARKET, _OWN = 0.08, 0.12, 0.20  # a year: mean growth, deviation shared by all symbols, and of each alone
+_DRIFT, _MARKET, _OWN = 0.08, 0.12, 0.20  # per year: mean growth, deviation common to all symbols, and of each symbol
 _TRADING_DAYS = 252
 _FIRST = date(2000, 1, 3)
 
 
 def draw_prices(seed: int, symbols: int = 5, days: int = 1500) -> Prices:
-    """Geometric Brownian motion with one common factor: nothing in the past tells of the future.
+    """Geometric Brownian motion with one common factor: the past does not predict the future.
 
-    What a policy earns on such prices beyond their drift is luck.
+    A policy's return on such prices beyond their drift is chance.
 
     Raises:
-        RequestError: sizes that make no market.
+        RequestError: a size is out of range.
     """
     for name, value, least in (("symbols", symbols, 1), ("days", days, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise RequestError(f"data.args.{name}: {value!r} makes no prices", remedy=f"{least} or more")
+            raise RequestError(f"data.args.{name}: {value!r} is not valid", remedy=f"use {least} or more")
     random = np.random.default_rng([seed, symbols, days])
     market, own = _MARKET / sqrt(_TRADING_DAYS), _OWN / sqrt(_TRADING_DAYS)
     shocks = market * random.standard_normal((days, 1)) + own * random.standard_normal((days, symbols))

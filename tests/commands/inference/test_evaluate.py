@@ -70,7 +70,7 @@ def test_people_see_the_metrics_and_the_tables(run: Path, capsys: pytest.Capture
     [
         (
             ["run"],
-            "names code that this command does not: --data tests.support.user_code:tensors, "
+            "names code that this command does not name: --data tests.support.user_code:tensors, "
             "--model tests.support.user_code:net",
         ),
         (["nowhere"], "nowhere: there is no such file or folder"),

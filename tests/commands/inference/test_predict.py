@@ -153,7 +153,7 @@ def test_new_rows_by_other_arguments_of_the_same_factory(capsys: pytest.CaptureF
     assert "target" not in rows("said.csv")[0]
     Path("said.csv").unlink()
     assert main_multi_gpu.run([*words, "data.new=4"]) == 2
-    assert "data.args.new: rows:rows knows no new samples by 4" in capsys.readouterr().err
+    assert "data.args.new: rows:rows has no new samples for 4" in capsys.readouterr().err
 
 
 def test_labels_and_tokens_have_tables_too() -> None:

@@ -23,7 +23,7 @@ from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
-OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_micro_batch_flops_and_memory:plain"}
+OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_profile_micro_batch:plain"}
 
 
 def test_memory_and_arithmetic_are_those_of_the_network() -> None:

@@ -73,7 +73,7 @@ def test_splits_follow_one_another_by_share_or_by_date():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"val_from": "2020-13-01"}, "data.args.val_from: '2020-13-01' is no date"),
+        ({"val_from": "2020-13-01"}, "data.args.val_from: '2020-13-01' is not a date"),
         ({"test_from": "1999-01-01"}, "val has less than two dates"),
         ({"val_from": "2031-01-01"}, "val has less than two dates"),
         ({"period": 150}, "train has less than two dates"),

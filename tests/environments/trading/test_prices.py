@@ -25,7 +25,7 @@ def test_adjusted_prices_scale_the_whole_day_and_raw_ones_stay(tmp_path):
     for name in ("open", "high", "low", "close"):
         np.testing.assert_allclose(getattr(adjusted, name), 0.5 * getattr(raw, name))
     assert "adjusted for dividends" in adjusted.remark
-    assert "dividends left out" in raw.remark
+    assert "without dividends" in raw.remark
 
 
 def test_one_file_without_an_adjusted_close_leaves_all_raw(tmp_path):
@@ -40,20 +40,20 @@ def test_dates_that_not_all_have_are_left_out_and_counted(tmp_path):
     found = read_prices(write(tmp_path, A=rows, B=rows[:2] + rows[3:]))
     assert len(found) == 5
     assert date(2020, 1, 8) not in found.dates
-    assert "1 date that not all of them have left out" in found.remark
+    assert "1 date left out, which not all symbols have" in found.remark
 
 
 @pytest.mark.parametrize(
     ("head", "spoilt", "says"),
     [
-        (HEAD.replace("Low", "Lowest"), {}, r"A.csv:1: no column Low; there are date, open"),
-        (HEAD, {1: "2020-01-06,1,1,1,1,1,1"}, r"A.csv:3: 2020-01-06 comes twice"),
+        (HEAD.replace("Low", "Lowest"), {}, r"A.csv:1: has no column Low; it has date, open"),
+        (HEAD, {1: "2020-01-06,1,1,1,1,1,1"}, r"A.csv:3: 2020-01-06 is repeated"),
         (HEAD, {2: "2020-01-01,1,1,1,1,1,1"}, r"A.csv:4: 2020-01-01 comes after 2020-01-07"),
-        (HEAD, {2: "06.01.2020,1,1,1,1,1,1"}, r"A.csv:4: '06.01.2020' is no date"),
-        (HEAD, {1: "2020-01-07,1,1,1,0,1,1"}, r"A.csv:3: '0' is no price above 0"),
-        (HEAD, {1: "2020-01-07,1,1,1,-2,1,1"}, r"A.csv:3: '-2' is no price"),
-        (HEAD, {1: "2020-01-07,1,nan,1,1,1,1"}, r"A.csv:3: 'nan' is no price"),
-        (HEAD, {1: "2020-01-07,,1,1,1,1,1"}, r"A.csv:3: '' is no price"),
+        (HEAD, {2: "06.01.2020,1,1,1,1,1,1"}, r"A.csv:4: '06.01.2020' is not a date"),
+        (HEAD, {1: "2020-01-07,1,1,1,0,1,1"}, r"A.csv:3: '0' is not a price above 0"),
+        (HEAD, {1: "2020-01-07,1,1,1,-2,1,1"}, r"A.csv:3: '-2' is not a price"),
+        (HEAD, {1: "2020-01-07,1,nan,1,1,1,1"}, r"A.csv:3: 'nan' is not a price"),
+        (HEAD, {1: "2020-01-07,,1,1,1,1,1"}, r"A.csv:3: '' is not a price"),
         (HEAD, {1: "2020-01-07,1,1,2,1,1,1"}, r"A.csv:3: the low 2 is above the high 1"),
         (HEAD, {1: "2020-01-07,1,1"}, r"A.csv:3: 3 cells for 7 columns"),
     ],
@@ -82,16 +82,16 @@ def test_symbols_without_a_common_date_show_their_spans(tmp_path):
 def test_a_folder_that_is_not_there_empty_or_lacks_a_symbol(tmp_path):
     with pytest.raises(RequestError, match="is not a folder"):
         read_prices(str(tmp_path / "none"))
-    with pytest.raises(RequestError, match=r"holds no .csv file"):
+    with pytest.raises(RequestError, match=r"contains no .csv file"):
         read_prices(str(tmp_path))
     folder = write(tmp_path, AAPL=lines())
-    with pytest.raises(RequestError, match=r"holds no APPL.csv") as raised:
+    with pytest.raises(RequestError, match=r"contains no APPL.csv") as raised:
         read_prices(folder, ["APPL"])
     assert "'AAPL'" in raised.value.remedy
-    with pytest.raises(RequestError, match="one of them twice"):
+    with pytest.raises(RequestError, match="names a symbol twice"):
         read_prices(folder, ["AAPL", "AAPL"])
     (tmp_path / "AAPL.csv").write_text(HEAD + "\n")
-    with pytest.raises(RequestError, match=r"AAPL.csv: no prices"):
+    with pytest.raises(RequestError, match=r"AAPL.csv: contains no prices"):
         read_prices(folder)
 
 
@@ -101,5 +101,5 @@ def test_real_prices(real_data):
     assert (len(found), str(found.dates[0]), str(found.dates[-1])) == (1258, "2012-09-04", "2017-09-01")
     np.testing.assert_allclose(found.close[0, 0], 87.121140)  # AAPL's adjusted close
     assert read_prices(str(real_data("prices")), ["STOCKS_GOOGL"]).close.shape == (2335, 1)
-    with pytest.raises(RequestError, match=r"FOREX_EURUSD_1H_ASK.csv:1: no column Date"):
+    with pytest.raises(RequestError, match=r"FOREX_EURUSD_1H_ASK.csv:1: has no column Date"):
         read_prices(str(real_data("prices")))

@@ -75,7 +75,7 @@ def test_arguments_that_make_no_environment_are_refused_by_name(wrong):
 
 
 def test_a_number_of_symbols_names_no_files(tmp_path):
-    with pytest.raises(RequestError, match=r"data.args.symbols: 3 is no name"):
+    with pytest.raises(RequestError, match=r"data.args.symbols: 3 is not the name"):
         make_group(data_dir=write(tmp_path, A=lines(60)), symbols=3)
 
 

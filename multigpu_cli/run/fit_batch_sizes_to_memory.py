@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
-from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_batch

@@ -10,7 +10,7 @@ _IN_A_ROW_FP16 = 30  # the loss scale halves at each overflow: finding it takes 
 _MAX_UNSTACKED = 1000  # steps are recorded at no cost, and stacked at times if nothing reads them for long
 
 
-class NonfiniteGuard:
+class SkippedStepLimit:
     """Follows the skipped steps of a run without a host sync in the step.
 
     Args:

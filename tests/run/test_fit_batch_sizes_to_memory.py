@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import batch_size_finder, evaluation, oom_recovery
-from tests.run.test_micro_batch_flops_and_memory import components
+from multigpu_cli.run import evaluation, fit_batch_sizes_to_memory, oom_recovery
+from tests.run.test_profile_micro_batch import components
 from tests.support.run_training import run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -263,11 +263,11 @@ def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypat
 
 def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--batch-size auto fills the GPU to find out what fits. The world is told that it has one."""
-    made = components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain")
+    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
     made.world = replace(made.world, device=torch.device("cuda"))
     done: list[str] = []
-    monkeypatch.setattr(batch_size_finder, "_run_micro_batch", lambda *_: done.append("tried"))
+    monkeypatch.setattr(fit_batch_sizes_to_memory, "_run_micro_batch", lambda *_: done.append("tried"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
-    assert batch_size_finder._fits_in_memory(made, 10)
+    assert fit_batch_sizes_to_memory._fits_in_memory(made, 10)
     assert done == ["tried", "emptied", "cuda counted anew"]

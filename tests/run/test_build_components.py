@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import OutOfMemory, RequestError
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
@@ -19,7 +19,10 @@ from multigpu_cli.runtime.compile import compile_model
 from multigpu_cli.runtime.world import World
 from tests.support.world import CPU
 
-NAMED: dict[str, Any] = {"model": "tests.run.test_build:Late", "data": "tests.run.test_build:Pictures"}
+NAMED: dict[str, Any] = {
+    "model": f"{__name__}:Late",
+    "data": f"{__name__}:Pictures",
+}
 
 
 class Viewing(nn.Module):
@@ -72,7 +75,11 @@ def components(folder: Path, *sets: str, **flags: Any) -> TrainComponents:
 
 @pytest.mark.parametrize(
     ("model", "last"),
-    [("convnet", True), ("tests.run.test_build:Viewing", False), ("tests.run.test_build:Late", True)],
+    [
+        ("convnet", True),
+        (f"{__name__}:Viewing", False),
+        (f"{__name__}:Late", True),
+    ],
 )
 def test_kernels_lie_with_channels_last_where_the_model_can_take_it(model: str, last: bool, tmp_path: Path) -> None:
     kernels = [p for p in components(tmp_path, model=model).state.model.parameters() if p.ndim == 4]

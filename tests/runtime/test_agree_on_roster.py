@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.rank_handshake import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
+from multigpu_cli.runtime.agree_on_roster import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
 from multigpu_cli.runtime.restart_records import FinalVerdict, PreviousAttempt
 
 FIRST = RankInfo(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)

@@ -2,19 +2,19 @@ import pytest
 import torch
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.nonfinite_guard import NonfiniteGuard
+from multigpu_cli.faults.skipped_step_limit import SkippedStepLimit
 from tests.support.world import CPU
 
 
-def after(text: str, policy: str = "skip", *, fp16: bool = False) -> NonfiniteGuard:
+def after(text: str, policy: str = "skip", *, fp16: bool = False) -> SkippedStepLimit:
     """A run whose steps went like this: x skipped, . taken."""
-    watch = NonfiniteGuard(policy, CPU, fp16=fp16)
+    watch = SkippedStepLimit(policy, CPU, fp16=fp16)
     for number, step in enumerate(text):
         watch.record(number, torch.tensor(float(step == "x")))
     return watch
 
 
-def read_and_check(watch: NonfiniteGuard) -> list[int]:
+def read_and_check(watch: SkippedStepLimit) -> list[int]:
     found = watch.read()
     watch.check_may_continue(found)
     return found

@@ -1,8 +1,9 @@
-"""The handshake of all ranks over the launcher's store: who is there, and which attempt this is.
+"""The handshake of all ranks over the launcher's store: which ranks take part, and which attempt this is.
 
-The agents keep one store over all restarts, and each counts its own, so neither the store nor the count says which
-words are of now. Rank 0 publishes a fresh generation with the nonce of every rank that it heard; each rank whose own
-nonce is in it acknowledges; when all have, it is sealed. Whatever an earlier attempt left is of another generation.
+The agents keep one store over all restarts and each counts its own restarts, so neither the store nor the count tells
+which entries belong to this attempt. Rank 0 publishes a new generation with the nonce of every rank that it has read;
+each rank whose own nonce is in it acknowledges; when all have, it is sealed. Entries of earlier attempts belong to
+other generations.
 """
 
 import json
@@ -18,11 +19,11 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.restart_records import FinalVerdict, PreviousAttempt
 
 _GO = "multigpu/go"
-_PAUSE = 0.02  # seconds between two looks
+_PAUSE = 0.02  # seconds between two polls
 
 
 class RankGpu(NamedTuple):
-    """The GPU that a rank works on: what no other GPU is called, and what is alike."""
+    """The GPU of a rank: its unique id, and its model."""
 
     uuid: str
     model: str
@@ -30,16 +31,16 @@ class RankGpu(NamedTuple):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank says of itself and its node.
+    """A rank's description of itself and its node.
 
     Attributes:
-        nonce: nobody said this before.
-        host, node: where it runs, and under which agent.
-        attempt: the number of this attempt, as far as that agent knows.
-        restarts_left: that the agent would still make.
-        verdict: how an earlier attempt there ended for good.
-        previous_attempt: how the one before this one ended there.
-        gpu: that it works on; None on CPU.
+        nonce: unique to this process.
+        host, node: its machine, and its agent.
+        attempt: the number of this attempt, from the agent's records.
+        restarts_left: how often the agent would still restart its workers.
+        verdict: the final verdict of an earlier attempt under that agent, if any.
+        previous_attempt: how the previous attempt under that agent ended, if known.
+        gpu: the rank's GPU; None on CPU.
     """
 
     rank: int
@@ -67,16 +68,16 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Roster:
-    """What all ranks know once they have met.
+    """The result of the handshake, equal on all ranks.
 
     Attributes:
-        store_prefix: the part of the store that is theirs.
-        attempt: how often the job was started before, as the node with the longest memory knows.
-        hosts, agent_ids: of each rank.
-        restarts_left: of the agent that has the fewest.
-        verdict: why there is nothing to do, or None.
-        previous_attempt: how the attempt before this one ended, or None.
-        gpus: of each rank.
+        store_prefix: the prefix of this attempt's keys in the store.
+        attempt: how often the job was started before: the largest number that any agent has recorded.
+        hosts, agent_ids: machine and agent of each rank.
+        restarts_left: the smallest number of any agent.
+        verdict: the final verdict of an earlier attempt that forbids this one, or None.
+        previous_attempt: how the previous attempt ended, or None.
+        gpus: the GPU of each rank.
     """
 
     store_prefix: str
@@ -90,7 +91,7 @@ class Roster:
 
 
 def merge_rank_infos(hellos: Sequence[RankInfo], generation: str) -> Roster:
-    """What follows from what all ranks said, in rank order."""
+    """The roster that follows from the infos of all ranks, in rank order."""
     nodes = tuple(hello.node for hello in hellos)
     number = max(hello.attempt for hello in hellos)
     verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.applies_to(nodes)]
@@ -108,14 +109,14 @@ def merge_rank_infos(hellos: Sequence[RankInfo], generation: str) -> Roster:
 
 
 def agree_on_roster(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
-    """Meet all other ranks.
+    """Run the handshake with all other ranks.
 
     Args:
-        store: that all of them reach; what earlier attempts said may still be in it.
-        patience: seconds until ranks that have not arrived are given up.
+        store: shared by all ranks; it may still have entries of earlier attempts.
+        patience: seconds to wait for all ranks.
 
     Raises:
-        TrainingError: some rank did not arrive; says which.
+        TrainingError: a rank did not arrive; the message names it.
     """
     until = time.monotonic() + patience
     return _lead(store, own, until) if own.rank == 0 else _follow(store, own, until)
@@ -125,12 +126,12 @@ def _lead(store: dist.Store, own: RankInfo, until: float) -> Roster:
     seen: list[bytes] = []
     now = merge_rank_infos([own], uuid4().hex)
     while own.size > 1:
-        said = [_read_key(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
-        hellos = [RankInfo.from_text(text) for text in said if text]
+        texts = [_read_key(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
+        hellos = [RankInfo.from_text(text) for text in texts if text]
         if len(hellos) < own.size - 1 or any(hello.size != own.size for hello in hellos):
             seen = []  # an earlier attempt had another size
-        elif said != seen:
-            seen, now = [text for text in said if text], merge_rank_infos([own, *hellos], uuid4().hex)
+        elif texts != seen:
+            seen, now = [text for text in texts if text], merge_rank_infos([own, *hellos], uuid4().hex)
             store.set(_GO, json.dumps({hello.rank: hello.nonce for hello in hellos} | {"generation": now.store_prefix}))
         elif store.check([f"{now.store_prefix}/here-{rank}" for rank in range(1, own.size)]):
             break
@@ -161,14 +162,15 @@ def _read_key(store: dist.Store, key: str) -> bytes | None:
 
 
 def _give_up(store: dist.Store, own: RankInfo, generation: str) -> NoReturn:
-    """Name who is missing, as far as this rank can tell."""
+    """Raise the error that names the missing ranks, as far as this rank knows."""
     ranks = range(1, own.size)
     silent = [rank for rank in ranks if not store.check([f"multigpu/hello-{rank}"])]
     missing = silent or [rank for rank in ranks if not store.check([f"{generation}/here-{rank}"])]
     who = f"rank {', '.join(map(str, missing[:8]))}{' …' if missing[8:] else ''}" if own.rank == 0 else "rank 0"
     error = TrainingError(
-        f"{who} of {own.size} did not arrive: its node may have gone while it started",
-        remedy="multigpu doctor under the same torchrun says who reaches whom; torchrun --max-restarts=… tries again",
+        f"{who} of {own.size} did not arrive: its node may have failed while it started",
+        remedy="use multigpu doctor under the same torchrun to test the connections; torchrun --max-restarts=… tries "
+        "again",
     )
     error.caused_by_peer = True
     raise error

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from multigpu_cli.data.collate import Collate, get_sample, get_samples, unwrap_dataset
-from multigpu_cli.data.data_source import LoaderOptions
+from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
 from multigpu_cli.data.transfer import Fetched, move_batches
 from multigpu_cli.data.worker_context import LoaderContext, end_processes, ignore_group_signals
@@ -24,16 +24,15 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.seeding import seed_host
 
-_MOST_PROCESSES = 8  # for each worker
-_HANDED_OVER = 30e-6  # seconds that a sample of a small batch costs this process if another one fetches it
-_LONGEST_LOOK = 0.5  # seconds
-
+_MOST_PROCESSES = 8  # per worker
+_TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
+_LONGEST_PROBE = 0.5  # seconds
 
 Result = TypeVar("Result")
 
 
 class ItemFetcher:
-    """A map-style dataset, fetched sample by sample; the order of samples is settled before the loader sees it."""
+    """Fetches a map-style dataset sample by sample, with a DataLoader that is given the indices of each batch."""
 
     def __init__(
         self,
@@ -42,18 +41,19 @@ class ItemFetcher:
         seed: int,
         wanted: int | str,
         workers_here: int,
-        fetching: LoaderOptions,
+        source: DataSource,
     ) -> None:
+        options = source.loader_options
         processes, reason = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
         self.device = device
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(split, seed),
-            collate_fn=Collate(split),
+            collate_fn=Collate(split, source.form),
             batch_sampler=self._chunks,
             num_workers=processes,
-            pin_memory=fetching.pin_memory and device.type == "cuda",
-            prefetch_factor=fetching.prefetch if processes else None,
+            pin_memory=options.pin_memory and device.type == "cuda",
+            prefetch_factor=options.prefetch if processes else None,
             persistent_workers=processes > 0,
             worker_init_fn=ignore_group_signals,
             multiprocessing_context=LoaderContext() if processes else None,
@@ -62,23 +62,23 @@ class ItemFetcher:
             f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
         )
         self.data_location += reason
-        if processes:  # forked now: amid training a thread may hold a lock, and the child would wait for it for ever
+        if processes:  # fork now: during training a thread may hold a lock, on which the child would wait for ever
             deque(self._loader, maxlen=0)
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        asked, chunks = tee(chunks)
-        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in asked)
+        requested, chunks = tee(chunks)
+        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
         with _without_traceback():
             fetched = zip(chunks, self._loader, strict=True)
             yield from move_batches(((inputs, targets, indices) for indices, (inputs, targets) in fetched), self.device)
 
     def close(self) -> None:
-        """End the loader processes, if there are any."""
+        """End the loader processes, if any."""
         end_processes(self._loader)
 
 
 class _Chunks:
-    """A batch sampler whose batches are laid down before each pass."""
+    """A batch sampler whose batches are set before each pass."""
 
     def __init__(self) -> None:
         self.now: Iterable[list[tuple[int, int]]] = []
@@ -88,10 +88,10 @@ class _Chunks:
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's dataset, with all generators seeded from (seed, epoch, sample) before each item.
+    """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    A dataset that fetches whole batches (`__getitems__`) is seeded once for each, by its first sample: which samples
-    are a batch depends on the seed and the step alone.
+    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
+    a batch depend only on the seed and the step.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -114,26 +114,26 @@ class SeededDataset(Dataset[Any]):
 
 
 def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: int) -> tuple[int, str]:
-    """How many, and for `auto` why: one a spare core, unless samples come faster than a process hands them over."""
+    """Number of loader processes, with the reason for `auto`: one per spare core, or none if samples are cheap."""
     if wanted != "auto":
         return int(wanted), ""
     spare = 0 if current_process().daemon else min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
     if spare < 1:
-        return 0, ": no core to spare"
+        return 0, ": no spare core"
     seconds = run_in_process(partial(_seconds_a_sample, dataset))
-    return (spare if seconds > _HANDED_OVER else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
+    return (spare if seconds > _TRANSFER_COST else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
 
 
 def run_in_process(work: Callable[[], Result]) -> Result:
-    """What `work` returns in a process of its own: a file that a dataset opens here, before the fork, would be shared.
+    """Call `work` in another process: a file that a dataset opens here would be shared with forked loader processes.
 
     Raises:
         RequestError: the user's dataset failed.
     """
-    if current_process().daemon:  # it may not have children, so none of its files will be shared either
+    if current_process().daemon:  # a daemon may not fork, so its files are not shared either
         return work()
     there: DataLoader[Result] = DataLoader(
-        [work],  # type: ignore[arg-type]  # a list is a dataset, too
+        [work],  # type: ignore[arg-type]  # a list serves as a dataset
         batch_size=None,
         collate_fn=operator.call,  # type: ignore[arg-type]
         num_workers=1,
@@ -150,23 +150,23 @@ def run_in_process(work: Callable[[], Result]) -> Result:
 
 @contextmanager
 def _without_traceback() -> Iterator[None]:
-    """What a loader process says of the user's dataset, without the way there, which torch puts before it."""
+    """Re-raise a loader process's RequestError without the traceback that torch adds to its message."""
     try:
         yield
     except RequestError as error:
-        _, came_from_there, said = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
-        if came_from_there:
-            raise RequestError(said.strip()) from error
+        _, found, message = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
+        if found:
+            raise RequestError(message.strip()) from error
         raise
 
 
 def _seconds_a_sample(dataset: SeededDataset) -> float:
-    """The least of a few, since the first may open files."""
+    """The shortest time of a few samples, since the first may open files."""
     taken: list[float] = []
     for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
         began = time.perf_counter()
         dataset[EVAL_EPOCH, index]
         taken.append(time.perf_counter() - began)
-        if sum(taken) > _LONGEST_LOOK:
+        if sum(taken) > _LONGEST_PROBE:
             break
     return min(taken, default=0.0)

@@ -9,7 +9,7 @@ from multigpu_cli.run.spec import RunSpec, describe_machine
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.open_data import uses_environments
+from multigpu_cli.tasks.open_data import FROM_MODEL, uses_environments
 
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
@@ -28,6 +28,11 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
     on_cpu = world.device.type == "cpu"
     if placement.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
+    if placement.strategy == "dp" and config.task.name == FROM_MODEL:
+        yield RequestError(
+            "--task from-model together with --multi-gpu dp: a replica returns a mean, and nobody knows over how much",
+            remedy="--multi-gpu ddp",
+        )
     if placement.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
         yield RequestError(
             f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a model for one GPU, and "

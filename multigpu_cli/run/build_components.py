@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.models.build import adapt_model, build_model, prepare_model
+from multigpu_cli.models.build import adapt_model, build_model, is_of_transformers, prepare_model
 from multigpu_cli.models.rate_factors import compute_rate_factors
 from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.build_task import build_task
@@ -32,6 +32,10 @@ from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
+from multigpu_cli.tasks.open_data import FROM_MODEL
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.user_objects import UserObjects
 
 
 def build_components(spec: RunSpec, world: World) -> TrainComponents:
@@ -41,9 +45,10 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     live = spec.user_objects
-    task = run_on_all_ranks(world, lambda: build_task(spec.config, spec.source, live.criterion if live else None))
+    task = run_on_all_ranks(world, lambda: _build_task(spec.config, spec.source, live))
     loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
-    state = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
+    state, call = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
+    spec = replace(spec, plan=replace(spec.plan, model_call=call))
     if live or spec.begins_from_weights:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
@@ -58,18 +63,22 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
 
-def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) -> TrainState:
-    """Everything that is built without communication, so that an error on one rank can be raised on all."""
+def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) -> tuple[TrainState, str]:
+    """Everything that is built without communication, so that an error on one rank can be raised on all.
+
+    Returns:
+        the state, and in words how the model is called.
+    """
     config, source = spec.config, spec.source
     live = spec.user_objects
-    model = prepare_model(adapt_model(live.model), config.model, spec.model) if live else init_model(config, source)
+    model = prepare_model(adapt_live(config, live), config.model, spec.model) if live else init_model(config, source)
     weights = None
     if spec.begins_from_weights and world.is_main:  # the others get them from there
         weights = load_initial_weights(model, Path(str(config.model.init_from)), partial=config.model.init_partial)
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
     task.check_model(model, precision)
-    try_first_batch(spec, task, model, precision, first_batch(train, 2))
+    call = try_first_batch(spec, task, model, precision, first_batch(train, 2))
     check_extra_state(model, spec.model)
     ema = config.optimizer.ema
     average = None if ema == "off" else EMAModel(model, float(ema))
@@ -77,20 +86,34 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
         model, config.optimizer, compute_rate_factors(model, config.optimizer)
     )
     scheduler = live.scheduler if live else None
-    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
+    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights), call
+
+
+def _build_task(config: Config, source: DataSource, live: "UserObjects | None") -> Task:
+    if live is None:
+        return build_task(config, source)
+    return build_task(config, source, live.criterion, has_logits=is_of_transformers(live.model))
+
+
+def adapt_live(config: Config, live: "UserObjects") -> nn.Module:
+    """The user's own model, as tasks call it; a criterion may want the whole output of one of transformers."""
+    whole = live.criterion is not None or config.task.name == FROM_MODEL
+    return adapt_model(live.model, whole_output=whole)
 
 
 def init_model(config: Config, source: DataSource) -> nn.Module:
     """The model with weights drawn from the seed; the dataset's own model if the user named none."""
+    task = config.task.name or source.task
     offered = {
         "input_shape": source.input_shape,
         "num_classes": source.num_classes or source.num_outputs,
-        "task": config.task.name or source.task,
+        "task": task,
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
     } | dict(source.model_kwargs)
     seed_weights(config.reproducibility.seed)
-    return build_model(config.model, config.model.name or source.model, offered)
+    name = config.model.name or source.model
+    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL)
 
 
 def _build_loaders(spec: RunSpec, world: World, task: Task) -> Loaders:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.build import first_batch
+from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
@@ -42,7 +43,7 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchPro
     model = components.state.model
     batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    known |= {_storage(tensor) for tensor in (batch.inputs, batch.targets) if isinstance(tensor, Tensor)}
+    known |= {_storage(leaf) for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)}
     activations: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.run.build import build_components
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.micro_batch_flops_and_memory import profile_micro_batch
 from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.profile_micro_batch import profile_micro_batch
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.world import CPU
@@ -37,7 +37,7 @@ def components(tmp_path: Path, model: str, **flags: str | bool) -> TrainComponen
 
 def test_two_matrices(tmp_path: Path) -> None:
     """Forward 2·n·in·out each; backward the same for each weight, and once for the input of the second layer."""
-    found = profile_micro_batch(components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain"), 10)
+    found = profile_micro_batch(components(tmp_path, "tests.run.test_profile_micro_batch:plain"), 10)
     first, second = 2 * 10 * 6 * 16, 2 * 10 * 16 * 3
     assert found.samples == 10
     assert found.flops == 2 * first + 3 * second
@@ -46,7 +46,7 @@ def test_two_matrices(tmp_path: Path) -> None:
 
 def test_activations_grow_with_the_batch_and_nothing_else_is_counted(tmp_path: Path) -> None:
     """Tanh keeps its output, cross-entropy its log-probabilities; float32 takes 4 bytes. A few bytes do not grow."""
-    made = components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain")
+    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
     ten, forty = profile_micro_batch(made, 10).activations, profile_micro_batch(made, 40).activations
     assert (forty - ten) / 30 == 4 * (16 + 3)
     assert ten < 10 * 4 * (16 + 3) + 64
@@ -76,7 +76,7 @@ def test_it_leaves_no_trace(tmp_path: Path) -> None:
 def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from multigpu_cli.run import assemble_run
 
-    made = components(tmp_path, "tests.run.test_micro_batch_flops_and_memory:plain")
+    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
     assert assemble_run._count_flops(made) is None
     monkeypatch.setattr(assemble_run, "peak_flops", lambda device, precision: 1e12)
     assert assemble_run._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3

@@ -1,0 +1,15 @@
+"""What the device refuses, before the data is opened."""
+
+import torch
+
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.run.device_and_data_rules import check_device
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
+from multigpu_cli.runtime.world import World
+
+
+def test_losses_of_replicas_have_no_weights_with_dp() -> None:
+    gpus, config = (torch.device("cuda", 0), torch.device("cuda", 1)), resolve({"task": "from-model"}, (), None)
+    for strategy, count in (("dp", 1), ("ddp", 0)):
+        found = check_device(config, Placement(strategy, gpus, 0, "as asked"), World(torch.device("cpu")))
+        assert sum("--task from-model together with --multi-gpu dp" in str(error) for error in found) == count
