@@ -37,7 +37,7 @@ gpu_id=() gpu_row=() gpu_free=() gpu_state=() no_gpu='' cores=1 # the machine, o
 recipes=() recipe_text=()
 answer='' why='' choices=() # a check sets the answer, or why there is none
 plan='' plan_code=0 folder='' start='' size='' problem='' notes='' environment=() flags=() command=()
-dp_ids='' first_name='' goes_on='' begins='' stopped=ended bold='' dim='' red='' plain=''
+dp_ids='' first_name='' goes_on='' begins='' name_width=14 stopped=ended bold='' dim='' red='' plain=''
 columns=$(tput cols 2>/dev/null) || columns=80
 [[ ! -t 2 || -n ${NO_COLOR-} || ${TERM:-dumb} == dumb ]] ||
     bold=$'\033[1m' dim=$'\033[2m' red=$'\033[31m' plain=$'\033[0m'
@@ -51,8 +51,10 @@ count_of() { tr ',' '\n' <<<"$1" | grep -c .; } # of a list with commas
 counted() { printf '%s %s' "$1" "$2$( (($1 == 1)) || printf s)"; }
 
 show_choice() { # NUMBER NAME TEXT: one entry of a menu, folded to the terminal
-    printf "  $bold%2d  %-14s$plain%s\n" "$1" "$2" \
-        "$(fold -s -w $((columns > 60 ? columns - 21 : 40)) <<<"$3" | sed '2,$ s/^/                    /')" >&2
+    local indent
+    indent=$(printf '%*s' $((name_width + 6)) '')
+    printf "  $bold%2d  %-*s$plain%s\n" "$1" "$name_width" "$2" \
+        "$(fold -s -w $((columns > 60 ? columns - name_width - 7 : 40)) <<<"$3" | sed "2,\$ s/^/$indent/")" >&2
 }
 
 ask() { # NAME QUESTION DEFAULT CHECK: ask for the variable of that name, unless a flag has set it
@@ -276,6 +278,9 @@ ask_recipe() {
     local i default=${recipes[0]-}
     [[ -n $config || -n $default ]] || return 0
     [[ -n $config$yes ]] || say '' "${bold}What to train?$plain"
+    for ((i = 0; i < ${#recipes[@]}; i++)); do
+        ((${#recipes[i]} + 2 <= name_width)) || name_width=$((${#recipes[i]} + 2))
+    done
     for ((i = 0; i < ${#recipes[@]}; i++)); do
         [[ ${recipes[i]} != digits ]] || default=digits
         [[ -n $config$yes ]] || show_choice $((i + 1)) "${recipes[i]}" "${recipe_text[i]}"

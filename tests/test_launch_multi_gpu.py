@@ -211,6 +211,21 @@ def test_eight_gpus_fit_on_80_columns(desk: Desk) -> None:
     assert desk.run["cuda"] == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}  # all of them, so no question which
 
 
+@machine("desk", [[]], indirect=True)
+def test_long_names_of_recipes_have_room(desk: Desk) -> None:
+    """Their texts stand in one column, folded within the terminal."""
+    named = TRAINER.replace("fashion_mnist", "ppo_cartpole_masked").replace(":<15", ":<25")
+    (desk.folder / "main_multi_gpu.py").write_text(named)
+    child = desk.ask()
+    answer_questions(child, ENTER[0], ("How many CPU processes [2]", ""))
+    child.expect_exact("What to train?")
+    child.expect_exact("Recipe [digits]")
+    listed = [line for line in child.before.splitlines() if line.startswith("  ")]
+    assert [line[27:].split()[0] for line in listed] == ["Photos", "Scanned", "two", "Clothing", "Activities"]
+    assert all(line[25:27] == "  " for line in listed)
+    assert max(map(len, listed)) <= 80
+
+
 @machine("desk", [None, [], ["No devices were found"]], indirect=True)
 def test_without_gpus_two_processes_share_the_cpu(desk: Desk) -> None:
     child = desk.ask()

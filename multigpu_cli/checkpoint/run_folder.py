@@ -138,6 +138,11 @@ def _in_folder(folder: Path, attempt: int) -> ResumePoint:
     newest, notes = Store(folder / "checkpoints", 1).find_newest()
     if newest is None and notes:
         raise _no_intact_error(folder, [note.removeprefix("skipped ") for note in notes])
+    if newest is None and (read_summary(folder) or {}).get("status") == "completed":
+        raise RequestError(
+            f"{folder} is complete, and its checkpoints were removed: it can't be resumed",
+            remedy=f"use another --save-dir; --init-from {folder / 'best.pt'} starts from its best weights",
+        )
     if newest is None:
         reason = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
         return ResumePoint(str(folder), None, None, None, notes, reason)

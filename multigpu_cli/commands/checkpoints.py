@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 
 from multigpu_cli.checkpoint.inspect import CheckpointEntry
+from multigpu_cli.commands.output import format_size
 from multigpu_cli.errors import pluralize
 
 
@@ -21,14 +22,10 @@ def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str
         verdict = ": ".join(filter(None, (entry.state, entry.reason)))
         if entry.resumes:
             verdict = "whole, a run goes on from here"
-        size, age = _format_size(entry.bytes), _format_age(now - entry.written)
+        size, age = format_size(entry.bytes), _format_age(now - entry.written)
         yield f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}"
     if not any(entry.resumes for entry in entries):
         yield f"{run} has no checkpoint that a run could go on from"
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def _format_age(seconds: float) -> str:

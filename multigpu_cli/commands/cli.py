@@ -22,6 +22,10 @@ app = typer.Typer(
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
 _OwnCode = Annotated[bool, typer.Option(help="import your own code that the run names")]
 _Run = Annotated[str, run_argument("RUN", "folder of a run")]
+_SortBy = Annotated[
+    str | None,
+    typer.Option("--sort-by", metavar="KEY", help="best run first: val_accuracy, val_loss, steps, …"),
+]
 _Weights = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or checkpoint")]
 
 
@@ -189,25 +193,40 @@ def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_lau
 def status(
     runs: Annotated[list[str] | None, run_argument("[RUN]", "folders of runs, or of folders")] = None,
     again: Annotated[bool, typer.Option("--watch", help="redraw until none of them is running")] = False,
+    sort_by: _SortBy = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON; with --watch one line each time")] = False,
 ) -> None:
     """Show the progress, the speed and the problems of runs; without RUN, of those under checkpoints/."""
     from multigpu_cli.commands.status import watch_runs
 
-    watch_runs(runs or [], as_json=as_json, repeat=again)
+    watch_runs(runs or [], as_json=as_json, repeat=again, sort_by=sort_by)
 
 
 @app.command(cls=Command)
 def report(
     runs: Annotated[list[str], run_argument("RUN", "folders of runs, or of folders")],
     out: Annotated[str | None, typer.Option(metavar="DIR", help="folder (default: RUN/report, ./report)")] = None,
+    sort_by: _SortBy = None,
     as_json: Annotated[bool, typer.Option("--json", help="where the files are, as JSON")] = False,
 ) -> None:
-    """Write one HTML page about a run, or about several to compare them, and its plots as PNG files."""
+    """Write one HTML page about a run, or about any number to compare them, and its plots as PNG files."""
     from multigpu_cli.commands.report.report import format_report, write_report
 
-    written = write_report(runs, out)
+    written = write_report(runs, out, sort_by)
     print_result(written, format_report(written), as_json=as_json)
+
+
+@app.command(cls=Command)
+def clean(
+    runs: Annotated[list[str], run_argument("DIR", "folders of runs, or of folders")],
+    yes: Annotated[bool, typer.Option("--yes", help="remove them; without it they are only listed")] = False,
+    as_json: _Json = False,
+) -> None:
+    """List the checkpoints of completed runs and what they take; --yes removes them, and leaves the best weights."""
+    from multigpu_cli.commands.clean import clean_runs, format_cleaning
+
+    found = clean_runs(runs, remove=yes)
+    print_result(found, format_cleaning(found), as_json=as_json)
 
 
 @app.command(cls=Command)

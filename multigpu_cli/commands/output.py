@@ -14,6 +14,11 @@ def print_result(result: Any, lines: Iterable[str], *, as_json: bool) -> None:
     print(dump_json(result, indent=2) if as_json else "\n".join(lines))
 
 
+def format_size(count: int) -> str:
+    """A number of bytes: '12.3 MB', '4.0 kB'."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
 @contextmanager
 def writing_to(flag: str, target: Path) -> Iterator[None]:
     """Report a write that fails inside as a wrong value of the flag.

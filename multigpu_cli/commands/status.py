@@ -1,13 +1,17 @@
 """The state of runs, their progress and their problems, from the journals alone; during a run and after it."""
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.commands.ranking import explain_order, order_runs, read_figures
+from multigpu_cli.config.command_line import list_arguments
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_duration
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_folders, load_history
@@ -35,6 +39,8 @@ class Status:
         recovery_seconds, lost_steps: of the last restart within a launch: the time from the end of an attempt to the
             first step of the next one, and the steps that were repeated.
         alarms: problems that need attention.
+        sort_value: the number of --sort-by; None where the run has none.
+        command: the best run's, which gives its settings again; None for the others, and without --sort-by.
     """
 
     run: str
@@ -57,6 +63,8 @@ class Status:
     recovery_seconds: float | None = None
     lost_steps: int | None = None
     alarms: list[str] = field(default_factory=list)
+    sort_value: float | None = None
+    command: str | None = None
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -112,18 +120,48 @@ def read_status(run: Path, now: float) -> Status:
     )
 
 
-def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool) -> None:
-    """Show the runs once, or again and again until none of them is at work."""
+def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: str | None = None) -> None:
+    """Show the runs once, or again and again until none of them is at work.
+
+    Args:
+        sort_by: a number of the summary: the best run comes first.
+
+    Raises:
+        RequestError: a path has no run, or no run has such a number.
+    """
     while True:
         statuses = [read_status(run, time.time()) for run in find_runs(names)]
+        if sort_by is not None:
+            statuses = sort_statuses(statuses, sort_by)
         if as_json:
             print(dump_json(statuses, indent=None if repeat else 2), flush=True)
         else:
-            text = make_printable("\n".join(format_statuses(statuses)))
+            text = make_printable("\n".join(format_statuses(statuses, sort_by)))
             print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
         if not repeat or not any(status.state in _RUNNING for status in statuses):
             return
         time.sleep(_REFRESH)
+
+
+def sort_statuses(statuses: Sequence[Status], key: str) -> list[Status]:
+    """The best run first, with its command line.
+
+    Raises:
+        RequestError: no run has such a number, or the best one's config.yaml is damaged.
+    """
+    figures = [read_figures(Path(status.run)) for status in statuses]
+    order = order_runs(figures, key)
+    ordered = [replace(statuses[number], sort_value=figures[number].get(key)) for number in order]
+    return [replace(ordered[0], command=_read_command(Path(ordered[0].run))), *ordered[1:]]
+
+
+def _read_command(run: Path) -> str | None:
+    file = run / "config.yaml"
+    if not file.is_file():
+        return None
+    words = shlex.join(["main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
+    live = file.read_text().startswith("# with live objects")
+    return f"python {words}" + ("  # and what Python brought, see config.yaml" if live else "")
 
 
 def make_printable(text: str) -> str:
@@ -131,12 +169,21 @@ def make_printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
-def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
-    """Two lines for each run, and one more for each alarm."""
+def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) -> Iterator[str]:
+    """Two lines for each run, and one more for each alarm; the order and the best run's command, where they have one.
+
+    Args:
+        sorted_by: the number that says which run is the best.
+    """
     width = max(len(status.run) for status in statuses)
+    if sorted_by is not None:
+        yield f"{explain_order(sorted_by)}:"
     for status in statuses:
         total = f"/{status.total_steps:,}" if status.total_steps else ""
         parts = [f"{status.run:<{width}}  {status.state:<9}  step {status.step:,}{total}"]
+        if sorted_by is not None:
+            value = "unknown" if status.sort_value is None else f"{status.sort_value:.6g}"
+            parts.insert(0, f"{sorted_by} {value:<9}")
         parts += [f"epoch {status.epoch}"] if status.epoch is not None else []
         parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
         parts += [f"val {name} {value:.4g}" for name, value in status.val.items()]
@@ -156,6 +203,7 @@ def format_statuses(statuses: Sequence[Status]) -> Iterator[str]:
             tries += f", training again after {format_duration(status.recovery_seconds)}, {again} done twice"
         yield f"  {where}; {saved}; last line {format_duration(status.silent_seconds)} ago{tries}"
         yield from (f"  ! {alarm}" for alarm in status.alarms)
+        yield from [f"  {status.command}"] if status.command else []
 
 
 def _judge_state(run: Path, history: History, attempt: Attempt) -> str:

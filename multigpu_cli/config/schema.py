@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from multigpu_cli.config import types
-from multigpu_cli.config.types import ValueType, choice, integer, number
+from multigpu_cli.config.types import ClassWeights, ValueType, choice, integer, number
 
 
 class Setting(NamedTuple):
@@ -89,6 +89,18 @@ class DataConfig:
     on_device: str = setting(
         "data_on_device", "auto", choice("auto", "on", "off"), "keep the dataset in GPU memory", free=True
     )
+    mixup: float | None = setting(
+        "data.mixup", None, number(0, above=True), "mix training samples with others: X of Beta(X, X), e.g. 0.2"
+    )
+    cutmix: float | None = setting(
+        "data.cutmix", None, number(0, above=True), "paste boxes of other training images: X of Beta(X, X), e.g. 1"
+    )
+    random_resized_crop: float | None = setting(
+        "data.random_resized_crop", None, number(0, 1, above=True), "cut out X to 1 of a training image's area, resized"
+    )
+    sample_weights: ClassWeights | None = setting(
+        "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +133,9 @@ class TaskConfig:
     name: str | None = setting("task", None, types.text, "task: a name, or module:Class (default: the dataset's)")
     args: dict[str, Any] = _arguments("task.args")
     label_smoothing: float = setting("label_smoothing", 0.0, number(0, 1, below=True), "softens one-hot targets")
+    class_weights: ClassWeights | None = setting(
+        "task.class_weights", None, types.class_weights, "a training sample's loss is multiplied by that of its class"
+    )
     num_envs: int | None = setting("num_envs", None, integer(1), "PPO: environments in total")
     env_group: int | None = setting("env_group", None, integer(1), "PPO: environments that are stepped as one batch")
     env_steps: int | None = setting("env_steps", None, integer(1), "PPO: length in environment steps", free=True)

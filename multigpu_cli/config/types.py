@@ -12,6 +12,10 @@ from multigpu_cli.errors import did_you_mean
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
 
 
+ClassWeights = str | tuple[float, ...] | dict[str, float]
+"""'balanced', one weight for each class, or some by the name of the class."""
+
+
 class ValueType(NamedTuple):
     """A type of value.
 
@@ -153,6 +157,23 @@ def _numeric(value: Any) -> Any:
     return value
 
 
+def _class_weights(value: Any) -> ClassWeights:
+    if value == "balanced":
+        return "balanced"
+    given = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if _is_list(value) else []
+    try:
+        weights = {str(name): float(number) for name, number in given if not isinstance(number, bool)}
+    except (TypeError, ValueError):
+        weights = {}
+    if not weights or len(weights) < len(given) or not all(0 <= each < math.inf for each in weights.values()):
+        raise ValueError(f"must be balanced, one weight for each class, or {{class: weight}}, not {quote_value(value)}")
+    return weights if isinstance(value, dict) else tuple(weights.values())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
 def quote_value(value: Any) -> str:
     """A value as messages quote it, cut to 60 characters."""
     text = repr(value)
@@ -167,3 +188,4 @@ every = ValueType("500|10m", _every)
 patterns = ValueType("PATTERN", _patterns)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
+class_weights = ValueType("balanced|W,W", _class_weights)

@@ -119,6 +119,13 @@ def dump(data: dict[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
 
 
+def dump_value(value: Any) -> str:
+    """A single value in one line, as --set takes it."""
+    options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": float("inf")}
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, **options)
+    return text.removesuffix("...\n").strip()
+
+
 def _check(node: yaml.Node) -> None:
     line = node.start_mark.line + 1
     if node.tag not in _PLAIN_TAGS:

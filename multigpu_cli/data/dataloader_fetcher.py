@@ -91,22 +91,24 @@ class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
     A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
-    a batch depend only on the seed and the step.
+    a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
+        self._size = len(dataset)  # type: ignore[arg-type]
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
-        return where[1], get_sample(self.dataset, where[1])
+        index = where[1] % self._size
+        return index, get_sample(self.dataset, index)
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
         if not self._whole:
             return [self[where] for where in places]
         self._seed(*places[0])
-        indices = [index for _, index in places]
+        indices = [index % self._size for _, index in places]
         return list(zip(indices, get_samples(self.dataset, indices), strict=True))
 
     def _seed(self, epoch: int, index: int) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from multigpu_cli.data.keyed_random import KeyedRandom
 
-_SHIFT, _FLIP = 0, 1  # one stream of random numbers each
+_SHIFT, _FLIP, _CROP = 0, 1, 2  # one stream of random numbers each
+_WIDEST = 4 / 3  # width to height of a crop, and the inverse
 
 
 def shift(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
@@ -27,6 +28,23 @@ def shift_and_mirror(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
     """`shift` and `mirror`, with random numbers drawn in one call."""
     drawn = draws.uniform_streams((_SHIFT, 2), (_FLIP, 1))
     return _flip(_move(images, drawn[:, :2], reach), drawn[:, 2:])
+
+
+def random_resized_crop(images: Tensor, draws: KeyedRandom, smallest: float) -> Tensor:
+    """Cut a rectangle out of each image (n, C, H, W), and resize it to the size of the image.
+
+    Its area is `smallest` to 1 of the image's, its width 3/4 to 4/3 of its height before it is cut to the image, as
+    torchvision's RandomResizedCrop (Szegedy et al. 2015).
+    """
+    area, shape, across, down = draws.uniform(_CROP, 4).unbind(1)
+    area, shape = smallest + (1 - smallest) * area, _WIDEST ** (2 * shape - 1)
+    wide, high = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)
+    theta = torch.zeros(len(images), 2, 3, device=images.device)
+    theta[:, 0, 0], theta[:, 1, 1] = wide, high
+    theta[:, 0, 2], theta[:, 1, 2] = (1 - wide) * (2 * across - 1), (1 - high) * (2 * down - 1)
+    grid = torch.nn.functional.affine_grid(theta, list(images.shape), align_corners=False)
+    found = torch.nn.functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    return found.to(images.dtype) if images.is_floating_point() else found.round_().to(images.dtype)
 
 
 def _move(images: Tensor, drawn: Tensor, reach: int) -> Tensor:

@@ -42,6 +42,11 @@ class Images(Dataset[tuple[Tensor, int]]):
         return len(self.entries)
 
     @property
+    def targets(self) -> list[int]:
+        """The class number of each image."""
+        return [label for _, label in self.entries]
+
+    @property
     def names(self) -> list[str]:
         """The files, from where the program was started."""
         return [os.path.normpath(path) for path, _ in self.entries]

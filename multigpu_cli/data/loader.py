@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.batch_transforms import BatchTransforms
+from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve_sample_weights
 from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
-from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
@@ -82,6 +84,8 @@ class Loader:
 
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source)
         self.data_location = self._fetch.data_location
+        self._weights_wanted = config.sample_weights
+        self._transforms = BatchTransforms(config, source, seed, device, training=split is source.train)
 
     def close(self) -> None:
         """End the loader processes, if any."""
@@ -107,7 +111,7 @@ class Loader:
         Args:
             replicas_per_process: micro-batches joined into one batch (DataParallel needs one per device).
         """
-        order = self.sample_order(epoch)
+        order = self._keyed_order(epoch)
         steps = range(start, plan.steps_per_epoch)
         chunks = (
             order[first:stop]
@@ -117,12 +121,29 @@ class Loader:
         batches = self._fetch.stream(chunks, epoch)
         for step in steps:
             layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
-            yield layout, (self._finish_batch(next(batches), index, epoch, train=True) for index, _, _ in layout.passes)
+            micro = plan.micro_batch
+            yield layout, (self._finish_batch(next(batches), index, epoch, micro) for index, _, _ in layout.passes)
 
     def sample_order(self, epoch: int) -> Tensor:
         """(n,) int64: the index of the sample at each position of an epoch of training."""
+        if self._weights_wanted is not None:
+            return draw_samples(self._weights, self.seed, epoch)
         own = self.source.order
         return epoch_order(self.size, self.seed, epoch) if own is None else own(epoch)
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """(n,) float64 of the samples; looked up when training begins, for the split may be another one's."""
+        assert self._weights_wanted is not None
+        return resolve_sample_weights(self._weights_wanted, self.source, "data.sample_weights")
+
+    def _keyed_order(self, epoch: int) -> Tensor:
+        """(n,) int64: the order, where a sample that comes again gets a number of its own beyond the dataset's end.
+
+        It is fetched modulo the size, and augmented by that number: each time differently.
+        """
+        order = self.sample_order(epoch)
+        return order if self._weights_wanted is None else order + self.size * count_repeats(order)
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass: the same batches, each sample once, for any number of workers."""
@@ -130,7 +151,7 @@ class Loader:
         mine = range(count * rank // workers, count * (rank + 1) // workers)
         chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
         for index, fetched in zip(mine, self._fetch.stream(chunks, EVAL_EPOCH), strict=True):
-            yield self._finish_batch(fetched, index, 0, train=False)
+            yield self._finish_batch(fetched, index, 0, None)
 
     def iter_training_batches(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Batches of the given samples, prepared and augmented as in training.
@@ -139,15 +160,19 @@ class Loader:
             chunks: the sample indices of each batch, (n,) int64.
         """
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
-            yield self._finish_batch(fetched, index, epoch, train=True)
+            yield self._finish_batch(fetched, index, epoch, len(fetched[2]))
 
-    def _finish_batch(self, fetched: "Fetched", index: int, epoch: int, *, train: bool) -> Batch:
-        inputs, targets, indices = fetched
-        if isinstance(inputs, Tensor):
-            if train and self.source.augment is not None:
-                inputs = self.source.augment(inputs, KeyedRandom(self.seed, epoch, to_device(indices, self.device)))
-            inputs = self.source.prepare(inputs)
-        return Batch(inputs, targets, indices, index)
+    def _finish_batch(self, fetched: "Fetched", index: int, epoch: int, micro_batch: int | None) -> Batch:
+        """Transform a batch.
+
+        Args:
+            micro_batch: its samples, or those of each part of a joined batch; None in an evaluation.
+        """
+        inputs, targets, keys = fetched
+        if micro_batch is None:
+            return Batch(*self._transforms.evaluate(inputs, targets), keys, index)
+        pair = self._transforms.train(inputs, targets, keys, epoch, micro_batch)
+        return Batch(*pair, keys if self._weights_wanted is None else keys % self.size, index)
 
 
 class _InMemoryFetcher:
@@ -174,6 +199,6 @@ class _InMemoryFetcher:
 
     def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = to_device(indices, self._home)
+            at = to_device(indices % len(self._tensors[0]), self._home)
             parts = tuple(tensor.index_select(0, at) for tensor in self._tensors)
             yield *to_pair(parts, "a sample", self._form), indices

@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from textwrap import wrap
 from typing import Any, Literal, TextIO
 
@@ -13,6 +14,7 @@ from multigpu_cli.monitor.progress import ProgressDisplay, TqdmDisplay
 from multigpu_cli.runtime.rank_output import RankOutput
 
 Level = Literal["silent", "quiet", "normal", "verbose"]
+_MOMENT = 1.0  # seconds
 _LEVELS: tuple[Level, ...] = ("silent", "quiet", "normal", "verbose")
 
 
@@ -51,6 +53,21 @@ class Console:
         wanted = self._shows("normal") and self._is_terminal()
         self._progress = TqdmDisplay(total_steps, initial, self._stream) if wanted else ProgressDisplay(total_steps)
         return self._progress
+
+    @contextmanager
+    def evaluation_progress(self, split: str, batches: int) -> Iterator[ProgressDisplay]:
+        """A bar of an evaluation's batches in the place of the run's, where that is one; shown if it takes a moment."""
+        steps = self._progress
+        if not isinstance(steps, TqdmDisplay):
+            yield ProgressDisplay(batches)
+            return
+        with steps.hidden():
+            self._progress = TqdmDisplay(batches, 0, self._stream, unit=f"evaluating {split}: batch", delay=_MOMENT)
+            try:
+                yield self._progress
+            finally:
+                self._progress.close()
+                self._progress = steps
 
     def train(self, fields: Mapping[str, Any]) -> None:
         """The numbers of a `train` event: into the bar where there is one, else as a line."""

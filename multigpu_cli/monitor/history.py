@@ -1,5 +1,6 @@
 """The history of a run from its journal: its attempts, and the events that count; without torch."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,20 @@ def load_history(folder: Path) -> History:
         FileNotFoundError: there is no journal.
     """
     return fold_events(read_events(folder / JOURNAL))
+
+
+def load_summary(folder: Path) -> dict[str, Any]:
+    """How the run in a folder ended: its summary.json, {} where there is none that can be read."""
+    return read_json(folder / "summary.json")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A file of a run folder, {} where there is none that can be read."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def find_run_folders(folder: Path) -> list[Path]:

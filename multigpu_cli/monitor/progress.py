@@ -32,9 +32,16 @@ class ProgressDisplay:
 
 
 class TqdmDisplay(ProgressDisplay):
-    """A tqdm bar: steps, time left, and as many facts as fit, redrawn at most five times a second."""
+    """A tqdm bar: steps, time left, and as many facts as fit, redrawn at most five times a second.
 
-    def __init__(self, total_steps: int, initial: int, stream: TextIO) -> None:
+    Args:
+        unit: what is counted.
+        delay: seconds until it is shown.
+    """
+
+    def __init__(
+        self, total_steps: int, initial: int, stream: TextIO, *, unit: str = "step", delay: float = 0.0
+    ) -> None:
         super().__init__(total_steps)
         from threading import RLock
 
@@ -51,7 +58,8 @@ class TqdmDisplay(ProgressDisplay):
             mininterval=0.2,
             dynamic_ncols=True,
             leave=False,
-            bar_format="|{bar}| step {n_fmt}/{total_fmt}, {remaining} left{postfix}",
+            delay=delay,
+            bar_format=f"|{{bar}}| {unit} " + "{n_fmt}/{total_fmt}, {remaining} left{postfix}",
         )
 
     def update(self, step: int, facts: Sequence[str] = ()) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.class_weights import resolve_class_weights, resolve_sample_weights
 from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.spec import RunSpec, describe_machine
@@ -10,7 +11,9 @@ from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import FROM_MODEL, uses_environments
+from multigpu_cli.tasks.registry import TASKS
 
+_CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"
@@ -49,6 +52,22 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
 
 
+def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
+    """Settings that are for the classes of samples, where there are none, or others."""
+    wanted = {key: spec.config.get(key) for key in _CLASS_SETTINGS}
+    given = [key for key, value in wanted.items() if value is not None]
+    if given and spec.task in TASKS and spec.task != "classification":
+        yield RequestError(f"{given[0]} is for --task classification, not {spec.task}", remedy=f"leave {given[0]} out")
+        return
+    resolvers = {"task.class_weights": resolve_class_weights, "data.sample_weights": resolve_sample_weights}
+    for key, resolve in resolvers.items():
+        try:
+            if wanted[key] is not None:
+                resolve(wanted[key], spec.source, key)
+        except RequestError as error:
+            yield error
+
+
 def check_data(spec: RunSpec) -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds."""
     config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
@@ -62,6 +81,7 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
+    yield from _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in describe_machine(plan).items() if pinned else ():
         if pinned[name] != now:

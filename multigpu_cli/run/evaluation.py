@@ -1,5 +1,8 @@
 """Evaluations: exact passes over a split, at the end of an epoch and of the run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from multigpu_cli.data.loader import Loader
@@ -17,7 +20,7 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
     model, progress = run.state.eval_model(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
     with run.observer.timer.pause():
-        result = _evaluate_in_batches(run, model, loader)
+        result = _evaluate_in_batches(run, model, split, loader)
         moving.remove()
         entry = run.log.journal.write(
             "eval", epoch=run.epoch, step=progress.step, split=split, samples=result.samples, **result.metrics
@@ -27,15 +30,30 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
     return result
 
 
-def _evaluate_in_batches(run: Run, model: nn.Module, loader: Loader) -> Evaluation:
+def _evaluate_in_batches(run: Run, model: nn.Module, split: str, loader: Loader) -> Evaluation:
     """Evaluate, with smaller batches after each out-of-memory error."""
     while True:
         try:
-            return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch_size)
+            with _show_progress(run, split, loader):
+                return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch_size)
         except OutOfMemory:
             text = halve_eval_batch(run)
         free_memory(run.world.device)
         run.log_fault("out of memory", text)
+
+
+@contextmanager
+def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
+    """Show how many of the main rank's batches are done."""
+    before = run.task.batch_evaluated
+    size = getattr(loader, "size", 0)  # a task's own loader may have none
+    batches = -(-size // run.eval_batch_size) // run.world.size
+    with run.log.console.evaluation_progress(split, batches) as bar:
+        run.task.batch_evaluated = bar.update
+        try:
+            yield
+        finally:
+            run.task.batch_evaluated = before
 
 
 def evaluate_epoch(run: Run) -> None:

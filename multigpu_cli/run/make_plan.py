@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
@@ -15,6 +15,7 @@ from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory
 
+_EXTRAS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix", "data.random_resized_crop")
 _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
 
 
@@ -62,7 +63,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         precision=precision.name,
         precision_reason="as the run was started with" if start.manifest else precision.reason,
         description=f"{request.model} on {config.data.name} "
-        f"({source.note}{source.num_train_samples:,} training samples), {request.task}",
+        f"({source.note}{source.num_train_samples:,} training samples), {request.task}{_describe_extras(config)}",
         resume_reason=start.reason,
         unused_flags=_list_unused_flags(request),
         save_dir=start.folder,
@@ -92,6 +93,13 @@ def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
 
 def _device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+
+
+def _describe_extras(config: Config) -> str:
+    """Weights of classes and further augmentation, where they are asked for."""
+    given = {key.partition(".")[2].replace("_", " "): config.get(key) for key in _EXTRAS}
+    words = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+    return words and f" with {words}"
 
 
 def _describe_compile(request: RunRequest) -> str:

@@ -79,6 +79,7 @@ class Task(ABC):
         sums: names of the sums of an evaluation beside the loss.
         expected_shapes: of targets and outputs, for messages.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
+        batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
     """
 
     unit: str = "sample"
@@ -98,6 +99,7 @@ class Task(ABC):
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         self.source, self.config = source, config
         self.moved: Callable[[], None] = lambda: None
+        self.batch_evaluated: Callable[[int], None] = lambda done: None
 
     def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
         """This worker's training data; a task may return its own stream of micro-batches."""
@@ -214,7 +216,7 @@ class Task(ABC):
         counts: Tensor | None = None
         units = torch.zeros((), dtype=torch.int64, device=world.device)
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
-        for batch in loader.eval_batches(batch_size, world.rank, world.size):
+        for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
             with precision.autocast():
                 measured = self.measure(model, batch)
@@ -223,6 +225,7 @@ class Task(ABC):
                 slots[1:, batch.micro_batch_index] = measured.sums
             units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
+            self.batch_evaluated(done)
         return slots, counts, units
 
 

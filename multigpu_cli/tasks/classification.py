@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.class_weights import resolve_class_weights
 from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
@@ -18,6 +19,9 @@ from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_cl
 
 class Classification(Task):
     """Targets (n,) int64 class numbers, model outputs (n, classes) logits; the better result has the higher accuracy.
+
+    With task.class_weights the loss of a training sample is multiplied by the weight of its class, as by torch's
+    CrossEntropyLoss(weight=…), and the mean is over samples. Evaluations weigh all samples the same.
 
     Raises:
         RequestError: the dataset has no classes, or labels that are not among them.
@@ -34,10 +38,23 @@ class Classification(Task):
             )
         for name in ("train", "val", "test"):
             _check_labels(name, getattr(source, name), source)
+        self._weights: Tensor | None = None
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = at_least_float32(model(batch.inputs))
-        return cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=self.config.label_smoothing)
+        weights = self._class_weights_for(logits)
+        mixed = batch.targets.is_floating_point()  # shares of classes
+        targets, smoothing = batch.targets.to(logits.dtype) if mixed else batch.targets, self.config.label_smoothing
+        return cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=smoothing)
+
+    def _class_weights_for(self, logits: Tensor) -> Tensor | None:
+        """(classes,) in the type of the logits; copied to their device once, for each copy would stall the stream."""
+        if self.config.class_weights is None:
+            return None
+        if self._weights is None or self._weights.device != logits.device:
+            weights = resolve_class_weights(self.config.class_weights, self.source, "task.class_weights")
+            self._weights = weights.to(logits.device)
+        return self._weights.to(logits.dtype)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes

@@ -13,6 +13,7 @@ import main_multi_gpu
 from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.commands.status import find_runs, format_statuses, read_status, watch_runs
 from multigpu_cli.errors import RequestError
+from tests.commands.runs import run_folder
 
 PLAN = {"total_steps": 100, "strategy": "ddp", "workers": 2, "device": "cpu"}
 
@@ -116,6 +117,29 @@ def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         find_runs([])
     run(tmp_path / "checkpoints/digits/one", BEGUN)
     assert find_runs([]) == find_runs(["checkpoints", "checkpoints/digits/one"]) == [Path("checkpoints/digits/one")]
+
+
+def test_the_best_run_comes_first_with_its_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run at work is compared by what it has so far; one without an evaluation comes last."""
+    for name, loss, rate in (("a", 0.4, 0.1), ("b", 0.2, 0.001)):
+        summary = {"status": "completed", "final": {"val_loss": loss}}
+        run_folder(tmp_path / name, BEGUN, summary, lr=rate, freeze=["stem.*"], exact=True)
+    run(tmp_path / "c", [*BEGUN, line(1031, "eval", step=20, split="val", loss=0.3)])
+    run(tmp_path / "d", BEGUN)
+    assert main_multi_gpu.run(["status", str(tmp_path), "--sort-by", "val_loss"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "by val_loss, lowest first:"
+    runs = [said.split("  ")[:2] for said in shown if said.startswith("val_loss")]
+    assert [value.split()[1] for value, *_ in runs] == ["0.2", "0.3", "0.4", "unknown"]
+    commands = [said for said in shown if said.startswith("  python")]
+    assert commands == ["  python main_multi_gpu.py --freeze 'stem.*' --lr 0.001 --exact"]
+    assert shown.index(commands[0]) < next(at for at, said in enumerate(shown) if f"{tmp_path}/c" in said)
+    assert main_multi_gpu.run(["status", str(tmp_path), "--sort-by", "val_loss", "--json"]) == 0
+    best, *rest = json.loads(capsys.readouterr().out)
+    assert (best["run"], best["sort_value"], best["command"]) == (str(tmp_path / "b"), 0.2, commands[0].strip())
+    assert [each["command"] for each in rest] == [None] * 3
+    assert main_multi_gpu.run(["status", str(tmp_path), "--sort-by", "val_los"]) == 2
+    assert "did you mean 'val_loss'?" in capsys.readouterr().err
 
 
 def test_watching_ends_with_the_last_run(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.data.image_augment import mirror, shift, shift_and_mirror
+from multigpu_cli.data.image_augment import mirror, random_resized_crop, shift, shift_and_mirror
 from multigpu_cli.data.keyed_random import KeyedRandom
 
 INDICES = torch.arange(200)
@@ -48,3 +48,31 @@ def test_shift_and_mirror_do_not_share_their_random_numbers():
     )  # moved down: empty first row
     turned = (mirror(IMAGES, KeyedRandom(1, 0, INDICES)) == IMAGES.flip(-1)).flatten(1).all(1)
     assert 0.2 < turned[up].float().mean() < 0.8
+
+
+def test_a_resized_crop_is_a_part_of_the_image() -> None:
+    """Of a picture whose pixels say where they are: a rectangle of the right area and shape, anywhere within."""
+    side, count = 64, 500
+    across = torch.linspace(0, 1, side).expand(side, side)
+    images = torch.stack([across, across.T]).expand(count, 2, side, side).contiguous()
+    cut = random_resized_crop(images, KeyedRandom(1, 0, torch.arange(count)), smallest=0.25)
+    wide, high = cut[:, 0, 0, -1] - cut[:, 0, 0, 0], cut[:, 1, -1, 0] - cut[:, 1, 0, 0]
+    area, shape = wide * high, wide / high
+    assert 0.2 < float(area.min()) < 0.3
+    assert 0.9 < float(area.max()) <= 1
+    assert 0.7 < float(shape.min()) < 0.8
+    assert 1.25 < float(shape.max()) < 1.4
+    assert float(cut[:, 0, 0, 0].min()) < 0.02
+    assert float(cut[:, 0, 0, -1].max()) > 0.98
+    assert float(cut[:, 0, 0, 0].max()) > 0.35
+
+
+def test_resized_crops_keep_bytes_and_follow_the_sample() -> None:
+    images = torch.randint(256, (6, 3, 9, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    cut = random_resized_crop(images, KeyedRandom(1, 2, torch.arange(6)), smallest=0.3)
+    assert (cut.dtype, cut.shape) == (torch.uint8, images.shape)
+    alone = random_resized_crop(images[4:], KeyedRandom(1, 2, torch.arange(4, 6)), smallest=0.3)
+    assert torch.equal(cut[4:], alone)
+    assert not torch.equal(cut, random_resized_crop(images, KeyedRandom(1, 3, torch.arange(6)), smallest=0.3))
+    whole = random_resized_crop(images[:, :, :7], KeyedRandom(1, 2, torch.arange(6)), smallest=1.0)
+    assert whole.shape == (6, 3, 7, 7)

@@ -1,8 +1,12 @@
 """Evaluations and their best weights, and what a run leaves behind when something went wrong on the way."""
 
+import io
 import json
 import re
+import sys
+import time
 from errno import ENOSPC
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,10 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint import weights
-from multigpu_cli.monitor import journal
+from multigpu_cli.monitor import console, journal
 from multigpu_cli.run import checkpointing
 from tests.support.run_training import Ended, run_training
+from tests.support.user_code import Deed
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 2}
 
@@ -32,6 +37,35 @@ def dataset(split, seed, bad=1):
     return list(zip(inputs, targets))  # what lies in memory as tensors is looked through at the start
 """
     )
+
+
+class Terminal(io.StringIO):
+    """Notes in a file what a terminal would show."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        Path("screen").write_text(self.getvalue())
+
+
+def watch_evaluations(moment: float) -> None:
+    """A screen that shows an evaluation after so many seconds, each batch of which takes 0.3."""
+    console._MOMENT = moment
+    Deed.forward = lambda self, inputs: time.sleep(0 if self.training else 0.3) or inputs  # type: ignore[method-assign]
+    sys.stdout = Terminal()
+
+
+def test_a_long_evaluation_shows_its_progress_on_a_terminal() -> None:
+    """In the place of the run's bar, which is back when it ends; a short one shows nothing."""
+    flags = RUN | {"epochs": 1, "screen": "normal"}
+    assert run_training(**flags, prepare=partial(watch_evaluations, 0.2)).error == ""
+    drawn = Path("screen").read_text()
+    assert "evaluating val: batch 2/2, " in drawn
+    assert "evaluating test: batch 1/2, " in drawn
+    assert drawn.rindex("step 6/6") > drawn.index("evaluating val")
+    assert run_training(**flags | {"save_dir": "short"}, prepare=partial(watch_evaluations, 60.0)).error == ""
+    assert "evaluating" not in Path("screen").read_text()
 
 
 def faults() -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The data of a report: a run's history, its end, its settings, and its numbers as series."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -9,7 +8,7 @@ from typing import Any
 
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.monitor.history import PLAN, History, load_history
+from multigpu_cli.monitor.history import PLAN, History, load_history, load_summary, read_json
 
 Series = tuple[list[float], list[float]]
 _MOST_POINTS = 1500
@@ -88,9 +87,9 @@ def load_runs(folders: Sequence[Path]) -> list[RunData]:
             name=name,
             folder=folder,
             history=load_history(folder),
-            summary=_read_json(folder / "summary.json"),
+            summary=load_summary(folder),
             settings=_read_settings(folder),
-            forecast=_read_json(folder / PLAN),
+            forecast=read_json(folder / PLAN),
         )
         for name, folder in zip(names, folders, strict=True)
     ]
@@ -123,14 +122,6 @@ def _shorten_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(folder) for folder in folders]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

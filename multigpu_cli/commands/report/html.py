@@ -46,10 +46,15 @@ h3 { font-size: 15px; margin: 18px 0 4px; }
 _FINGERPRINT = 64
 
 
-def render_page(runs: Sequence[RunData], pictures: Sequence[Picture]) -> str:
-    """The whole page."""
-    title = ", ".join(run.name for run in runs)
-    body = "\n".join(_render_body(runs, pictures, title))
+def render_page(runs: Sequence[RunData], pictures: Sequence[Picture], overview: ReportTable | None = None) -> str:
+    """The whole page.
+
+    Args:
+        runs: those with curves.
+        overview: a table of all runs, where there are more.
+    """
+    title = f"{len(overview.rows)} runs" if overview else ", ".join(run.name for run in runs)
+    body = "\n".join(_render_body(runs, pictures, title, overview))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -57,10 +62,15 @@ def render_page(runs: Sequence[RunData], pictures: Sequence[Picture]) -> str:
     )
 
 
-def _render_body(runs: Sequence[RunData], pictures: Sequence[Picture], title: str) -> Iterator[str]:
+def _render_body(
+    runs: Sequence[RunData], pictures: Sequence[Picture], title: str, overview: ReportTable | None
+) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     contents = " · ".join(dict.fromkeys(str(run.history.plan.get("contents", "")) for run in runs))
     yield f"<p>{escape(contents)}<br>report of {time.strftime('%Y-%m-%d %H:%M')}</p>"
+    if overview:
+        yield from _render_table(overview, "h2")
+        yield f"<p>The rest of this page is about the first {len(runs)}.</p>"
     if len(runs) > 1:
         chips = (
             f'<span><i style="background:{color_of_run(at)}"></i>{escape(run.name)}</span>'

@@ -1,56 +1,74 @@
-"""report: one page about one run, or a comparison of several; the journals' numbers as plots and tables."""
+"""report: one page about one run, or a comparison of any number; the journals' numbers as plots and tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from multigpu_cli.commands.output import writing_to
-from multigpu_cli.commands.report.data import load_runs
+from multigpu_cli.commands.ranking import choose_key, collect_figures, explain_order, order_runs
+from multigpu_cli.commands.report.data import RunData, load_runs
 from multigpu_cli.commands.report.html import render_page
 from multigpu_cli.commands.report.plots import draw_plots
+from multigpu_cli.commands.report.tables import tabulate_overview
 from multigpu_cli.commands.status import find_runs
-from multigpu_cli.errors import RequestError
 
-_MOST = 8  # colours that can be distinguished
+_MOST_CURVES = 8  # colours that can be distinguished
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report."""
+    """The files of a report.
+
+    Attributes:
+        runs: the folders as the page lists them, the best first where they are sorted.
+        order: by what they are sorted, in words; empty where they stay as named.
+    """
 
     page: Path
     pictures: list[Path]
+    runs: list[Path]
+    order: str
 
 
-def write_report(names: Sequence[str], out: str | None) -> ReportFiles:
-    """Write the report of these runs.
+def write_report(names: Sequence[str], out: str | None, sort_by: str | None = None) -> ReportFiles:
+    """Write the report of these runs: of more than eight a table of all, and the rest about the best eight.
 
     Args:
         out: the folder; None takes RUN/report, or for several runs ./report.
+        sort_by: the number of the summary that says which run is the best.
 
     Raises:
-        RequestError: a folder has no run, there are too many runs, or the folder can't be written.
+        RequestError: a folder has no run, no run has such a number, or the folder can't be written.
     """
     runs = find_runs(names)
+    loaded, order = _sort_runs(load_runs(runs), sort_by)
     folder = make_report_dir(runs, out)
-    loaded = load_runs(runs)
-    plots = list(draw_plots(loaded))
+    shown = loaded[:_MOST_CURVES]
+    overview = tabulate_overview(loaded, order) if len(loaded) > len(shown) else None
+    plots = list(draw_plots(shown))
     page, files = folder / "report.html", [folder / f"{picture.name}.png" for picture in plots]
     with writing_to("--out", folder):
         for file, picture in zip(files, plots, strict=True):
             file.write_bytes(picture.png)
-        page.write_text(render_page(loaded, plots), encoding="utf-8")
-    return ReportFiles(page, files)
+        page.write_text(render_page(shown, plots, overview), encoding="utf-8")
+    return ReportFiles(page, files, [run.folder for run in loaded], order)
+
+
+def _sort_runs(runs: list[RunData], sort_by: str | None) -> tuple[list[RunData], str]:
+    """The best first, and by what, in words; as they are where nobody asks and all have room."""
+    figures = [collect_figures(run.summary, run.history) for run in runs]
+    key = choose_key(figures) if sort_by is None and len(runs) > _MOST_CURVES else sort_by
+    if key is None:
+        return runs, ""
+    return [runs[number] for number in order_runs(figures, key)], explain_order(key)
 
 
 def make_report_dir(runs: Sequence[Path], out: str | None) -> Path:
     """Make the folder of a report.
 
     Raises:
-        RequestError: there are too many runs for one page, or the folder can't be made.
+        RequestError: the folder can't be made.
     """
-    if len(runs) > _MOST:
-        raise RequestError(f"a page takes at most {_MOST} runs, not {len(runs)}", remedy="name the runs to compare")
     folder = Path(out) if out is not None else runs[0] / "report" if len(runs) == 1 else Path("report")
     with writing_to("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,3 +79,7 @@ def format_report(written: ReportFiles) -> Iterator[str]:
     """Where the report is."""
     yield str(written.page)
     yield f"  with {len(written.pictures)} pictures, also as PNG files beside it"
+    if written.order:
+        yield f"  {written.order}: {written.runs[0]}"
+    if len(written.runs) > _MOST_CURVES:
+        yield f"  a table of {len(written.runs)} runs, and the curves of the first {_MOST_CURVES}"

@@ -25,9 +25,38 @@ class ReportTable(NamedTuple):
     rows: list[Row]
 
 
+def tabulate_overview(runs: Sequence[RunData], order: str) -> ReportTable:
+    """A row for each run, in their order: how it ended, its metrics, and the settings in which the runs differ.
+
+    Args:
+        order: of the runs, in words.
+    """
+    metrics = dict.fromkeys(name for run in runs for name, value in _metrics(run).items() if value is not None)
+    settings = [name for name in flatten_settings(Config()) if len({str(run.settings.get(name)) for run in runs}) > 1]
+    columns = ["status", *map(format_label, metrics), "training time", "samples per second", *settings]
+    rows = [
+        (
+            run.name,
+            [
+                run.status,
+                *(_show(_metrics(run).get(name), partial(format_metric, name)) for name in metrics),
+                _show(run.summary.get("train_seconds"), format_duration),
+                _show(run.summary.get("samples_per_second"), "{:,.0f}".format),
+                *(_format_cell(run.settings.get(name)) for name in settings),
+            ],
+        )
+        for run in runs
+    ]
+    return ReportTable(f"All runs{', ' * bool(order)}{order}", columns, rows)
+
+
+def _metrics(run: RunData) -> dict[str, Any]:
+    return run.summary.get("final") or {}
+
+
 def tabulate_outcome(runs: Sequence[RunData]) -> ReportTable:
     """How the runs ended."""
-    final = [(run.summary.get("final") or {}) for run in runs]
+    final = [_metrics(run) for run in runs]
     names = dict.fromkeys(name for each in final for name, value in each.items() if value is not None)
     step_times = [run.summary.get("step_ms") or {} for run in runs]
     ordered = sorted(names, key=lambda name: (not name.startswith("test"), "accuracy" not in name))

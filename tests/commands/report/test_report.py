@@ -10,7 +10,7 @@ import main_multi_gpu
 from multigpu_cli.commands.report.report import make_report_dir, write_report
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.plot_style import color_of_run
-from tests.commands.runs import interrupted_run, run_folder
+from tests.commands.runs import SUMMARY, interrupted_run, run_folder
 from tests.support.browser import pixels, screenshot
 
 
@@ -42,8 +42,42 @@ def test_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").touch()
     with pytest.raises(RequestError, match="--out file"):
         make_report_dir([one], "file")
-    with pytest.raises(RequestError, match="at most 8 runs, not 9"):
-        make_report_dir([one] * 9, None)
+
+
+def test_any_number_of_runs_and_the_curves_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten runs of a sweep: all stand in a table with what they differ in, and eight have curves."""
+    for number in range(10):
+        run = interrupted_run(tmp_path / f"runs/r{number}", lr=0.1 + number / 100)
+        (run / "summary.json").write_text(json.dumps(SUMMARY | {"final": {"val_loss": abs(number - 6) / 10}}))
+    assert main_multi_gpu.run(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"by val_loss, lowest first: {tmp_path}/runs/r6\n" in said
+    assert "a table of 10 runs, and the curves of the first 8" in said
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<title>10 runs</title>" in page
+    overview = page.partition("All runs, by val_loss, lowest first</h2>")[2].partition("</table>")[0]
+    assert re.findall("<th>(r[0-9])</th>", overview) == ["r6", "r5", "r7", "r4", "r8", "r3", "r9", "r2", "r1", "r0"]
+    assert "<th>lr</th>" in overview
+    assert "<td>0.16</td>" in overview
+    assert "<th>seed</th>" not in overview
+    curves = re.search('alt="(Loss .*?)"', page)
+    assert curves
+    assert curves[1].endswith("r6, r5, r7, r4, r8, r3, r9, r2")
+
+
+def test_the_order_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [interrupted_run(tmp_path / name) for name in "ab"]
+    (runs[1] / "summary.json").write_text(json.dumps(SUMMARY | {"final": {"test_accuracy": 0.99}}))
+    command = ["report", *map(str, runs), "--out", str(tmp_path / "out"), "--json"]
+    assert main_multi_gpu.run([*command, "--sort-by", "test_accuracy"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["order"]) == ([str(runs[1]), str(runs[0])], "by test_accuracy, highest first")
+    assert main_multi_gpu.run(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["order"]) == ([str(runs[0]), str(runs[1])], "")
+    assert main_multi_gpu.run(["report", str(runs[0]), "--sort-by", "accuracy"]) == 2
+    assert "did you mean 'test_accuracy'?" in capsys.readouterr().err
+    assert not (runs[0] / "report").exists()
 
 
 def test_a_run_without_a_line_has_a_page(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""clean: what the checkpoints of completed runs take, and their removal; the weights in best.pt and last.pt stay."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from multigpu_cli.checkpoint.lock import is_locked, lock_folder
+from multigpu_cli.commands.output import format_size
+from multigpu_cli.commands.status import find_runs
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.monitor.history import load_summary
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """One run.
+
+    Attributes:
+        checkpoints: that can go, or are gone, oldest first.
+        bytes: that they take on the disk.
+        reason: why it is left alone; empty where it is not.
+        removed: whether they are gone.
+    """
+
+    run: str
+    checkpoints: list[Path]
+    bytes: int
+    reason: str = ""
+    removed: bool = False
+
+
+def clean_runs(names: Sequence[str], *, remove: bool) -> list[Cleaning]:
+    """What can go of each run, and its removal where that was asked for.
+
+    Raises:
+        RequestError: a path has no run, or a checkpoint can't be removed.
+    """
+    found = [inspect_run(run) for run in find_runs(names)]
+    return [_remove(each) if remove and each.checkpoints else each for each in found]
+
+
+def inspect_run(run: Path) -> Cleaning:
+    """The checkpoints of a run that is over; of any other nothing can go."""
+    if reason := "at work" if is_locked(run) else _find_obstacle(run):
+        return Cleaning(str(run), [], 0, reason)
+    folders = sorted(path for path in (run / "checkpoints").glob("step_*") if path.is_dir() and not path.is_symlink())
+    return Cleaning(str(run), folders, _count_bytes(folders))
+
+
+def format_cleaning(found: Sequence[Cleaning]) -> Iterator[str]:
+    """A line for each run, and the sum."""
+    width = max(len(each.run) for each in found)
+    for each in found:
+        text = f"left alone: {each.reason}" if each.reason else _describe(len(each.checkpoints), each.bytes)
+        yield f"{each.run:<{width}}  {text}"
+    affected = [each for each in found if each.checkpoints]
+    total = _describe(sum(len(each.checkpoints) for each in affected), sum(each.bytes for each in affected))
+    of = f"{total} of {pluralize(len(affected), 'run')}"
+    if not affected:
+        yield "there is nothing to remove"
+    elif all(each.removed for each in affected):
+        yield f"removed: {of}; best.pt and last.pt stay"
+    else:
+        yield f"nothing was removed; --yes removes {of}, and leaves best.pt and last.pt"
+
+
+def _find_obstacle(run: Path) -> str:
+    """Why the checkpoints of a run must stay; empty where they may go."""
+    if load_summary(run).get("status") != "completed":
+        return "not completed, its checkpoints are needed to go on"
+    if not (run / "best.pt").is_file():
+        return "best.pt is missing, and its checkpoints may hold the best weights"
+    return ""
+
+
+def _remove(found: Cleaning) -> Cleaning:
+    """Remove them while nobody else can own the folder; a run that began in the meantime is left alone."""
+    run = Path(found.run)
+    try:
+        with lock_folder(run):
+            if reason := _find_obstacle(run):
+                return Cleaning(found.run, [], 0, reason)
+            for folder in found.checkpoints:
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise RequestError(f"{run}: {error}", remedy="the permission to remove it, and clean once more") from error
+    return replace(found, removed=True)
+
+
+def _count_bytes(folders: Sequence[Path]) -> int:
+    """What the disk gets back: files that several checkpoints share count once."""
+    files = [path.lstat() for folder in folders for path in folder.rglob("*") if not path.is_dir()]
+    return sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())
+
+
+def _describe(checkpoints: int, size: int) -> str:
+    return f"{pluralize(checkpoints, 'checkpoint')}, {format_size(size)}"

@@ -1,0 +1,32 @@
+"""The command line that gives a run's settings again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND
+from multigpu_cli.config.schema import SETTINGS, Config, Setting
+
+
+def list_arguments(config: Config) -> list[str]:
+    """Flags and --set for each setting that is not the default, but for the run folder."""
+    changed = (entry for key, entry in SETTINGS.items() if key not in OF_THE_COMMAND)
+    return [word for entry in changed for word in _list_words(entry, config.get(entry.key))]
+
+
+def _list_words(entry: Setting, value: Any) -> Iterator[str]:
+    if value == entry.default:
+        return
+    from multigpu_cli.config.yaml_text import dump_value  # late: few commands need it
+
+    if entry.key.endswith(".args"):
+        for name, each in value.items():
+            yield from ("--set", f"{entry.key}.{name}={dump_value(each)}")
+    elif entry.flag is None:
+        yield from ("--set", f"{entry.key}={dump_value(list(value) if isinstance(value, tuple) else value)}")
+    elif value is True:
+        yield entry.flag
+    elif entry.default == ():
+        for each in value:
+            yield from (entry.flag, str(each))
+    else:
+        yield from (entry.flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value))

@@ -1,0 +1,95 @@
+"""Weights of classes, for the loss and for the choice of samples: as given, or balanced over the training samples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from multigpu_cli.config.types import ClassWeights
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.planning.rng_keys import make_key
+
+_WEIGHTED = 0x3E16  # keeps this stream of random numbers apart from the others'
+
+
+def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
+    """(classes,) float64: the weight of each class.
+
+    `balanced` gives samples ÷ (classes × samples of the class), so that all classes weigh the same and a training
+    sample weighs 1 on average, as in scikit-learn. In a mapping, classes without a number weigh 1.
+
+    Args:
+        key: the setting, for messages.
+
+    Raises:
+        RequestError: the weights are not for these classes, or the labels are not known.
+    """
+    classes = source.num_classes
+    if wanted == "balanced":
+        counts = torch.bincount(_labels_of(source, key), minlength=classes).double()
+        return counts.sum() / (classes * counts.clamp(min=1))
+    if isinstance(wanted, Mapping):
+        names = list(source.class_names or map(str, range(classes)))
+        if unknown := [name for name in wanted if name not in names]:
+            raise RequestError(f"{key}: {unknown[0]!r} is no class of the data", remedy=did_you_mean(unknown[0], names))
+        return torch.tensor([wanted.get(name, 1.0) for name in names], dtype=torch.float64)
+    if len(wanted) != classes:
+        raise RequestError(
+            f"{key}: {len(wanted)} weights for {classes} classes", remedy="one for each class, or {class: weight}"
+        )
+    return torch.tensor(wanted, dtype=torch.float64)
+
+
+def resolve_sample_weights(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
+    """(n,) float64: the weight of each training sample, which is that of its class.
+
+    Raises:
+        RequestError: as `resolve_class_weights`; or all samples weigh nothing.
+    """
+    weights = resolve_class_weights(wanted, source, key)[_labels_of(source, key)]
+    if not float(weights.sum()) > 0:
+        raise RequestError(f"{key}: no training sample has a weight above 0", remedy="a weight above 0")
+    return weights
+
+
+def draw_samples(weights: Tensor, seed: int, epoch: int) -> Tensor:
+    """(n,) int64: as many samples as there are, drawn with replacement by weight; a function of seed and epoch."""
+    ends = weights.cumsum(0)
+    generator = torch.Generator().manual_seed(make_key(seed, epoch, _WEIGHTED))
+    drawn = torch.rand(len(weights), generator=generator, dtype=torch.float64) * ends[-1]
+    last = int(weights.nonzero()[-1])  # rounding never leads past it
+    return torch.searchsorted(ends, drawn, right=True).clamp_(max=last)
+
+
+def count_repeats(order: Tensor) -> Tensor:
+    """(n,) int64: how often the sample at each position came before it."""
+    samples, positions = order.sort(stable=True)
+    repeats = torch.empty_like(order)
+    repeats[positions] = torch.arange(len(order)) - torch.searchsorted(samples, samples)
+    return repeats
+
+
+def _labels_of(source: DataSource, key: str) -> Tensor:
+    labels = read_labels(source.train)
+    if labels is None or labels.ndim != 1 or labels.is_floating_point():
+        raise RequestError(
+            f"{key}: the classes of the training samples are not known before they are loaded",
+            remedy="an attribute `targets` of the dataset: the class number of each sample",
+        )
+    return labels.long()
+
+
+def read_labels(dataset: Dataset[Any]) -> Tensor | None:
+    """(n,) the labels, without loading samples: torchvision's datasets have them as `targets`; None if unknown."""
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[1]
+    if isinstance(dataset, Subset):
+        labels = read_labels(dataset.dataset)
+        return None if labels is None else labels[torch.as_tensor(dataset.indices)]
+    targets = getattr(dataset, "targets", None)
+    if targets is None or len(targets) != len(dataset):  # type: ignore[arg-type]
+        return None
+    return torch.as_tensor(targets)
