@@ -1,30 +1,26 @@
 """Each row of docs/guide/what-you-have.md, by copy and paste: it trains, or is refused in the words that stand there."""
 
-import os
 import re
 import shlex
 import sys
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch._dynamo  # here once, and not again in each forked process
-import torch.utils.tensorboard  # noqa: F401
 
 import main_multi_gpu
-import train_multi_gpu  # noqa: F401
-from tests.support.fork import exit_code
 from tests.support.walkthrough import blocks
 from tests.test_readme import copy_project, run
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "what-you-have.md"
+SHAPES = PAGE.with_name("batches.md")
 CODE = re.compile(r"`([^`]+)`")
 SHORT = ["--max-steps", "4"]
+OWN_MODULES = ("my_code", "my_batches")
 
 
 class Row(NamedTuple):
-    """What somebody has, the commands, whether the last is refused, and what it prints."""
+    """What somebody has, the commands, whether the last one is refused, and what it prints."""
 
     have: str
     commands: list[str]
@@ -43,46 +39,44 @@ def read_row(have: str, commands: str, happens: str) -> Row:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project, with the files that the page's blocks make."""
+    """A copy of the project, with the files that the page's blocks make, and that of the page on shapes of samples."""
     folder = copy_project(tmp_path_factory.mktemp("newcomer"))
-    for block in blocks(PAGE.read_text()):
-        code, output = run(block.text, folder)
+    made = [block.text for block in blocks(PAGE.read_text())]
+    made += [block.text.partition("\npython ")[0] for block in blocks(SHAPES.read_text()) if "cat >" in block.text]
+    for script in made:
+        code, output = run(script, folder)
         assert code == 0, output
     return folder
 
 
-def type_in(command: str, project: Path) -> tuple[int, str]:
-    """Exit code and output of a command; one of the front door is forked, since torch is imported here already."""
+def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and output of a command: of the front door in this process, where torch is imported already."""
     words = shlex.split(command)
     if words[:2] != ["python", "main_multi_gpu.py"]:
         return run(command, project)
-    printed = project / "printed.txt"
-    argv = words[2:] + (SHORT if words[2].startswith("-") else [])
-    return exit_code(lambda: work(argv, project, printed)), printed.read_text()
+    code = main_multi_gpu.run(words[2:] + (SHORT if words[2].startswith("-") else []))
+    return code, "".join(capsys.readouterr())
 
 
-def work(argv: list[str], project: Path, printed: Path) -> None:
-    os.chdir(project)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    warnings.simplefilter("ignore")  # pytest makes errors of them
-    sys.stdout = sys.stderr = printed.open("w")
-    for descriptor in (1, 2):
-        os.dup2(sys.stdout.fileno(), descriptor)
-    main_multi_gpu.leave(main_multi_gpu.run(argv))
-
-
+@pytest.mark.filterwarnings("ignore")  # of other packages; a user's process goes on, too
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.have)
-def test_a_row_does_what_it_says(row: Row, project: Path) -> None:
-    *before, last = row.commands
-    for command in before:
-        code, output = type_in(command, project)
-        assert code == 0, output
-    code, output = type_in(last, project)
-    assert code == (2 if row.refused else 0), output
-    assert "Traceback" not in output
-    said = " ".join(output.split())
-    assert [words for words in row.prints if words not in said] == [], output
+def test_a_row_does_what_it_says(
+    row: Row, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in OWN_MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    outputs = []
+    for at, command in enumerate(row.commands, start=1):
+        code, output = type_in(command, project, capsys)
+        assert code == (2 if row.refused and at == len(row.commands) else 0), output
+        outputs.append(" ".join(output.split()))
+    assert "Traceback" not in outputs[-1]
+    assert [words for words in row.prints if words not in outputs[-1]] == [], outputs[-1]
 
 
-def test_there_are_thirty() -> None:
+def test_there_are_thirty_and_each_says_what_it_prints() -> None:
     assert len(rows()) >= 30
+    assert [row.have for row in rows() if not row.commands or not row.prints] == []
