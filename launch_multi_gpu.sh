@@ -8,7 +8,7 @@
 #   --gpus LIST            which GPUs: numbers (0,1), all, or none (use the CPU)
 #   --nproc N              how many GPUs (idle ones first), or CPU processes
 #   --config NAME          a recipe of configs/, or a YAML file
-#   --data-dir DIR         folder that holds the dataset
+#   --data-dir PATH        folder or file that holds the dataset
 #   --batch-size N         samples per device and micro-batch, or auto
 #   --save-dir DIR         folder of the run (default: the trainer names one)
 #   --resume auto|never    continue a run that is there, or start afresh
@@ -148,10 +148,10 @@ check_recipe() { # a number or name of the menu, or a YAML file
     fi
 }
 
-check_folder() {
+check_data() {
     answer=${1/#\~\//${HOME-}/}
-    why="there is no such folder"
-    [[ -d $answer ]]
+    why="there is no such file or folder"
+    [[ -e $answer ]]
 }
 
 # --- The machine -----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ check_flags() { # check all given flags before the first question
         ask gpus '' '' check_gpus
         nproc=$(count_of "$gpus")
     fi
-    for each in "nproc workers" "mode mode" "config recipe" "data_dir folder" "batch_size batch_size" "resume resume"; do
+    for each in "nproc workers" "mode mode" "config recipe" "data_dir data" "batch_size batch_size" "resume resume"; do
         name=${each% *}
         [[ -z ${!name} ]] || ask "$name" '' '' "check_${each#* }"
     done
@@ -274,9 +274,16 @@ ask_devices() { # how many, and which
     [[ $mode == dp && $dp_ids == "$gpus" ]] || environment+=("CUDA_VISIBLE_DEVICES=$gpus")
 }
 
+names_dataset() { # whether the data itself shows which dataset it is: a table, images in folders, ...
+    local named='(^| )--data(-dir)?[ =]'
+    [[ -n $data_dir || "${extra[*]-}" =~ $named ]] || return 1
+    trainer ${data_dir:+--data-dir "$data_dir"} ${extra[@]+"${extra[@]}"} --print-config >/dev/null 2>&1
+}
+
 ask_recipe() {
     local i default=${recipes[0]-}
     [[ -n $config || -n $default ]] || return 0
+    [[ -n $config ]] || ! names_dataset || return 0
     [[ -n $config$yes ]] || say '' "${bold}What to train?$plain"
     for ((i = 0; i < ${#recipes[@]}; i++)); do
         ((${#recipes[i]} + 2 <= name_width)) || name_width=$((${#recipes[i]} + 2))
@@ -292,7 +299,7 @@ ask_plan() { # ask the trainer for the plan, and the user for missing settings
     until make_plan; do
         say "$problem"
         if [[ $problem == *--data-dir* && -z $yes ]]; then
-            data_dir='' && ask data_dir "Folder that holds the dataset" '' check_folder
+            data_dir='' && ask data_dir "Folder or file that holds the dataset" '' check_data
         elif [[ $problem == *--batch-size* && -z $yes ]]; then
             batch_size='' && ask batch_size "Batch size per device" '' check_batch_size
         else

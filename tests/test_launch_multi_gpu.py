@@ -32,6 +32,8 @@ if argv == ["recipes"]:
     about = {"cifar10": "Photos", "digits": "Scanned digits, with a text so long that it needs two lines on 80 columns",
              "fashion_mnist": "Clothing; in grey", "har": "Activities"}
     sys.exit(print(*(f"{name:<15}{text}" for name, text in about.items()), sep=chr(10)))
+if "--print-config" in argv:
+    sys.exit(0 if given("--data-dir").endswith(".csv") or given("--data") else 2)
 workers = len(given("--gpu-ids").split(",")) if "--gpu-ids" in argv else int(given("--nproc-per-node", "1"))
 batch, folder = int(given("--batch-size", "32")), given("--save-dir", "checkpoints/digits/RUN")
 if argv[0] == "plan":
@@ -325,6 +327,20 @@ def test_what_the_user_exported_reaches_the_trainer(desk: Desk) -> None:
     assert not re.findall(r"^ *[A-Z_]+=", LAUNCHER.read_text(), re.MULTILINE)
 
 
+@pytest.mark.parametrize("flags", [["--data-dir", "my homes.csv"], ["--", "--data", "homes.npz"]])
+def test_data_that_says_what_it_is_needs_no_recipe(desk: Desk, flags: list[str]) -> None:
+    (desk.folder / "my homes.csv").touch()
+    assert desk.tell("--yes", "--gpus", "none", *flags).returncode == 0
+    argv = desk.run["argv"]
+    assert "--config" not in argv
+    assert argv[argv.index(flags[-2]) + 1] == flags[-1]
+
+
+def test_data_that_does_not_is_for_the_recipe_to_read(desk: Desk) -> None:
+    assert desk.tell("--yes", "--gpus", "none", "--data-dir", ".").returncode == 0
+    assert desk.run["argv"][:4] == ["--multi-gpu", "ddp", "--config", "digits"]
+
+
 def test_gpus_none_keeps_to_the_cpu(desk: Desk) -> None:
     desk.tell("--yes", "--gpus", "none", "--nproc", "3", "--mode", "ddp")
     assert desk.run["through"] == "torchrun --standalone --nproc_per_node=3"
@@ -372,9 +388,9 @@ def test_the_dataset_folder_is_asked_for_where_the_trainer_misses_it(desk: Desk)
     child = desk.ask("--mode", "ddp", "--gpus", "0,1")
     answer_questions(child, ("Recipe [digits]", "har"))
     child.expect_exact("--data har needs --data-dir")
-    answer_questions(child, ("Folder that holds the dataset", "nowhere"))
-    child.expect_exact("there is no such folder")
-    answer_questions(child, ("Folder that holds the dataset", "~/my data"), *ENTER[2:])
+    answer_questions(child, ("Folder or file that holds the dataset", "nowhere"))
+    child.expect_exact("there is no such file or folder")
+    answer_questions(child, ("Folder or file that holds the dataset", "~/my data"), *ENTER[2:])
     assert wait_for_exit(child) == 0
     argv = desk.run["argv"]
     assert argv[argv.index("--data-dir") + 1] == str(desk.folder / "my data")
@@ -477,7 +493,7 @@ def test_nproc_takes_as_many_gpus_idle_ones_first(desk: Desk) -> None:
         (["--mode", "dp", "--gpus", "none"], "--mode dp: dp needs two GPUs or more; usable here: 0"),
         (["--config", "nosuch"], "--config nosuch: answer 1 to 4, or one of: cifar10, digits, fashion_mnist, har"),
         (["--config", "no/such.yaml"], "--config no/such.yaml: there is no such file"),
-        (["--data-dir", "nowhere"], "--data-dir nowhere: there is no such folder"),
+        (["--data-dir", "nowhere"], "--data-dir nowhere: there is no such file or folder"),
         (["--batch-size", "0"], "--batch-size 0: a whole number from 1 up is needed"),
         (["--batch-size", "m"], "--batch-size m: a whole number from 1 up is needed"),
         (["--resume", "maybe"], "--resume maybe: answer 1 to 2, or one of: auto, never"),

@@ -93,7 +93,8 @@ def test_flags_reach_the_trainer(door: Door, trainer: Trainer) -> None:
 
 def test_every_flag_is_parsed_with_its_own_value(door: Door, trainer: Trainer, tmp_path: Path) -> None:
     values = {"gpu_ids": "0,1", "checkpoint_every": "10m", "bucket_cap_mb": "25", "num_workers": "2", "ema": "off"}
-    paths = {"data_dir": str(tmp_path), "save_dir": str(tmp_path / "run"), "resume": str(tmp_path)}
+    (tmp_path / "t.csv").touch()
+    paths = {"data_dir": str(tmp_path / "t.csv"), "save_dir": str(tmp_path / "run"), "resume": str(tmp_path)}
     for key, value in (values | paths).items():
         door(str(SETTINGS[key].flag), value)
         config = trainer.asked[-1][0]

@@ -197,7 +197,7 @@ def test_amsgrad_and_maximize_are_torchs_own_step() -> None:
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"beta": 1}, r"optimizer\.args\.beta: .*AdamW.* takes no such argument"),
+        ({"beta": 1}, r"optimizer\.args\.beta: .*AdamW.* has no such parameter"),
         ({"betas": [2, 3]}, "Invalid beta parameter"),
         ({"lr": 1.0}, r"optimizer\.args\.lr can't be set here"),
     ],

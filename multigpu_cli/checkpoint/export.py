@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ class TrainedWeights:
     state: dict[str, Any]
     settings: dict[str, Any]
     model: str | None = None
+
+
+@dataclass(frozen=True)
+class RawInputs:
+    """Preprocessing that becomes part of an ONNX file.
+
+    Attributes:
+        add_before: the file of a network → a file of the preprocessing and the network.
+        samples: the raw samples that the network's inputs were computed from, by name of the file's input.
+    """
+
+    add_before: Callable[[bytes], bytes]
+    samples: dict[str, Any]
 
 
 def load_trained_weights(path: Path) -> TrainedWeights:
@@ -117,12 +131,13 @@ def _bits(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 
-def export_network(model: nn.Module, inputs: Any, target: Path) -> float:
+def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs | None = None) -> float:
     """Write a model that runs without this package, as .pt2 or .onnx, and compare its outputs with the original's.
 
     Args:
         model: in evaluation mode, on the CPU.
         inputs: (n, …) samples, n > 2, or a tuple or dict of such tensors; the exported model accepts any batch size.
+        raw: the preprocessing that becomes part of an .onnx file.
 
     Returns:
         The largest difference of an output.
@@ -131,16 +146,17 @@ def export_network(model: nn.Module, inputs: Any, target: Path) -> float:
         RequestError: the model can't be exported.
         TrainingError: the exported model's outputs differ.
     """
-    pack, load = (_onnx, _run_onnx) if target.suffix == ".onnx" else (_pt2, _run_pt2)
+    pack, load = (_onnx, partial(_run_onnx, raw=raw)) if target.suffix == ".onnx" else (_pt2, _run_pt2)
     with _draft(target) as draft, torch.no_grad(), _silence():
         try:
-            publish(draft, pack(model, bind_arguments(model, _take(inputs, -1))))
+            content = pack(model, bind_arguments(model, _take(inputs, -1)))
+            publish(draft, raw.add_before(content) if raw else content)
             run = load(draft.read_bytes())
             calls = [bind_arguments(model, some) for some in (inputs, _take(inputs, 1))]
             pairs = [
                 pair for args, named in calls for pair in _pair_outputs(model(*args, **named), run(*args, **named))
             ]
-        except OSError:
+        except (OSError, RequestError):
             raise
         except Exception as error:  # torch raises many types of error for code that it can't trace
             message = (str(error).strip().splitlines() or [""])[0]
@@ -216,14 +232,18 @@ def _onnx(model: nn.Module, call: Arguments) -> bytes:
     return bytes(program.model_proto.SerializeToString())  # type: ignore[union-attr]  # None is the old exporter's
 
 
-def _run_onnx(content: bytes) -> Callable[..., Any]:
+def _run_onnx(content: bytes, raw: RawInputs | None) -> Callable[..., Any]:
     import onnxruntime  # an optional dependency
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
     def run(*args: Any, **named: Any) -> list[Tensor]:
+        leaves = tree_leaves((args, named))
+        if raw:
+            given = {name: value[: len(leaves[0])] for name, value in raw.samples.items()}
+            return [torch.from_numpy(session.run(["output"], given)[0])]
         names = [each.name for each in session.get_inputs()]
-        given = {name: leaf.numpy() for name, leaf in zip(names, tree_leaves((args, named)), strict=True)}
+        given = {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)}
         return [torch.from_numpy(output) for output in session.run(None, given)]
 
     return run

@@ -86,7 +86,7 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
     to: Annotated[str, typer.Option(metavar="FILE", help="….safetensors, ….pt, ….pt2 or ….onnx")],
-    data_dir: Annotated[str | None, typer.Option(metavar="DIR", help="where the run's dataset is now")] = None,
+    data_dir: Annotated[str | None, typer.Option(metavar="PATH", help="where the run's dataset is now")] = None,
     own_code: _OwnCode = False,
     as_json: _Json = False,
 ) -> None:

@@ -24,29 +24,12 @@ def read_rewind_checkpoint(run: Path) -> str | None:
 
 def find_path_errors(config: Config) -> Iterator[RequestError]:
     """One error per path that is missing, of the wrong kind or not accessible."""
-    if config.data.dir is not None:
-        yield from _data_dir(config.data.dir, own=":" in config.data.name)
     if config.model.init_from is not None:
         yield from _init_from(Path(config.model.init_from))
     if config.checkpoint.save_dir is not None:
         yield from _save_dir(config.checkpoint.save_dir)
     if config.checkpoint.resume not in ("auto", "never"):
         yield from _resume(Path(config.checkpoint.resume))
-
-
-def _data_dir(given: str, *, own: bool) -> Iterator[RequestError]:
-    path = Path(given)
-    if not path.exists():
-        yield RequestError(
-            f"--data-dir {given}: there is no such folder",
-            remedy=_suggest_path(path) or f"give a path relative to {Path.cwd()}, or an absolute one",
-        )
-    elif not path.is_dir() and not own:
-        yield RequestError(
-            f"--data-dir {given}: is a file, not a folder", remedy="name the folder with the unpacked data"
-        )
-    elif not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        yield RequestError(f"--data-dir {given}: cannot be read", remedy="check its permissions")
 
 
 def _init_from(path: Path) -> Iterator[RequestError]:
@@ -58,7 +41,7 @@ def _init_from(path: Path) -> Iterator[RequestError]:
             )
     elif not path.exists():
         yield RequestError(
-            f"--init-from {path}: there is no such file", remedy=_suggest_path(path, folders=False) or "check the path"
+            f"--init-from {path}: there is no such file", remedy=suggest_path(path, folders=False) or "check the path"
         )
     elif not path.is_file():
         yield RequestError(f"--init-from {path}: is not a regular file", remedy="name the best.pt of a run folder")
@@ -81,7 +64,7 @@ def find_weight_file(folder: Path) -> Path | None:
 
 def _resume(path: Path) -> Iterator[RequestError]:
     if not path.exists() and read_rewind_checkpoint(path.parent.parent) != path.name:
-        remedy = _suggest_path(path, ("auto", "never")) or "use auto, never, or the path of a run folder"
+        remedy = suggest_path(path, ("auto", "never")) or "use auto, never, or the path of a run folder"
         yield RequestError(f"--resume {path}: there is no such run folder or checkpoint", remedy=remedy)
 
 
@@ -104,7 +87,7 @@ def _save_dir(given: str) -> Iterator[RequestError]:
         )
 
 
-def _suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
+def suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
     """A question with the closest match to a missing path among `words` and its neighbor folders (or files); or ""."""
     names = {word: word for word in words}
     if path.parent.is_dir() and os.access(path.parent, os.R_OK | os.X_OK):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from multigpu_cli.config import launcher_rules, paths
+from multigpu_cli.config import data_place, launcher_rules, paths
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -212,6 +212,10 @@ def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     yield from launcher_rules.find_launcher_errors(config, facts.environ)
 
 
+def _data_place(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from data_place.find_data_errors(config)
+
+
 def _places(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     yield from paths.find_path_errors(config)
 
@@ -227,5 +231,6 @@ RULES = (
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
-    Rule("data_dir init_from save_dir resume", _places),
+    Rule("data data_dir", _data_place),
+    Rule("init_from save_dir resume", _places),
 )

@@ -74,12 +74,12 @@ class DataConfig:
     """The dataset."""
 
     PANEL = "Data, model, task"
-    name: str = setting("data", "digits", types.text, "dataset: a name, or your own as module:factory")
+    name: str = setting("data", "digits", types.text, "dataset: a name, a file, or your own as module:factory")
     args: dict[str, Any] = _arguments("data.args")
     inputs: int | None = setting(
         "data.inputs", None, integer(1, 1000), "so many parts of a sample are inputs, the others targets (default: 1)"
     )
-    dir: str | None = setting("data_dir", None, types.path, "folder that holds the dataset", free=True)
+    dir: str | None = setting("data_dir", None, types.path, "folder or file that holds the dataset", free=True)
     mode: str = setting(
         "mode", "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
     )

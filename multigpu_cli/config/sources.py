@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.config import data_place
 from multigpu_cli.config.flag_entries import PARTS, SettingEntry, from_flags
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import quote_value
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 
+_PLACE = {"data", "data_dir"}
 _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
 
 
@@ -53,6 +56,7 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
 
     --set and flags are one layer, the YAML file is another. A layer that gives --lr replaces the --base-lr of an
     earlier layer, and the reverse; one that names another dataset, model or task drops the earlier one's arguments.
+    Without --data, the dataset is recognized by the files at --data-dir.
     """
     faults: list[TrainingError] = []
     broken: set[str] = set()
@@ -113,6 +117,12 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
             continue
         values[key] = values.get(key, {}) | value if key.endswith(".args") else value
         labels[key] = entry.label
+    if data_place.is_path(values.get("data", "")):
+        try:
+            values |= data_place.parse_data_path(values, labels["data"])
+        except RequestError as error:
+            faults.append(error)
+            broken.add("data")
     if values.get("lr") is not None and values.get("base_lr") is not None:
         faults.append(
             RequestError(
@@ -174,8 +184,10 @@ def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _config(values: dict[str, Any], recipe: str | None) -> Config:
+    """The settings; a dataset recognized at --data-dir is not explicit, so that a checkpoint's dataset is kept."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for key, value in values.items():
+    found = list(data_place.find_datasets(Path(values["data_dir"]))) if values.keys() & _PLACE == {"data_dir"} else []
+    for key, value in (({"data": found[0]} if len(found) == 1 else {}) | values).items():
         sections[SETTINGS[key].section][SETTINGS[key].attribute] = value
     parts: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
     return Config(**parts, recipe=recipe, explicit=frozenset(values))

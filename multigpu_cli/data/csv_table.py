@@ -1,223 +1,207 @@
-"""A table in a CSV file: one row a sample, one column the target, the others inputs.
+"""A table in a CSV file: one row a sample, one column the target, the others inputs."""
 
-scikit-learn learns from the training rows alone how to scale numbers, fill gaps and spread categories out.
-"""
-
-import csv
-import math
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from shlex import quote
 
-import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.data.csv_reader import CsvFormat, CsvTable, is_missing, read_csv
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.locate_dataset_files import locate_single_file
+from multigpu_cli.data.locate_dataset_files import locate_other_file, locate_single_file
 from multigpu_cli.data.split import split_by_sample
+from multigpu_cli.data.table_features import FEW, TableFeatures, find_odd_cell, learn_features, to_number
 from multigpu_cli.errors import RequestError, did_you_mean
-
-_MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-_FEW = 20  # whole numbers with at most so many values are classes
-_CATEGORIES = 50  # of one column; rarer ones share a place
-
-
-class CsvTable(NamedTuple):
-    """A file as text.
-
-    Attributes:
-        columns: names in order.
-        rows: one list of cells each.
-        numbers: which line of the file each row is, for messages.
-    """
-
-    columns: list[str]
-    rows: list[list[str]]
-    numbers: list[int]
 
 
 def load(
     data_dir: str | None,
     seed: int,
-    target: str | None = None,
+    target: str | int | None = None,
     file: str | None = None,
     test_file: str | None = None,
     new: str | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | int | Sequence[str | int] = (),
     kind: str = "auto",
+    separator: str = "auto",
+    header: str = "first",
+    decimal: str = "auto",
 ) -> DataSource:
     """The rows of a file, divided by seed, 80/10/10; rows without a target are left out.
 
-    A column is of numbers if all of its training cells that are not missing are; any other holds categories. Missing
-    numbers become the median, with a column of its own that says so; missing categories are one more category.
+    A column is of numbers if all of its training cells that are not missing are; any other holds categories.
 
     Args:
-        target: name of the column to predict.
+        target: name of the column to predict, or its number from 0 where columns have no names.
         file: name of the file, where the folder holds several.
         test_file: another file of the same columns, whose rows take the place of the test part.
         new: another file, whose rows have no target, for predictions; its order of columns does not matter.
         ignore: columns to leave out, such as an id.
         kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
+        separator, header, decimal: see CsvFormat; they hold for all files.
 
     Raises:
         RequestError: no such file or column, rows of another length, or a kind of target that it is not.
     """
     if kind not in ("auto", "classification", "regression"):
         raise RequestError(f"data.args.kind: {kind!r}", remedy="auto, classification or regression")
-    table = _table(locate_single_file("csv", ".csv", data_dir, file, "a folder with a CSV file"))
-    ignored = [ignore] if isinstance(ignore, str) else list(ignore)
-    target = _target(table, target, ignored)
-    others = _read_matching(Path(data_dir or ".").expanduser() / test_file, table) if test_file else None
-    at = table.columns.index(target)
+    form = CsvFormat(separator, header, decimal)
+    table = read_csv(
+        locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
+    )
+    ignored = [str(name) for name in ([ignore] if isinstance(ignore, str | int) else ignore)]
+    target = _find_target(table, target, ignored)
     chosen = [place for place, name in enumerate(table.columns) if name != target and name not in ignored]
-    parts = [[table.rows[i] for i in part.tolist()] for part in _split_rows(table, at, seed)]
-    if others:
-        parts[2] = [row for row in others.rows if not _missing(row[at])]
-    cells = [[[row[place] for place in chosen] for row in part] for part in parts]
-    if new:
-        cells.append(_rows(Path(data_dir or ".").expanduser() / new, [table.columns[place] for place in chosen]))
-    inputs = _inputs(cells)
-    targets, names = _targets([[row[at] for row in part] for part in parts], target, kind)
-    splits = [TensorDataset(*pair) for pair in zip(inputs[:3], targets, strict=True)]
+    if not chosen:
+        raise RequestError(f"--data csv: {table.path} has no column but the target, {target!r}, and ignored ones")
+    parts = _split_rows(table, target, seed)
+    if test_file:
+        parts[2] = _read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, target, form)
+    more = _read_new(locate_other_file("csv", Path(str(data_dir)), new), table, target, form) if new else None
+    return _build_source(table, target, chosen, kind, parts, more)
+
+
+def _build_source(
+    table: CsvTable, target: str, chosen: list[int], kind: str, parts: list[CsvTable], new: CsvTable | None
+) -> DataSource:
+    """Features and targets of all parts, by what the first of them teaches.
+
+    Args:
+        chosen: the places of the columns that are used.
+        parts: train, val and test.
+        new: rows without a target.
+    """
+    columns = [table.columns[place] for place in chosen]
+    features = learn_features(parts[0], columns)
+    targets, names = _read_targets(parts, target, kind, table)
+    warnings = [*table.warnings, *_check_numbers(features, [*parts[1:], *([new] if new else [])], table.path)]
+    warnings += [odd for name in [*columns, target] if (odd := find_odd_cell(parts[0], name))]
+    splits = [TensorDataset(features.transform(part), each) for part, each in zip(parts, targets, strict=True)]
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
     return DataSource(
         train=splits[0],
         val=splits[1],
         test=splits[2],
-        new=TensorDataset(inputs[3], targets[0].new_zeros(len(inputs[3]))) if new else None,
-        input_shape=tuple(inputs[0].shape[1:]),
+        new=TensorDataset(features.transform(new), targets[0].new_zeros(len(new.rows))) if new else None,
+        input_shape=tuple(splits[0].tensors[0].shape[1:]),
         num_classes=len(names),
         class_names=names,
         target_scale=spread,
-        transform_signature=sha256(repr((chosen, parts[0])).encode()).hexdigest(),
+        transform_signature=sha256(repr((chosen, parts[0].rows)).encode()).hexdigest(),
+        table=features,
+        warnings=tuple(warnings),
         model="mlp",
         task="classification" if names else "regression",
     )
 
 
-def _table(path: Path) -> CsvTable:
-    """Read a file whose first line names the columns; separated by comma, semicolon or tab."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            head = file.readline()
-            separator = max(",;\t", key=head.count)
-            columns = [name.strip() for name in next(csv.reader([head], delimiter=separator), [])]
-            read = csv.reader(file, delimiter=separator)
-            rows, numbers = [], []
-            for row in read:
-                if row:
-                    rows.append([cell.strip() for cell in row])
-                    numbers.append(read.line_num + 1)
-    except FileNotFoundError as missing:
-        there = sorted(each.name for each in path.parent.glob("*.csv"))
-        raise RequestError(f"{path}: there is no such file", remedy=did_you_mean(path.name, there)) from missing
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RequestError(f"--data csv: {path}: {error}", remedy="a CSV file in UTF-8") from error
-    for row, number in zip(rows, numbers, strict=True):
-        if len(row) != len(columns):
-            raise RequestError(
-                f"--data csv: {path}:{number}: {len(row)} cells for {len(columns)} columns",
-                remedy="the same number in every line; quote cells that contain the separator",
-            )
-    if len(set(columns)) < len(columns) or not rows:
-        raise RequestError(f"--data csv: {path}: {'no rows' if not rows else 'two columns have one name'}")
-    return CsvTable(columns, rows, numbers)
-
-
-def _target(table: CsvTable, target: str | None, ignored: list[str]) -> str:
+def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) -> str:
     """The column to predict, after all that are named are found."""
-    for name in [*([] if target is None else [target]), *ignored]:
+    for name in [*([] if target is None else [str(target)]), *ignored]:
         if name not in table.columns:
-            raise RequestError(f"data.args: there is no column {name!r}", remedy=did_you_mean(name, table.columns))
+            remedy = _suggest_target(table) if table.warnings else did_you_mean(name, table.columns)
+            raise RequestError(f"data.args: there is no column {name!r}", remedy=remedy)
     if target is None:
-        raise RequestError("--data csv: which column is the target?", remedy=f"--set data.target={table.columns[-1]}")
-    return target
+        columns = ", ".join(table.columns[:10]) + (", …" if len(table.columns) > 10 else "")
+        raise RequestError(f"--data csv: which column is the target? ({columns})", remedy=_suggest_target(table))
+    return str(target)
 
 
-def _read_matching(path: Path, table: CsvTable) -> CsvTable:
+def _suggest_target(table: CsvTable) -> str:
+    if table.warnings:  # its first row looks like data
+        return f"--set data.header=none --set data.target={len(table.columns) - 1}, if the first row is data"
+    return f"--set {quote(f'data.target={table.columns[-1]}')}"
+
+
+def _split_rows(table: CsvTable, target: str, seed: int) -> list[CsvTable]:
+    table = _with_target(table, target)
+    return [
+        table._replace(rows=[table.rows[row] for row in part], lines=[table.lines[row] for row in part])
+        for part in (each.tolist() for each in split_by_sample(len(table.rows), (0.1, 0.1), seed))
+    ]
+
+
+def _with_target(table: CsvTable, target: str) -> CsvTable:
+    at = table.columns.index(target)
+    there = [number for number, row in enumerate(table.rows) if not is_missing(row[at])]
+    return table._replace(rows=[table.rows[row] for row in there], lines=[table.lines[row] for row in there])
+
+
+def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
     """Another file of the same columns."""
-    others = _table(path)
+    others = read_csv(path, form)
     if others.columns != table.columns:
         raise RequestError(
             f"data.args.test_file: {path.name} has other columns",
             remedy=f"{', '.join(table.columns)}; or data.args.new={path.name}, for rows without a target",
         )
-    return others
+    if not (found := _with_target(others, target)).rows:
+        raise RequestError(f"data.args.test_file: no row of {path} has a target", remedy=f"data.args.new={path.name}")
+    return found
 
 
-def _rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
-    """These columns of all rows of a file.
+def _read_new(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
+    """Rows that may lack the target; where columns have no names, the others are in order."""
+    found = read_csv(path, form)
+    if form.header == "none" and len(found.columns) == len(table.columns) - 1:
+        return found._replace(columns=[name for name in table.columns if name != target])
+    return found
+
+
+def _check_numbers(features: TableFeatures, parts: Sequence[CsvTable], path: Path) -> list[str]:
+    """Warnings about cells of the same file that are no numbers.
 
     Raises:
-        RequestError: it has no such column.
+        RequestError: another file has some.
     """
-    table = _table(path)
-    for name in columns:
-        if name not in table.columns:
-            raise RequestError(f"{path}: there is no column {name!r}", remedy=did_you_mean(name, table.columns))
-    places = [table.columns.index(name) for name in columns]
-    return [[row[place] for place in places] for row in table.rows]
+    found = {part.path: features.find_words(part) for part in parts if part.path != path}
+    if wrong := [line for lines in found.values() for line in lines]:
+        raise RequestError("\n".join(wrong), remedy="numbers there, or nothing")
+    return [
+        f"{line}; it counts as missing" for part in parts if part.path == path for line in features.find_words(part)
+    ]
 
 
-def _split_rows(table: CsvTable, target: int, seed: int) -> list[torch.Tensor]:
-    there = torch.tensor([at for at, row in enumerate(table.rows) if not _missing(row[target])], dtype=torch.int64)
-    return [there[part] for part in split_by_sample(len(there), (0.1, 0.1), seed)]
+def _read_targets(
+    parts: Sequence[CsvTable], target: str, kind: str, table: CsvTable
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Class numbers with the names of the classes, or numbers and no names.
 
-
-def _inputs(parts: list[list[list[str]]]) -> list[torch.Tensor]:
-    """(n, features) float32 for each part; everything that has to be learned is learned from the first."""
-    from sklearn.compose import make_column_transformer  # seconds, and not for those who bring no table
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
-
-    columns = range(len(parts[0][0]))
-    numeric = [at for at in columns if all(_missing(row[at]) or _number(row[at]) is not None for row in parts[0])]
-    tables = []
-    for part in parts:
-        cells = np.empty((len(part), len(columns)), dtype=object)
-        for at in columns:
-            if at in numeric:
-                cells[:, at] = [math.nan if (value := _number(row[at])) is None else value for row in part]
-            else:
-                cells[:, at] = ["missing" if _missing(row[at]) else row[at] for row in part]
-        tables.append(cells)
-    names = [at for at in columns if at not in numeric]
-    gaps = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-    spread_out = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
-    learned = make_column_transformer((make_pipeline(gaps, StandardScaler()), numeric), (spread_out, names))
-    learned.fit(tables[0])
-    return [torch.from_numpy(np.asarray(learned.transform(table), dtype=np.float32)) for table in tables]
-
-
-def _targets(parts: list[list[str]], name: str, kind: str) -> tuple[list[torch.Tensor], tuple[str, ...]]:
-    """Class numbers with the names of the classes, or numbers and no names."""
-    values = [cell for part in parts for cell in part]
-    numbers = [_number(cell) for cell in values]
+    Raises:
+        RequestError: numbers are wanted and there are words, or a part has labels that the table does not have.
+    """
+    at = table.columns.index(target)
+    values = [row[at] for part in parts for row in part.rows]
+    numbers = [to_number(cell) for cell in values]
     whole = all(number is not None and number.is_integer() for number in numbers)
-    if kind == "auto":
-        classes = None in numbers or (whole and len(set(numbers)) <= _FEW)
-    else:
-        classes = kind == "classification"
+    classes = None in numbers or (whole and len(set(numbers)) <= FEW) if kind == "auto" else kind == "classification"
     if not classes:
         if None in numbers:
             word = values[numbers.index(None)]
-            raise RequestError(f"data.args.kind: column {name!r} holds {word!r}, no number", remedy="classification")
-        return [torch.tensor([float(cell) for cell in part]) for part in parts], ()
-    known = sorted(set(values), key=float) if whole else sorted(set(values))
-    place = {word: number for number, word in enumerate(known)}
-    return [torch.tensor([place[cell] for cell in part]) for part in parts], tuple(known)
+            raise RequestError(f"data.args.kind: column {target!r} holds {word!r}, no number", remedy="classification")
+        return [torch.tensor([float(row[at]) for row in part.rows]) for part in parts], ()
+
+    def label(cell: str) -> str | float | None:
+        return to_number(cell) if whole else cell  # 1 and 1.0 are one class
+
+    known = {label(row[at]) for row in table.rows if not is_missing(row[at])}
+    _check_labels(parts[2], at, [label(row[at]) in known for row in parts[2].rows], table)
+    names: dict[str | float | None, str] = {}
+    for cell in sorted(set(values), key=lambda cell: (float(cell) if whole else 0.0, cell)):
+        names.setdefault(label(cell), cell)
+    place = {each: number for number, each in enumerate(names)}
+    return [torch.tensor([place[label(row[at])] for row in part.rows]) for part in parts], tuple(names.values())
 
 
-def _missing(cell: str) -> bool:
-    return cell.lower() in _MISSING
-
-
-def _number(cell: str) -> float | None:
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def _check_labels(test: CsvTable, at: int, known: Sequence[bool], table: CsvTable) -> None:
+    strange = [number for number, here in enumerate(known) if not here]
+    if strange:
+        labels = list(dict.fromkeys(repr(test.rows[number][at]) for number in strange))
+        names = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+        raise RequestError(
+            f"{test.path}:{test.lines[strange[0]]}: labels that {table.path} does not have: {names}",
+            remedy=f"labels of column {table.columns[at]!r} that training knows, or data.kind=regression for numbers",
+        )

@@ -15,6 +15,7 @@ from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.keyed_random import KeyedRandom
 
 if TYPE_CHECKING:
+    from multigpu_cli.data.table_features import TableFeatures
     from multigpu_cli.data.vocabulary import Vocabulary
 
 
@@ -55,7 +56,9 @@ class DataSource:
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets of a regression.
         vocabulary: converts between text and tokens, if samples are text.
+        table: converts rows of text to features, if samples are rows of a table.
         note: a property of the samples that the plan shows.
+        warnings: what looks wrong in the data but may be intended.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: options of the DataLoader.
         form: which parts of a sample are inputs, and which are targets.
@@ -77,7 +80,9 @@ class DataSource:
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
     vocabulary: "Vocabulary | None" = None
+    table: "TableFeatures | None" = None
     note: str = ""
+    warnings: tuple[str, ...] = ()
     transform_signature: str = ""
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None

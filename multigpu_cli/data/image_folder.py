@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from multigpu_cli.config.data_place import IMAGES
 from multigpu_cli.data.channel_transform import Standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.locate_dataset_files import locate_other_file
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
 
-_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 _VALIDATION = ("val", "valid", "validation")
 _MEAN, _DEVIATION = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # of ImageNet's pixels, red green blue
 _LAYOUT = "a folder for each class: DATA_DIR/cat/…, DATA_DIR/dog/…, or the same within train/, val/ and test/"
@@ -113,7 +114,7 @@ def load(
         train=learnt,
         val=images(val),
         test=images(test),
-        new=images([(path, 0) for path in _images_of(root / new)]) if new else None,
+        new=images([(path, 0) for path in _images_of(locate_other_file("image-folder", root, new))]) if new else None,
         input_shape=model_input_shape((3, size, size), mode),
         num_classes=len(names),
         class_names=tuple(names),
@@ -170,7 +171,7 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and path.is_file())
 
 
 def _images_of(folder: Path) -> list[Path]:

@@ -6,34 +6,65 @@ from pathlib import Path
 
 import numpy as np
 
+from multigpu_cli.config.data_place import FILES
 from multigpu_cli.errors import RequestError, did_you_mean
 
 
-def locate_single_file(name: str, suffix: str, data_dir: str | None, file: str | None, layout: str) -> Path:
-    """The file in the folder --data-dir that data.args.file names, or the only one with this suffix.
+def locate_single_file(name: str, data_dir: str | None, file: str | None, layout: str) -> Path:
+    """The file of a dataset: --data-dir itself, or the file of that folder that data.args.file names, or its only one.
 
     Args:
-        name: of the dataset, for messages.
-        layout: what the folder must hold, for messages.
+        name: of the dataset, one of FILES.
+        file: data.args.file, for a folder that holds several.
+        layout: what is expected, for messages.
 
     Raises:
         RequestError: no --data-dir, the file does not exist, or several could be meant.
     """
     if data_dir is None:
-        raise RequestError(f"--data {name} needs --data-dir, the folder of the file", remedy=layout)
-    folder = Path(data_dir).expanduser()
-    names = sorted(path.name for path in folder.glob(f"*{suffix}"))
-    if file is None and len(names) != 1:
-        found = ", ".join(names[:5]) or "none at all"
+        raise RequestError(f"--data {name} needs --data-dir, the file or the folder that holds it", remedy=layout)
+    place = Path(data_dir).expanduser()
+    if not place.exists():
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=layout)
+    if place.is_dir():
+        return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
+    if file not in (None, place.name):
         raise RequestError(
-            f"--data {name}: {folder} must hold one {suffix} file, and it holds {found}",
-            remedy="--set data.args.file=NAME says which",
+            f"--data-dir {data_dir} together with data.args.file={file}: two different files",
+            remedy=f"the folder as --data-dir, or --set data.file={place.name}",
         )
-    path = folder / (file or names[0])
-    if not path.is_file():
+    return place
+
+
+def locate_other_file(name: str, place: Path, file: str) -> Path:
+    """A file or folder beside the data, or else relative to the working directory.
+
+    Args:
+        name: of the dataset, for messages.
+        place: --data-dir, a folder or the file itself.
+
+    Raises:
+        RequestError: it exists in neither place.
+    """
+    folder = place if place.is_dir() else place.parent
+    found = [path for path in (folder / Path(file).expanduser(), Path(file)) if path.exists()]
+    if not found:
         names = sorted(path.name for path in folder.glob("*") if path.is_file())
-        raise RequestError(f"--data {name}: {path}: there is no such file", remedy=did_you_mean(path.name, names))
-    return path
+        remedy = did_you_mean(Path(file).name, names) if names else "another folder"
+        raise RequestError(f"--data {name}: {folder / file}: there is no such file", remedy=remedy)
+    return found[0]
+
+
+def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
+    fits = ([path for path in folder.glob("*") if path.name.lower().endswith(suffix)] for suffix in FILES[name])
+    paths = sorted(next(filter(None, fits), []))  # table.csv is preferred to a table.csv.gz beside it
+    if len(paths) != 1:
+        found = ", ".join(path.name for path in paths[:5]) or "none at all"
+        raise RequestError(
+            f"--data {name}: {folder} must hold one {FILES[name][0]} file, and it holds {found}",
+            remedy=f"--data-dir FILE, for example {paths[0]}" if paths else layout,
+        )
+    return paths[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.locate_dataset_files import locate_single_file
+from multigpu_cli.data.locate_dataset_files import locate_other_file, locate_single_file
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
 
@@ -30,7 +30,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     Raises:
         RequestError: no such file, arrays that are missing or don't fit each other.
     """
-    path = locate_single_file("npz", ".npz", data_dir, file, _LAYOUT)
+    path = locate_single_file("npz", data_dir, file, _LAYOUT)
     arrays = _arrays(path)
     splits = {name: _split(arrays, f"_{name}", path) for name in ("train", "val", "test") if f"X_{name}" in arrays}
     whole = splits.get("train") or _split(arrays, "", path)
@@ -47,7 +47,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
         train=splits["train"],
         val=splits.get("val"),
         test=splits.get("test"),
-        new=_unknown(locate_single_file("npz", ".npz", data_dir, new, _LAYOUT), whole) if new else None,
+        new=_unknown(locate_other_file("npz", Path(data_dir or "."), new), whole) if new else None,
         input_shape=tuple(inputs.shape[1:]),
         num_classes=classes,
         num_outputs=int(targets.shape[1:].numel()),

@@ -77,7 +77,7 @@ def load(
     """A text, cut into windows; the last part of it is for validation.
 
     Args:
-        data_dir: folder of the file, or of train.bin and val.bin (also test.bin, and .npy in their place).
+        data_dir: the file or its folder, or that of train.bin and val.bin (also test.bin, and .npy in their place).
         file: name of the text file in it, where there are several.
         tokens: characters, bytes, or arrays (default: arrays where there is a train.bin or train.npy, else characters).
         block: tokens that the model sees at once.
@@ -90,17 +90,14 @@ def load(
         RequestError: files that are missing or too short, arguments that don't fit.
     """
     _check(tokens, block, val, windows, vocabulary)
-    folder = Path(data_dir or ".").expanduser()
-    arrays = _arrays(folder, dtype) if data_dir and tokens in (None, "arrays") and file is None else {}
+    arrays = _arrays(Path(data_dir).expanduser(), dtype) if data_dir and tokens in (None, "arrays") and not file else {}
     known: Vocabulary
     if arrays:
         known = Numbers(vocabulary or 1 + max(int(array.max()) for array in arrays.values()))
     elif data_dir and tokens == "arrays":
-        raise RequestError(f"--data text: {folder} holds no train.bin or train.npy", remedy=_LAYOUT)
+        raise RequestError(f"--data text: {data_dir} holds no train.bin or train.npy", remedy=_LAYOUT)
     else:
-        known, whole = _text(
-            locate_single_file("text", ".txt", data_dir, file, f"a folder with {_LAYOUT}"), tokens or "characters"
-        )
+        known, whole = _text(locate_single_file("text", data_dir, file, _LAYOUT), tokens or "characters")
         arrays = {"train": whole}
     if "val" not in arrays and val > 0:
         cut = int(len(arrays["train"]) * (1 - val))

@@ -77,6 +77,8 @@ def resolve_request(
             enable_determinism()
         else:
             enable_fast_kernels(world.device)
+        for warning in spec.source.warnings:
+            console.warn(warning)
         yield ResolvedRequest(spec, world, stop, watchdog, console, began)
 
 

@@ -4,6 +4,7 @@ import inspect
 
 import torch
 
+from multigpu_cli.config.data_place import explain_dataset
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
@@ -62,8 +63,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         base_batch_size=config.rate.base_batch_size,
         precision=precision.name,
         precision_reason="as the run was started with" if start.manifest else precision.reason,
-        description=f"{request.model} on {config.data.name} "
-        f"({source.note}{source.num_train_samples:,} training samples), {request.task}{_describe_extras(config)}",
+        description=f"{request.model} on {_describe_data(request)}, {request.task}{_describe_extras(config)}",
         resume_reason=start.reason,
         unused_flags=_list_unused_flags(request),
         save_dir=start.folder,
@@ -100,6 +100,12 @@ def _describe_extras(config: Config) -> str:
     given = {key.partition(".")[2].replace("_", " "): config.get(key) for key in _EXTRAS}
     words = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
     return words and f" with {words}"
+
+
+def _describe_data(request: RunRequest) -> str:
+    source, reason = request.source, explain_dataset(request.config)
+    note = f"{reason}: {source.note}" if reason else source.note
+    return f"{request.config.data.name} ({note}{source.num_train_samples:,} training samples)"
 
 
 def _describe_compile(request: RunRequest) -> str:

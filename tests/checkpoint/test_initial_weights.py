@@ -198,7 +198,7 @@ def spoil(kind: str, folder: Path) -> str:
         case "a Python object":
             file = folder / "file.pt"
             torch.save({"state_dict": network().state_dict(), "args": Note()}, file)
-            return r"loaded safely \(tests\.support\.awkward_models\.Note\)"
+            return r"loaded safely as weights \(tests\.support\.awkward_models\.Note\)"
     file = write_parts(folder, network().state_dict(), "safetensors")
     index: dict[str, Any] = json.loads(file.read_text())
     part = folder / "model-1-of-2.safetensors"

@@ -131,7 +131,8 @@ def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Pat
     (tmp_path / "data" / "last.pt").touch()
     for flags, words in (
         ({"data_dir": tmp_path / "dat"}, ["--data-dir", "did you mean", "data"]),
-        ({"data_dir": file}, ["--data-dir", "is a file"]),
+        ({"data_dir": file}, ["--data-dir", "not a file of a known dataset", ".csv", "--data NAME"]),
+        ({"data_dir": file, "data": "digits"}, ["--data-dir", "is a file", "--data digits needs a folder"]),
         ({"init_from": tmp_path / "weight.pt"}, ["--init-from", "did you mean", "weights.pt"]),
         ({"init_from": tmp_path / "data"}, ["--init-from", "is a folder", "best.pt"]),
         ({"save_dir": file}, ["--save-dir", "is a file"]),

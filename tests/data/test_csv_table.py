@@ -1,3 +1,4 @@
+import gzip
 import random
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import main_multi_gpu
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.load_data_source import load_data_source
@@ -15,7 +17,7 @@ from tests.support.run_training import run_training
 HEAD = "id,size,colour,price,kind"
 
 
-def list_given_flags(folder: Path, count: int = 200, name: str = "table.csv", seed: int = 0) -> Path:
+def write_table(folder: Path, count: int = 200, name: str = "table.csv", seed: int = 0) -> Path:
     """A table with gaps in numbers and categories; kind follows from size and colour, price from size."""
     draws, lines = random.Random(seed), [HEAD]
     for at in range(count):
@@ -40,7 +42,7 @@ def tensors(split: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
-    source = open_table(list_given_flags(tmp_path), target="kind", ignore=["id", "price"])
+    source = open_table(write_table(tmp_path), target="kind", ignore=["id", "price"])
     inputs, targets = tensors(source.train)
     assert [len(part) for part in (source.train, source.val, source.test)] == [160, 20, 20]  # type: ignore[arg-type]
     assert (source.class_names, source.num_classes, source.task) == (("big", "small"), 2, "classification")
@@ -52,7 +54,7 @@ def test_numbers_categories_and_gaps_become_columns(tmp_path: Path) -> None:
 
 
 def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None:
-    source = open_table(list_given_flags(tmp_path), target="kind", ignore=["id"])
+    source = open_table(write_table(tmp_path), target="kind", ignore=["id"])
     train, test = tensors(source.train)[0][:, :2], tensors(source.test)[0][:, :2]
     assert train.double().mean(0).tolist() == pytest.approx([0, 0], abs=1e-6)
     assert train.double().std(0, correction=0).tolist() == pytest.approx([1, 1], rel=1e-5)
@@ -69,7 +71,7 @@ def test_scaling_is_learned_from_the_training_rows_alone(tmp_path: Path) -> None
 
 
 def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
-    list_given_flags(tmp_path)
+    write_table(tmp_path)
     price = open_table(tmp_path, target="price", ignore="id")
     assert (price.task, price.num_classes, price.model) == ("regression", 0, "mlp")
     mean, deviation = price.target_scale or (0, 0)
@@ -85,7 +87,7 @@ def test_the_target_says_what_is_learned(tmp_path: Path) -> None:
 def test_it_trains_by_flags_alone(tmp_path: Path, target: str, best: str) -> None:
     flags: dict[str, Any] = {
         "data": "csv",
-        "data_dir": str(list_given_flags(tmp_path)),
+        "data_dir": str(write_table(tmp_path)),
         "save_dir": str(tmp_path / "run"),
         "num_workers": 0,
     }
@@ -114,7 +116,7 @@ def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
 def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs --data-dir"):
         open_table(None)
-    list_given_flags(tmp_path)
+    write_table(tmp_path)
     with pytest.raises(RequestError, match="which column is the target") as refused:
         open_table(tmp_path)
     assert "--set data.target=kind" in refused.value.remedy
@@ -134,3 +136,108 @@ def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
         open_table(tmp_path, target="a", file="other.csv")
     with pytest.raises(RequestError, match=r"tabel\.csv: there is no such file"):
         open_table(tmp_path, target="a", file="tabel.csv")
+    with pytest.raises(RequestError, match="has no column but the target, 'a', and ignored ones"):
+        open_table(write(tmp_path / "other.csv", "a,b\n" + rows_of(9)), target="a", ignore="b")
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def rows_of(count: int, line: str = "{at},{odd}") -> str:
+    return "".join(line.format(at=at, odd=at % 2) + "\n" for at in range(count))
+
+
+def test_columns_without_names_are_numbers(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", rows_of(40, "{at},x{odd},{odd}"))
+    source = open_table(file, target=2, ignore=[0], header="none")
+    assert (source.input_shape, source.class_names, source.warnings) == ((2,), ("0", "1"), ())
+    assert sum(len(part) for part in (source.train, source.val, source.test)) == 40  # type: ignore[misc, arg-type]
+    assert open_table(file, target=0, header="none", kind="regression").task == "regression"
+    new = open_table(file, target=1, header="none", new=str(write(tmp_path / "new.csv", "7,1\n"))).new
+    assert tensors(new)[0].shape == (1, 2), "without the column between"
+
+
+def test_a_number_names_a_column_too(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", "x,2019\n" + rows_of(40))
+    assert open_table(file, target=2019).class_names == ("0", "1")
+    with pytest.raises(RequestError, match="there is no column '2020'") as refused:
+        open_table(file, target=2020)
+    assert "one of: 2019, x" in refused.value.remedy
+    file = write(tmp_path / "t.csv", rows_of(40, "5{at},w{at},{odd}"))
+    with pytest.raises(RequestError, match="there is no column '2'") as refused:
+        open_table(file, target=2)
+    assert "--set data.header=none --set data.target=2" in refused.value.remedy
+    assert "looks like data" in open_table(file, target="w0").warnings[0]
+
+
+def test_labels_that_only_the_test_file_has_are_named(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.csv", "x,kind\n" + rows_of(40, "{at},k{odd}"))
+    write(tmp_path / "test.csv", "x,kind\n1,k0\n\n2,K1\n3,k2\n4,k2\n")
+    with pytest.raises(RequestError, match=r"test\.csv:4: labels that \S*train\.csv does not have: 'K1', 'k2'\n"):
+        open_table(train, target="kind", test_file="test.csv")
+    write(tmp_path / "test.csv", "x,kind\n1,\n")
+    with pytest.raises(RequestError, match=r"no row of \S*test\.csv has a target"):
+        open_table(train, target="kind", test_file="test.csv")
+
+
+def test_one_label_written_in_two_ways_is_one_class(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.csv", "x,kind\n" + rows_of(40) + rows_of(40, "{at},{odd}.0"))
+    write(tmp_path / "test.csv", "x,kind\n1,1.0\n2,0.0\n")
+    source = open_table(train, target="kind", test_file="test.csv")
+    assert source.class_names == ("0", "1")
+    assert tensors(source.test)[1].tolist() == [1, 0]
+
+
+def test_words_among_numbers_are_said_or_refused(tmp_path: Path) -> None:
+    numbers = "x,y,kind\n" + rows_of(100, "{at},{at},{odd}")
+    file = write(tmp_path / "t.csv", numbers + "12x,3,1\n")
+    train = tensors(open_table(file, target="kind").train)[0]
+    warnings = open_table(file, target="kind").warnings
+    assert len(warnings) == 1
+    assert f"{file}:102: '12x' in column 'x' is no number" in warnings[0]
+    counted = "it counts as missing" in warnings[0]
+    assert counted == (train.shape[1] == 2), "whether it is a training row decides what becomes of its column"
+    write(tmp_path / "test.csv", "x,y,kind\n1,1,1\n1,inf,0\n")
+    write(tmp_path / "t.csv", numbers)
+    for name in ("test_file", "new"):
+        with pytest.raises(RequestError, match=r"test\.csv:3: 'inf' in column 'y' is no number"):
+            open_table(file, target="kind", **{name: "test.csv"})
+
+
+def test_a_semicolon_file_with_decimal_commas_is_of_numbers(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", "x;price\n" + rows_of(40, "{at},5;{at}00,25"))
+    source = open_table(file, target="price")
+    assert (source.task, source.input_shape) == ("regression", (1,))
+    assert open_table(file, target="price", decimal="point").task == "classification"
+
+
+def test_other_files_lie_beside_it_or_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_table(tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    write(folder / "beside.csv", f"{HEAD}\n1,2,red,3,big\n")
+    write(here / "own.csv", f"{HEAD}\n1,2,red,3,big\n1,2,red,3,small\n")
+    for name, count in (("beside.csv", 1), ("own.csv", 2)):
+        for place in (folder, folder / "table.csv"):
+            found = open_table(place, target="kind", file="table.csv", test_file=name)
+            assert len(tensors(found.test)[0]) == count
+
+
+def test_the_user_hears_of_what_looks_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("iris.csv.gz").write_bytes(gzip.compress(rows_of(40, "{at},5.1,k{odd}").encode()))
+    Path("test.csv").write_text("7,5.2,k3\n")
+    words = ["--data", "iris.csv.gz", "--dry-run", "--set"]
+    assert main_multi_gpu.run([*words, "data.target=k0"]) == 0
+    assert "warning: iris.csv.gz: the first row looks like data (0, 5.1, k0)" in capsys.readouterr().out
+    words += ["data.target=2", "--set", "data.header=none"]
+    assert main_multi_gpu.run(words) == 0
+    assert "warning" not in (said := capsys.readouterr().out)
+    assert "mlp on csv (iris.csv.gz is a .csv.gz file: 32 training samples)" in said
+    assert main_multi_gpu.run([*words, "--set", "data.test_file=test.csv"]) == 2
+    assert "test.csv:1: labels that iris.csv.gz does not have: 'k3'" in capsys.readouterr().err

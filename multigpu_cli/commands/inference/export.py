@@ -7,20 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from multigpu_cli.checkpoint.export import TrainedWeights, export_network, export_weights, load_trained_weights
-from multigpu_cli.commands.inference.load_run import load_run
+from multigpu_cli.checkpoint.export import (
+    RawInputs,
+    TrainedWeights,
+    export_network,
+    export_weights,
+    load_trained_weights,
+)
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.csv_reader import list_missing_words
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.table_features import TableFeatures
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.tasks.open_data import FROM_MODEL, check_has_samples
 
 _SAMPLES = 9
+_RAW = "takes raw columns, an array (n,) each; scaling, missing values and one-hot columns are computed inside"
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Export:
         origin: the file that the weights come from.
         difference: greatest difference of an output from the original's, 0 where bits were compared.
         checked: how the file was checked.
+        takes: which inputs the file takes, where that is not what the network itself takes.
     """
 
     file: str
@@ -38,6 +50,7 @@ class Export:
     origin: str
     difference: float
     checked: str
+    takes: str = ""
 
 
 def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, own_code: bool = False) -> Export:
@@ -51,7 +64,7 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
         RequestError: nothing was written.
         TrainingError: the file failed its check, and was removed.
     """
-    weights = load_trained_weights(Path(checkpoint))
+    weights, takes = load_trained_weights(Path(checkpoint)), ""
     if target.suffix in (".safetensors", ".pt"):
         with writing_to("--to", target):
             left_out = export_weights(weights.state, target)
@@ -59,21 +72,57 @@ def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, ow
         if left_out:
             checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
     else:
-        model, inputs = _rebuild_model(weights, data_dir, own_code=own_code)
+        run, inputs = _rebuild_run(weights, data_dir, own_code=own_code)
         with writing_to("--to", target):
-            difference = export_network(model, inputs, target)
+            difference, takes = _export_run(run, inputs, target)
         checked = f"run on {_count(inputs)} samples and on one: greatest difference {difference:.2g}"
-    return Export(str(target), target.stat().st_size, str(weights.origin), difference, checked)
+    return Export(str(target), target.stat().st_size, str(weights.origin), difference, checked, takes)
 
 
 def format_export(export: Export) -> Iterator[str]:
-    """The file, its origin, and how it was checked."""
+    """The file, its origin, how it was checked, and which inputs it takes."""
     yield f"{export.file}  {export.bytes / 1e6:.1f} MB, weights from {export.origin}"
     yield export.checked
+    if export.takes:
+        yield export.takes
 
 
-def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[nn.Module, Any]:
-    """The network with these weights, and samples of the run's dataset as the network takes them."""
+def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
+    """Write the network; a table's preprocessing becomes part of an .onnx, and a file beside a .pt2.
+
+    Returns:
+        The greatest difference of an output, and which inputs the file takes.
+
+    Raises:
+        RequestError: the network can't be exported, or the file beside it exists already.
+    """
+    if run.source.table is None:
+        return export_network(run.model, inputs, target), ""
+    if target.suffix == ".onnx":
+        return export_network(run.model, inputs, target, _make_raw_inputs(run, run.source.table)), _RAW
+    beside = target.with_name(f"{target.name}.json")
+    if beside.exists():
+        raise RequestError(f"--to {target}: {beside} exists already", remedy="another name, or remove it")
+    difference = export_network(run.model, inputs, target)
+    publish(beside, dump_json(_describe_preprocessing(run.source, run.source.table)).encode())
+    return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
+
+
+def _make_raw_inputs(run: LoadedRun, table: TableFeatures) -> RawInputs:
+    from multigpu_cli.commands.inference.table_onnx import add_preprocessing, list_raw_inputs  # needs an extra
+
+    task = run.config.task.name or run.source.task
+    return RawInputs(lambda network: add_preprocessing(network, run.source, task), list_raw_inputs(table))
+
+
+def _describe_preprocessing(source: DataSource, table: TableFeatures) -> dict[str, Any]:
+    mean, scale = source.target_scale or (0.0, 1.0)
+    target = {"mean": mean, "scale": scale}
+    return {**table.describe(), "missing": list_missing_words(), "classes": source.class_names, "target": target}
+
+
+def _rebuild_run(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[LoadedRun, Any]:
+    """The run with these weights, and samples of its dataset as the network takes them."""
     run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
     check_has_samples(run.config, "export to this format (.safetensors and .pt do not)")
     weights_alone = "--to ….safetensors, for the weights alone"
@@ -82,7 +131,7 @@ def _rebuild_model(weights: TrainedWeights, data_dir: str | None, *, own_code: b
     inputs = _load_samples(run.config, run.source)
     if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == _count(inputs) for leaf in tree_leaves(inputs)):
         raise RequestError("the model's input is no batch of tensors", remedy=weights_alone)
-    return run.model, inputs
+    return run, inputs
 
 
 def _count(inputs: Any) -> int:

@@ -53,7 +53,8 @@ def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: b
         raise RequestError(
             f"--data {config.data.name}: its training split has other classes, scales or tokens than those that "
             f"{weights.origin} was trained with",
-            remedy="the run's own training data, together with other test data",
+            remedy="the run's own training data, together with other test data"
+            + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),
         )
     return _load_weights(config, source, weights)
 

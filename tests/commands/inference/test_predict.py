@@ -67,7 +67,9 @@ def test_numbers_are_in_their_own_unit(width: int, names: list[str]) -> None:
         assert error == pytest.approx(summary["best"]["val_mae"], rel=1e-6)
 
 
-def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows() -> None:
+def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = ["size,price", *(f"{at % 17},{1e6 + 1e4 * (at % 17)}" for at in range(100))]
     Path("homes.csv").write_text("\n".join(lines))
     Path("new.csv").write_text("size,price\n3,1030000\n16,1160000\n")
@@ -75,7 +77,12 @@ def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows() 
         data="csv", data_dir=".", model="mlp", sets=["data.target=price", "data.file=homes.csv", "data.kind=regression"]
     )
     words = ["predict", "run", "--out", "said.csv", "--set"]
-    assert main_multi_gpu.run([*words, "data.args.file=new.csv"]) == 2, "another scale than the run's"
+    assert main_multi_gpu.run([*words, "data.args.file=new.csv"]) == 2, "not enough rows to train on"
+    Path("other.csv").write_text("\n".join(lines[:40]))
+    assert main_multi_gpu.run([*words[:-1], "--data-dir", "other.csv"]) == 2
+    assert "--data-dir other.csv together with data.args.file=homes.csv" in capsys.readouterr().err
+    assert main_multi_gpu.run([*words, "data.file=other.csv"]) == 2, "another scale than the run's"
+    assert "other rows: --set data.test_file=FILE or data.new=FILE" in capsys.readouterr().err
     assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 0
     assert [float(row["target"]) for row in rows("said.csv")] == [1_030_000, 1_160_000]
     assert all(9e5 < float(row["prediction"]) < 1.3e6 for row in rows("said.csv"))

@@ -1,0 +1,242 @@
+"""A CSV file as named columns of text: compression, encoding, separators, header, decimal commas.
+
+Python's own csv module cuts the lines into cells.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigpu_cli.errors import RequestError, did_you_mean
+
+_MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
+_SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " ", "bar": "|"}
+_LOOK = 50  # rows that show how a file is written
+_COMMA = re.compile(r"[+-]?\d+(,\d+)?([eE][+-]?\d+)?")  # 3,14
+_GROUPED = re.compile(r"[+-]?\d{1,3}(\.\d{3})+(,\d+)?")  # 1.234,56
+
+
+class CsvFormat(NamedTuple):
+    """How a file is written.
+
+    Attributes:
+        separator: auto, which tries comma, semicolon and tab; comma, semicolon, tab, space, bar, or one character.
+        header: first: the first row names the columns; none: they are called 0, 1, 2, ….
+        decimal: auto, which takes 3,14 for a number where the separator is no comma; comma; or point.
+    """
+
+    separator: str = "auto"
+    header: str = "first"
+    decimal: str = "auto"
+
+
+class CsvTable(NamedTuple):
+    """A file as text, spaces around cells removed.
+
+    Attributes:
+        path: the file, for messages.
+        columns: names in order.
+        rows: one list of cells each.
+        lines: which line of the file each row begins in, from 1.
+        warnings: what looks wrong but may be meant.
+    """
+
+    path: Path
+    columns: list[str]
+    rows: list[list[str]]
+    lines: list[int]
+    warnings: tuple[str, ...]
+
+
+def is_missing(cell: str) -> bool:
+    """Whether a cell says that it holds nothing: empty, NA, nan, ?, …"""
+    return cell.lower() in _MISSING
+
+
+def list_missing_words() -> list[str]:
+    """All words that say so, in lower case."""
+    return sorted(_MISSING)
+
+
+def read_csv(path: Path, format: CsvFormat) -> CsvTable:
+    """Read a whole file; empty lines are left out.
+
+    Raises:
+        RequestError: names the line where the file can't be read as a table.
+    """
+    _check_format(format)
+    text = _read_text(path)
+    hint = re.match(r"sep=(.)\r?\n", text)  # which Excel writes, and reads
+    separator = _SEPARATORS.get(format.separator, format.separator)
+    if separator == "auto":
+        separator = hint[1] if hint else _find_separator(text)
+    rows, lines = _parse(path, text, separator)
+    if hint:
+        rows, lines = rows[1:], lines[1:]
+    if not rows:
+        raise RequestError(f"--data csv: {path}: no rows")
+    _check_lengths(path, rows, lines)
+    if format.header == "none":
+        columns = [str(number) for number in range(len(rows[0]))]
+    else:
+        columns, rows, lines = rows[0], rows[1:], lines[1:]
+    warnings = _check_header(path, columns, rows) if format.header != "none" else ()
+    if format.decimal == "comma" or (format.decimal == "auto" and separator != ","):
+        _read_decimal_commas(path, columns, rows, lines)
+    return CsvTable(path, columns, rows, lines, warnings)
+
+
+def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
+    """Whether names of columns are rather values: numbers above all numbers, or words that come again below."""
+    below = [[row[at] for row in rows[:_LOOK] if not is_missing(row[at])] for at in range(len(columns))]
+    numeric = [at for at, cells in enumerate(below) if cells and all(map(_is_number, cells))]
+    if numeric:
+        return all(_is_number(columns[at]) or is_missing(columns[at]) for at in numeric)
+    return bool(rows) and all(name in cells for name, cells in zip(columns, below, strict=True))
+
+
+def _check_format(format: CsvFormat) -> None:
+    known: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+        "separator": (
+            format.separator,
+            lambda word: word in _SEPARATORS or word == "auto" or (isinstance(word, str) and len(word) == 1),
+            f"auto, {', '.join(_SEPARATORS)}, or one character",
+        ),
+        "header": (format.header, lambda word: word in ("first", "none"), "first or none"),
+        "decimal": (format.decimal, lambda word: word in ("auto", "comma", "point"), "auto, comma or point"),
+    }
+    for name, (value, fits, right) in known.items():
+        if not fits(value):
+            raise RequestError(f"data.args.{name}: {value!r}", remedy=right)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+    except FileNotFoundError as missing:
+        there = [each.name for each in path.parent.glob("*") if each.is_file()]
+        raise RequestError(
+            f"{path}: there is no such file", remedy=did_you_mean(path.name, there) if there else "--data-dir"
+        ) from missing
+    except (OSError, EOFError, zlib.error) as error:
+        raise RequestError(f"--data csv: {path}: {error}", remedy="a CSV file in UTF-8, gzipped or not") from error
+    wide = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # Excel's "Unicode text"
+    try:
+        text = content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise RequestError(
+            f"--data csv: {path}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})",
+            remedy="save it as UTF-8: iconv -f latin1 -t utf-8, for instance",
+        ) from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise RequestError(f"--data csv: {path}:{line}: a zero byte: this is no text", remedy="a CSV file in UTF-8")
+    return text
+
+
+def _find_separator(text: str) -> str:
+    """The one that cuts the first rows into as many cells each; where none does, the one that cuts the first most."""
+    head, widths = text[:100_000], {}
+    for separator in "\t;,":
+        try:
+            rows = [row for row in islice(csv.reader(io.StringIO(head, newline=""), delimiter=separator), _LOOK) if row]
+        except csv.Error:
+            continue
+        whole = rows[:-1] if len(head) < len(text) and len(rows) > 1 else rows
+        widths[separator] = [len(row) for row in whole]
+    even = [separator for separator, found in widths.items() if len(set(found)) == 1 and found[0] > 1]
+    return even[0] if even else max(",;\t", key=lambda each: (widths.get(each) or [0])[0])
+
+
+def _parse(path: Path, text: str, separator: str) -> tuple[list[list[str]], list[int]]:
+    """All rows that hold something, and the lines where they begin."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    rows, lines, line = [], [], 1
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if len(cells) > 1 or any(cells):
+                rows.append(cells)
+                lines.append(line)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise RequestError(
+            f"--data csv: {path}:{line}: {error}",
+            remedy='close each quote, and write one within quotes twice: "a ""b"" c"',
+        ) from error
+    return rows, lines
+
+
+def _check_lengths(path: Path, rows: list[list[str]], lines: list[int]) -> None:
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != len(rows[0]):
+            raise RequestError(
+                f"--data csv: {path}:{line}: {len(row)} cells for {len(rows[0])} columns",
+                remedy="the same number in every line; quote cells that contain the separator, "
+                "or say which it is: --set data.separator=semicolon",
+            )
+
+
+def _check_header(path: Path, columns: list[str], rows: list[list[str]]) -> tuple[str, ...]:
+    """Warnings.
+
+    Raises:
+        RequestError: a name stands there twice, or nothing comes after the names.
+    """
+    like_data = _looks_like_data(columns, rows)
+    remedy = "--set data.header=none, if the first row is data" if like_data else "another name for one of them"
+    name, count = Counter(columns).most_common(1)[0]
+    if count > 1:
+        raise RequestError(f"--data csv: {path}: two columns have one name, {name!r}", remedy=remedy)
+    if not rows:
+        raise RequestError(f"--data csv: {path}: no rows after the names of the columns")
+    if not like_data:
+        return ()
+    first = ", ".join(columns[:3]) + (", …" if len(columns) > 3 else "")
+    return (f"{path}: the first row looks like data ({first}), but is read as names; --set data.header=none if so",)
+
+
+def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], lines: list[int]) -> None:
+    """Write a point for the comma in columns that hold nothing but numbers.
+
+    Raises:
+        RequestError: numbers of a column are written in two ways.
+    """
+    for at, name in enumerate(columns):
+        there = [number for number, row in enumerate(rows) if not is_missing(row[at])]
+        commas = [number for number in there if "," in rows[number][at]]
+        if not commas or not all(_is_written_number(rows[number][at]) for number in there):
+            continue
+        if other := [number for number in there if not _COMMA.fullmatch(rows[number][at])]:
+            comma = next((number for number in commas if number not in other), commas[0])
+            raise RequestError(
+                f"--data csv: {path}:{lines[other[0]]}: {rows[other[0]][at]!r} in column {name!r}, and "
+                f"{rows[comma][at]!r} in line {lines[comma]}: which sign is the decimal one?",
+                remedy="one way of writing, without separators of thousands; --set data.decimal=point reads as words "
+                "what has a comma",
+            )
+        for number in commas:
+            rows[number][at] = rows[number][at].replace(",", ".")
+
+
+def _is_written_number(cell: str) -> bool:
+    return bool(_COMMA.fullmatch(cell) or _GROUPED.fullmatch(cell)) or _is_number(cell)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
