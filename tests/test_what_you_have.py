@@ -54,7 +54,7 @@ def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> 
     words = shlex.split(command)
     if words[:2] != ["python", "main_multi_gpu.py"]:
         return run(command, project)
-    code = main_multi_gpu.run(words[2:] + (SHORT if words[2].startswith("-") else []))
+    code = main_multi_gpu.run(words[2:] + (SHORT if words[2].startswith("-") and SHORT[0] not in words else []))
     return code, "".join(capsys.readouterr())
 
 

@@ -1,6 +1,6 @@
 """Small files of the kinds that people bring, for the rows of docs/guide/what-you-have.md.
 
-    python -m tests.support.sample_files my_data
+python -m tests.support.sample_files my_data
 """
 
 import gzip
