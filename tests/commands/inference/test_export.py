@@ -53,7 +53,8 @@ def test_the_network_of_a_checkpoint_is_the_average_that_was_evaluated(run: Path
 
 def test_code_that_a_checkpoint_names_does_not_run_unasked(run: Path) -> None:
     with pytest.raises(
-        RequestError, match=r"does not name: --data tests\.support\.user_code:tensors, --model tests\.support\.user_code:net"
+        RequestError,
+        match=r"does not name: --data tests\.support\.user_code:tensors, --model tests\.support\.user_code:net",
     ):
         export_run("run", Path("net.pt2"))
     assert not Path("net.pt2").exists()
