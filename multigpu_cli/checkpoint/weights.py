@@ -50,6 +50,7 @@ def is_state_dict(state: object) -> bool:
     """Whether it is a state dict."""
     return (
         isinstance(state, dict)
+        and all(isinstance(name, str) for name in state)
         and any(isinstance(value, Tensor) for value in state.values())
         and all(str(name).endswith(_EXTRA) for name in extra_state(state))
     )

@@ -1,11 +1,14 @@
 """clean: what the checkpoints of completed runs take, and their removal; the weights in best.pt and last.pt stay."""
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 from multigpu_cli.checkpoint.lock import is_locked, lock_folder
+from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.commands.output import format_size
 from multigpu_cli.commands.status import find_runs
 from multigpu_cli.errors import RequestError, pluralize
@@ -44,7 +47,7 @@ def inspect_run(run: Path) -> Cleaning:
     """The checkpoints of a run that is over; of any other nothing can go."""
     if reason := "at work" if is_locked(run) else _find_obstacle(run):
         return Cleaning(str(run), [], 0, reason)
-    folders = sorted(path for path in (run / "checkpoints").glob("step_*") if path.is_dir() and not path.is_symlink())
+    folders = sorted(path for path in (run / "checkpoints").glob("step_*") if _is_checkpoint(path))
     return Cleaning(str(run), folders, _count_bytes(folders))
 
 
@@ -69,9 +72,24 @@ def _find_obstacle(run: Path) -> str:
     """Why the checkpoints of a run must stay; empty where they may go."""
     if load_summary(run).get("status") != "completed":
         return "not completed, its checkpoints are needed to go on"
-    if not (run / "best.pt").is_file():
-        return "best.pt is missing, and its checkpoints may hold the best weights"
+    if not _is_intact(run / "best.pt"):
+        return "best.pt is missing or damaged, and its checkpoints may hold the best weights"
     return ""
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether the store made it: another folder beside the checkpoints is the user's."""
+    named = re.fullmatch(r"step_\d{8}", path.name) is not None
+    return named and not path.is_symlink() and (path / MANIFEST).is_file()
+
+
+def _is_intact(weights: Path) -> bool:
+    """Whether it is a zip file, as torch.save writes them, whose entries match their checksums."""
+    try:
+        with ZipFile(weights) as file:
+            return file.testzip() is None
+    except (OSError, BadZipFile):
+        return False
 
 
 def _remove(found: Cleaning) -> Cleaning:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.config.types import ClassWeights
+from multigpu_cli.data.collate import PAIR, SampleForm, to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.planning.rng_keys import make_key
@@ -73,23 +74,33 @@ def count_repeats(order: Tensor) -> Tensor:
 
 
 def _labels_of(source: DataSource, key: str) -> Tensor:
-    labels = read_labels(source.train)
+    labels = read_labels(source.train, source.form)
     if labels is None or labels.ndim != 1 or labels.is_floating_point():
         raise RequestError(
             f"{key}: the classes of the training samples are not known before they are loaded",
-            remedy="an attribute `targets` of the dataset: the class number of each sample",
+            remedy="give the dataset an attribute `targets`: the class number of each sample",
         )
-    return labels.long()
+    labels = labels.long()
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < source.num_classes:
+        raise RequestError(
+            f"{key}: the labels of the training samples reach from {int(labels.min())} to {int(labels.max())}, and "
+            f"there are {source.num_classes} classes",
+            remedy=f"use labels from 0 to {source.num_classes - 1}",
+        )
+    return labels
 
 
-def read_labels(dataset: Dataset[Any]) -> Tensor | None:
+def read_labels(dataset: Dataset[Any], form: SampleForm = PAIR) -> Tensor | None:
     """(n,) the labels, without loading samples: torchvision's datasets have them as `targets`; None if unknown."""
     if isinstance(dataset, TensorDataset):
-        return dataset.tensors[1]
-    if isinstance(dataset, Subset):
-        labels = read_labels(dataset.dataset)
+        targets = to_pair(dataset.tensors, "a sample", form)[1]
+    elif isinstance(dataset, Subset):
+        labels = read_labels(dataset.dataset, form)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
-    targets = getattr(dataset, "targets", None)
-    if targets is None or len(targets) != len(dataset):  # type: ignore[arg-type]
+    else:
+        targets = getattr(dataset, "targets", None)
+    try:
+        labels = torch.as_tensor(targets)
+        return labels if len(labels) == len(dataset) else None  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # a number, names of classes, or nothing: unknown
         return None
-    return torch.as_tensor(targets)

@@ -18,7 +18,7 @@ def finished(folder: Path, status: str = "completed") -> Path:
     store = Store(run / "checkpoints", 10)
     for step in (10, 20):
         store.save(step, {"w": torch.ones(1000)}, {"world_size": 1})
-    (run / "best.pt").write_bytes(b"the best")
+    torch.save({"w": torch.ones(1000)}, run / "best.pt")
     return run
 
 
@@ -30,6 +30,11 @@ def test_it_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest.Ca
     """Of a completed run; one that is at work, was stopped, or has lost its best weights keeps everything."""
     done, stopped, lost = finished(tmp_path / "done"), finished(tmp_path / "stopped", "stopped"), tmp_path / "lost"
     (finished(lost) / "best.pt").unlink()
+    damaged = finished(tmp_path / "hurt") / "best.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    own = done / "checkpoints/step_by_step_notes"
+    own.mkdir()
+    (own / "n.txt").write_text("mine")
     (done / "notes.txt").write_text("mine")
     with lock_folder(finished(tmp_path / "work")):
         before = content(tmp_path)
@@ -38,14 +43,15 @@ def test_it_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest.Ca
         assert content(tmp_path) == before
         assert main_multi_gpu.run(["clean", str(tmp_path), "--yes"]) == 0
         after = content(tmp_path)
-    size = sum(len(data) for name, data in before.items() if name.startswith("done/checkpoints/"))
+    size = sum(len(data) for name, data in before.items() if name.startswith("done/checkpoints/step_0"))
     text = f"2 checkpoints, {size / 1e3:.1f} kB"
     assert f"{done}     {text}\n" in shown
     assert f"nothing was removed; --yes removes {text} of 1 run, and leaves best.pt and last.pt" in shown
     assert f"{tmp_path}/work     left alone: at work\n" in shown
     assert f"{stopped}  left alone: not completed" in shown
-    assert f"{lost}     left alone: best.pt is missing" in shown
-    gone = {name for name in before if name.startswith("done/checkpoints/")}
+    assert f"{lost}     left alone: best.pt is missing or damaged" in shown
+    assert f"{damaged.parent}     left alone: best.pt is missing or damaged" in shown
+    gone = {name for name in before if name.startswith("done/checkpoints/step_0")}
     assert {name: data for name, data in before.items() if name not in gone} == {
         name: data for name, data in after.items() if name != "done/.lock"
     }
@@ -83,7 +89,7 @@ def test_a_cleaned_run_serves_its_weights_and_does_not_begin_again(
     before = content(run)
     again = run_training(epochs=2, save_dir=str(run))
     assert again.kind == "RequestError"
-    assert f"{run} is complete, and its checkpoints have been removed" in again.error
+    assert f"{run} is complete, and its checkpoints were removed" in again.error
     assert f"--init-from {run}/best.pt" in again.error
     assert content(run) == before
     assert main_multi_gpu.run(["evaluate", str(run), "--own-code", "--json", "--nproc-per-node", "1"]) == 0
