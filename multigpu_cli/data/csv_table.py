@@ -175,10 +175,11 @@ def _read_targets(
     """
     at = table.columns.index(target)
     values = [row[at] for part in parts for row in part.rows]
-    numbers = [to_number(cell) for cell in values]
-    whole = all(number is not None and number.is_integer() for number in numbers)
-    classes = None in numbers or (whole and len(set(numbers)) <= FEW) if kind == "auto" else kind == "classification"
+    learned = [to_number(row[at]) for row in table.rows if not is_missing(row[at])]  # a test file does not decide
+    whole = all(number is not None and number.is_integer() for number in learned)
+    classes = None in learned or (whole and len(set(learned)) <= FEW) if kind == "auto" else kind == "classification"
     if not classes:
+        numbers = [to_number(cell) for cell in values]
         if None in numbers:
             word = values[numbers.index(None)]
             raise RequestError(f"data.args.kind: column {target!r} holds {word!r}, no number", remedy="classification")

@@ -182,6 +182,14 @@ def test_labels_that_only_the_test_file_has_are_named(tmp_path: Path) -> None:
         open_table(train, target="kind", test_file="test.csv")
 
 
+def test_a_test_file_does_not_decide_what_kind_of_target_it_is(tmp_path: Path) -> None:
+    """Twenty whole numbers are classes; five more in the test file alone would make them numbers."""
+    train = write(tmp_path / "train.csv", "x,kind\n" + "".join(f"{at},{at % 20}\n" for at in range(200)))
+    write(tmp_path / "test.csv", "x,kind\n" + "".join(f"{at},{at}\n" for at in range(25)))
+    with pytest.raises(RequestError, match=r"test\.csv:22: labels that \S*train\.csv does not have: '20', '21'"):
+        open_table(train, target="kind", test_file="test.csv")
+
+
 def test_one_label_written_in_two_ways_is_one_class(tmp_path: Path) -> None:
     train = write(tmp_path / "train.csv", "x,kind\n" + rows_of(40) + rows_of(40, "{at},{odd}.0"))
     write(tmp_path / "test.csv", "x,kind\n1,1.0\n2,0.0\n")
