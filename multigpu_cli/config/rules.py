@@ -5,6 +5,7 @@ Rules that need the devices, the dataset or the number of workers are checked by
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from multigpu_cli.config import data_place, launcher_rules, paths
@@ -81,9 +82,10 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         if "".join(name.partition("/")[:2]) in known:  # a library's own name, which only that library knows
             continue
         if ":" not in name:
-            yield RequestError(
-                f"{flag} {name}: unknown name", remedy=f"{did_you_mean(name, known)} (or your own as module:factory)"
-            )
+            remedy = f"{did_you_mean(name, known)} (or your own as module:factory)"
+            if flag == "--data" and Path(name).exists():
+                remedy = f"--data ./{name} for the files in {name}, or {remedy}"
+            yield RequestError(f"{flag} {name}: unknown name", remedy=remedy)
         elif not _PLUGIN.fullmatch(name) or name.partition(":")[0].endswith(".py"):
             yield RequestError(
                 f"{flag} {name}: must be module:factory",

@@ -208,17 +208,18 @@ def _check_header(path: Path, columns: list[str], rows: list[list[str]]) -> tupl
 
 
 def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], lines: list[int]) -> None:
-    """Write a point for the comma in columns that hold nothing but numbers.
+    """Write a point for the comma in columns of numbers; words among them stay, and are warned of like others.
 
     Raises:
         RequestError: numbers of a column are written in two ways.
     """
     for at, name in enumerate(columns):
         there = [number for number, row in enumerate(rows) if not is_missing(row[at])]
-        commas = [number for number in there if "," in rows[number][at]]
-        if not commas or not all(_is_written_number(rows[number][at]) for number in there):
+        written = [number for number in there if _is_written_number(rows[number][at])]
+        commas = [number for number in written if "," in rows[number][at]]
+        if not commas or 2 * len(written) <= len(there):
             continue
-        if other := [number for number in there if not _COMMA.fullmatch(rows[number][at])]:
+        if other := [number for number in written if not _COMMA.fullmatch(rows[number][at])]:
             comma = next((number for number in commas if number not in other), commas[0])
             raise RequestError(
                 f"--data csv: {path}:{lines[other[0]]}: {rows[other[0]][at]!r} in column {name!r}, and "

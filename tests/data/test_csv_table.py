@@ -219,6 +219,8 @@ def test_a_semicolon_file_with_decimal_commas_is_of_numbers(tmp_path: Path) -> N
     source = open_table(file, target="price")
     assert (source.task, source.input_shape) == ("regression", (1,))
     assert open_table(file, target="price", decimal="point").task == "classification"
+    file.write_text(file.read_text() + "many;1,5\n")
+    assert f"{file}:42: 'many' in column 'x' is no number" in open_table(file, target="price").warnings[0]
 
 
 def test_other_files_lie_beside_it_or_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
