@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 FAILED, WRONG_REQUEST, STOPPED = 1, 2, 75
+_LISTED = 30  # names in one message at most
 
 
 class TrainingError(Exception):
@@ -52,7 +53,8 @@ def pluralize(count: int | float, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Name the closest known word, or list all if none is close: 'did you mean …?' or 'one of: …'."""
+    """Name the closest known word, or list them if none is close: 'did you mean …?' or 'one of: …'."""
     known = sorted(known)
     close = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known)}"
+    more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
+    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known[:_LISTED])}{more}"
