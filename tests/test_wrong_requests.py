@@ -160,6 +160,7 @@ DOOR = [
     Row("--data b.csv", ["--data b.csv", "no such file", "did you mean 'a.csv'?"], {"a.csv": b""}),
     Row("--data a.csv --data-dir .", ["--data a.csv together with --data-dir ."], {"a.csv": b""}),
     Row("--data-dir .", ["could be several datasets", "add --data csv or --data npz"], {"a.csv": b"", "a.npz": b""}),
+    Row("--data ./", ["could be several", "add --data csv --data-dir . or --data npz"], {"a.csv": b"", "a.npz": b""}),
     Row("--init-from none.pt", ["--init-from none.pt", "no such file"]),
     Row("--init-from run", ["--init-from run", "is a folder without weights"], {"run": None}),
     Row("--set model.unfreeze_at=3", ["model.unfreeze_at without --freeze"]),

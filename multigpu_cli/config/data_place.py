@@ -103,7 +103,8 @@ def _recognize(place: Path, label: str) -> str:
     if len(kinds) == 1:
         return next(iter(kinds))
     if kinds:
-        flags = " or ".join(f"--data {name}" for name in kinds)
+        apart = f" --data-dir {place}" if label.startswith("--data ") else ""  # the path stood in the name's place
+        flags = " or ".join(f"--data {name}{apart}" for name in kinds)
         raise RequestError(f"{label} could be several datasets: {', '.join(kinds.values())}", remedy=f"add {flags}")
     found = "no dataset is recognized in this folder" if place.is_dir() else "not a file of a known dataset"
     raise RequestError(f"{label}: {found}", remedy=_SUPPORTED)
