@@ -59,7 +59,13 @@ def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages; a user's process goes on, too
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.have)
+@pytest.mark.parametrize(
+    "row",  # `make test` types what is refused and every fifth of the others; `make test-all` types all
+    [
+        pytest.param(row, id=row.have, marks=() if row.refused or number % 5 == 0 else pytest.mark.slow)
+        for number, row in enumerate(rows())
+    ],
+)
 def test_a_row_does_what_it_says(
     row: Row, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
