@@ -56,7 +56,7 @@ def test_weights_as_given() -> None:
     [
         ((1.0, 2.0), SOURCE, "task.class_weights: 2 weights for 3 classes"),
         ({"dgo": 2.0}, NAMED, "'dgo' is no class of the data\n  try: did you mean 'dog'"),
-        ("balanced", replace(SOURCE, train=Unlisted()), "not known before they are loaded\n  try: give the dataset an attribute `targ"),
+        ("balanced", replace(SOURCE, train=Unlisted()), "loaded\n  try: give the dataset an attribute `targ"),
     ],
 )
 def test_weights_for_other_classes_are_refused(wanted: Any, source: DataSource, message: str) -> None:
