@@ -13,7 +13,7 @@ def table(folder: Path, content: str | bytes, **form: str) -> CsvTable:
     return read_csv(path, CsvFormat(**form))
 
 
-def refused(folder: Path, content: str | bytes, **form: str) -> str:
+def read_refusal(folder: Path, content: str | bytes, **form: str) -> str:
     with pytest.raises(RequestError) as error:
         table(folder, content, **form)
     return str(error.value)
@@ -77,12 +77,12 @@ def test_rows_know_the_lines_where_they_begin(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_table_is_named_with_its_line(tmp_path: Path, content: str | bytes, words: str) -> None:
-    assert words in refused(tmp_path, content)
+    assert words in read_refusal(tmp_path, content)
 
 
 @pytest.mark.parametrize(("name", "value"), [("separator", "::"), ("header", "0"), ("decimal", ",")])
 def test_an_unknown_way_of_writing_is_refused(tmp_path: Path, name: str, value: str) -> None:
-    assert f"data.args.{name}: {value!r}" in refused(tmp_path, "a,b\n1,2\n", **{name: value})
+    assert f"data.args.{name}: {value!r}" in read_refusal(tmp_path, "a,b\n1,2\n", **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_decimal_commas(tmp_path: Path, content: str, form: dict[str, str], rows
 
 
 def test_numbers_written_in_two_ways_are_refused(tmp_path: Path) -> None:
-    assert "t.csv:3: '2.5' in column 'a', and '1,5' in line 2" in refused(tmp_path, "a;b\n1,5;x\n2.5;y\n")
-    assert "t.csv:3: '1.234,5' in column 'a', and '1,5' in line 2" in refused(tmp_path, "a;b\n1,5;x\n1.234,5;y\n")
+    assert "t.csv:3: '2.5' in column 'a', and '1,5' in line 2" in read_refusal(tmp_path, "a;b\n1,5;x\n2.5;y\n")
+    assert "t.csv:3: '1.234,5' in column 'a', and '1,5' in line 2" in read_refusal(tmp_path, "a;b\n1,5;x\n1.234,5;y\n")

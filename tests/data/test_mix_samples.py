@@ -17,7 +17,7 @@ def draws(count: int = COUNT, epoch: int = 0) -> KeyedRandom:
     return KeyedRandom(1, epoch, torch.arange(count))
 
 
-def mixed(mixup: float | None, cutmix: float | None, count: int = COUNT, size: int = 8) -> tuple[Tensor, Tensor]:
+def mix_pairs(mixup: float | None, cutmix: float | None, count: int = COUNT, size: int = 8) -> tuple[Tensor, Tensor]:
     """Images whose pixels are all the number of their class, of as many classes as samples in a micro-batch."""
     labels = torch.arange(count) % size
     images = labels.float().view(-1, 1, 1, 1).expand(count, 1, 10, 10)
@@ -25,7 +25,7 @@ def mixed(mixup: float | None, cutmix: float | None, count: int = COUNT, size: i
 
 
 def test_mixup_takes_as_much_of_the_target_as_of_the_image() -> None:
-    images, targets = mixed(0.4, None)
+    images, targets = mix_pairs(0.4, None)
     assert torch.allclose(targets.sum(1), torch.ones(COUNT))
     assert torch.allclose(images[:, 0, 5, 5], targets @ torch.arange(8.0), atol=1e-5)
     assert images.flatten(1).std(1).max() == 0, "the same share at every pixel"
@@ -38,7 +38,7 @@ def test_mixup_takes_as_much_of_the_target_as_of_the_image() -> None:
 
 
 def test_cutmix_takes_as_much_of_the_target_as_there_are_pixels() -> None:
-    images, targets = mixed(None, 1.0)
+    images, targets = mix_pairs(None, 1.0)
     pixels = torch.stack([(images == number).flatten(1).float().mean(1) for number in range(8)], 1)
     assert torch.allclose(targets, pixels, atol=1e-6)
     assert float((targets.amax(1) < 1).float().mean()) > 0.3
@@ -49,7 +49,7 @@ def test_cutmix_takes_as_much_of_the_target_as_there_are_pixels() -> None:
 
 
 def test_with_both_each_sample_meets_one_of_them() -> None:
-    images, targets = mixed(1.0, 1.0)
+    images, targets = mix_pairs(1.0, 1.0)
     changed = targets.amax(1) < 1 - 1e-6
     plain = images.flatten(1).std(1) == 0
     assert 0.4 < float(plain[changed].float().mean()) < 0.7

@@ -58,7 +58,7 @@ def weights(folder: str, step: int) -> dict[str, torch.Tensor]:
     return state["model"]  # type: ignore[return-value]
 
 
-def moved(folder: str, before: int, after: int) -> set[str]:
+def find_changed_weights(folder: str, before: int, after: int) -> set[str]:
     one, other = weights(folder, before), weights(folder, after)
     return {name for name in [*BODY, "6.weight", "6.bias"] if not torch.equal(one[name], other[name])}
 
@@ -70,8 +70,8 @@ ITEMS = {"data": "tests.support.user_code:Items", "num_workers": 1}  # from a lo
 def test_what_is_frozen_learns_from_its_epoch_on(flags: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     ended = run_training(**RUN | LATER | flags | {"keep": 9}, sets=AT, screen="normal")
     assert ended.error == ""
-    assert moved("run", 3, 6) == {"6.weight", "6.bias"}, "in epoch 2"
-    assert moved("run", 6, 9) == {*BODY, "6.weight", "6.bias"}, "in epoch 3"
+    assert find_changed_weights("run", 3, 6) == {"6.weight", "6.bias"}, "in epoch 2"
+    assert find_changed_weights("run", 6, 9) == {*BODY, "6.weight", "6.bias"}, "in epoch 3"
     [told] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "unfreeze"]
     assert (told["step"], told["tensors"], told["parameters"]) == (6, 3, 128)
     shown = capfd.readouterr().out

@@ -31,11 +31,11 @@ def needs_classes(**settings: Any) -> int:
     return classes
 
 
-def numbered(n_classes: int = 1000, width: int = 1000, dropout: float = 0.0) -> nn.Module:
+def build_with_n_classes(n_classes: int = 1000, width: int = 1000, dropout: float = 0.0) -> nn.Module:
     return nn.Linear(width, n_classes)
 
 
-def unnamed(size: int = 12) -> nn.Module:
+def build_with_size(size: int = 12) -> nn.Module:
     return nn.Linear(size, size)
 
 
@@ -67,9 +67,13 @@ def test_one_that_fails_either_way_tells_the_users_own_mistake(factory: Any, arg
 @pytest.mark.parametrize(
     ("name", "args", "remedy"),
     [
-        (f"{HERE}:numbered", {}, "--set model.n_classes=7"),
-        (f"{HERE}:unnamed", {}, "--set model.size=7"),
-        (f"{HERE}:unnamed", {"size": 5}, "a factory that has as many outputs as its num_classes says, which is 7"),
+        (f"{HERE}:build_with_n_classes", {}, "--set model.n_classes=7"),
+        (f"{HERE}:build_with_size", {}, "--set model.size=7"),
+        (
+            f"{HERE}:build_with_size",
+            {"size": 5},
+            "a factory that has as many outputs as its num_classes says, which is 7",
+        ),
         (f"{HERE}:fixed", {}, "a factory that has as many outputs as its num_classes says, which is 7"),
         (f"{HERE}:takes_anything", {"num_classes": 12}, "--set model.num_classes=7"),
         ("mlp", {"num_classes": 12}, "--set model.num_classes=7"),

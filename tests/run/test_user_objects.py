@@ -39,7 +39,7 @@ def test_the_plan_names_what_moves_the_rate() -> None:
 
 
 def test_an_optimizer_moves_what_learns_and_nothing_else() -> None:
-    def refused(model: nn.Module, parameters: Iterable[Tensor]) -> str:
+    def read_refusal(model: nn.Module, parameters: Iterable[Tensor]) -> str:
         optimizer = torch.optim.SGD(parameters, 0.1)
         try:
             assert UserObjects(SOURCE, model, optimizer=optimizer).prepare_optimizer(model) is optimizer
@@ -48,8 +48,8 @@ def test_an_optimizer_moves_what_learns_and_nothing_else() -> None:
         return ""
 
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    assert refused(model, model.parameters()) == ""
-    assert "it does not move bias" in refused(model, [model.weight])
-    assert "it moves 2 parameter(s) not its own" in refused(model, [*model.parameters(), *other.parameters()])
+    assert read_refusal(model, model.parameters()) == ""
+    assert "it does not move bias" in read_refusal(model, [model.weight])
+    assert "it moves 2 parameter(s) not its own" in read_refusal(model, [*model.parameters(), *other.parameters()])
     model.bias.requires_grad_(False)
-    assert refused(model, [model.weight]) == refused(model, model.parameters()) == ""
+    assert read_refusal(model, [model.weight]) == read_refusal(model, model.parameters()) == ""

@@ -55,7 +55,7 @@ def anything(self: Any, **entries: Any) -> Any:
     return entries
 
 
-def undeclared(self: Any, *args: Any, **entries: Any) -> Any:
+def take_anything(self: Any, *args: Any, **entries: Any) -> Any:
     return args[0]
 
 
@@ -80,8 +80,8 @@ def undeclared(self: Any, *args: Any, **entries: Any) -> Any:
         (annotated_dict, NAMED, NAMED),
         (any_number, (A, B, C), (A, B, C)),
         (anything, NAMED, NAMED),
-        (undeclared, PAIR, PAIR),
-        (undeclared, NAMED, NAMED),
+        (take_anything, PAIR, PAIR),
+        (take_anything, NAMED, NAMED),
     ],
 )
 def test_the_signature_decides(forward: Callable[..., Any], inputs: Any, returned: Any) -> None:

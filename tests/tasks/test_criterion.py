@@ -42,7 +42,7 @@ class LikeTransformers(nn.Module):
         return Output(logits=input_ids)
 
 
-def measured(criterion: Callable[[Any, Any], Tensor], model: nn.Module) -> tuple[float, list[int]]:
+def measure_batch(criterion: Callable[[Any, Any], Tensor], model: nn.Module) -> tuple[float, list[int]]:
     """The mean loss, and how many are right."""
     task = Criterion(SOURCE, TaskConfig(), criterion, has_logits=is_of_transformers(model))
     adapted = adapt_model(model, whole_output=True)
@@ -63,7 +63,7 @@ def measured(criterion: Callable[[Any, Any], Tensor], model: nn.Module) -> tuple
     ids=["torch's", "function", "of logits", "of the object", "of the dict"],
 )
 def test_a_criterion_takes_the_logits_of_transformers_or_the_whole_output(criterion: Any) -> None:
-    loss, counts = measured(criterion, LikeTransformers())
+    loss, counts = measure_batch(criterion, LikeTransformers())
     assert loss == pytest.approx(float(cross_entropy(LOGITS, TARGETS)))
     assert counts == [3]
 
@@ -87,7 +87,7 @@ class Returns(nn.Module):
     ids=["tuple", "dict", "object"],
 )
 def test_other_outputs_come_as_they_are_and_have_no_accuracy(make: Any, pick: Any) -> None:
-    loss, counts = measured(lambda out, targets: cross_entropy(pick(out), targets), Returns(make))
+    loss, counts = measure_batch(lambda out, targets: cross_entropy(pick(out), targets), Returns(make))
     assert loss == pytest.approx(float(cross_entropy(LOGITS, TARGETS)))
     assert counts == []
 

@@ -95,7 +95,7 @@ def task_of(**args: Any) -> FromModel:
     return FromModel(source_of(Rows("pair")), TaskConfig(), **args)
 
 
-def returned(outputs: Any, **args: Any) -> float:
+def compute_loss(outputs: Any, **args: Any) -> float:
     """The loss that is found in what a network returns."""
     tokens = torch.zeros(3, dtype=torch.int64)
     batch = Batch(torch.zeros(3, 1), tokens, torch.arange(3), 0)
@@ -116,7 +116,7 @@ def returned(outputs: Any, **args: Any) -> float:
     ],
 )
 def test_the_loss_is_found(outputs: Any, args: dict[str, Any]) -> None:
-    assert returned(outputs, **args) == 2.0
+    assert compute_loss(outputs, **args) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_loss_is_found(outputs: Any, args: dict[str, Any]) -> None:
 )
 def test_what_is_no_loss_is_not_taken_for_one(outputs: Any, args: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no loss"):
-        returned(outputs, **args)
+        compute_loss(outputs, **args)
 
 
 class Detector(nn.Module):

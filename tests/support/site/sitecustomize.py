@@ -20,11 +20,11 @@ class DefineSchemas(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if fullname in _NEEDED_BY and not _libraries:
-            from torch.library import Library
+            from torch import library
             from torchvision import extension
 
             if not extension._has_ops():
-                _libraries.append(Library("torchvision", "FRAGMENT"))
+                _libraries.append(library.Library("torchvision", "FRAGMENT"))
                 for name in ("nms", "qnms"):
                     _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return None
