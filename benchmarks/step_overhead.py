@@ -82,7 +82,7 @@ def _bare(turns: int) -> list[Row]:
 
 
 def _unchecked(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None, total_norm: object = None
 ) -> tuple[Tensor, Tensor]:
     optimizer.step()
     for parameter in parameters:

@@ -179,7 +179,9 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
     run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
     observer.phase("optimizer")
-    norm, skipped = state.precision.clip_and_step(state.optimizer, run.trainable_parameters, _max_norm(run.config))
+    norm, skipped = state.precision.clip_and_step(
+        state.optimizer, run.trainable_parameters, _max_norm(run.config), run.strategy.total_norm
+    )
     run.strategy.rollback_buffers(skipped)
     if state.average:
         state.average.update_parameters(state.model)

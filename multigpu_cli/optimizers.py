@@ -205,7 +205,9 @@ class EMAModel(AveragedModel):
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    return chain(model.parameters(), model.buffers())
+    """Parameters and buffers; of sharded ones the rows of this process."""
+    tensors = chain(model.parameters(), model.buffers())
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
 
 
 def _by_format(shadows: Iterable[Tensor], values: Iterable[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:

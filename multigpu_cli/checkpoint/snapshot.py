@@ -71,17 +71,14 @@ class TrainState:
         """Plain values and tensors in host memory; see `begin_capture`."""
         return self.begin_capture(into).finish()
 
-    def begin_capture(self, into: dict[str, Any] | None = None, task: dict[str, Any] | None = None) -> "Snapshot":
-        """Copy what may change at any time; tensors that only the optimizer changes are left to `Snapshot.finish`.
+    def state_dict(self, task: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a checkpoint holds; its tensors are the live ones.
 
         Args:
-            into: an earlier capture that is no longer read; reusing its memory is several times faster than allocating
-                new pages.
             task: the task's own state.
         """
-        model = self.model.state_dict()
-        state = {
-            "model": model,
+        return {
+            "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
             "average": self.average.state_dict() if self.average else None,
@@ -89,7 +86,17 @@ class TrainState:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "task": task or {},
         }
-        extra = iterate_tensors(extra_state(model))
+
+    def begin_capture(self, into: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> "Snapshot":
+        """Copy what may change at any time; tensors that only the optimizer changes are left to `Snapshot.finish`.
+
+        Args:
+            into: an earlier capture that is no longer read; reusing its memory is several times faster than allocating
+                new pages.
+            state: what `state_dict` returned.
+        """
+        state = state or self.state_dict()
+        extra = iterate_tensors(extra_state(state["model"]))
         volatile = {tensor.data_ptr() for tensor in (*self.model.buffers(), *extra)}  # forward changes them
         later: list[tuple[Tensor, Tensor]] = []
         captured = dict(_on_host(state, into, volatile, later))
@@ -126,8 +133,8 @@ class Snapshot:
     """
 
     state: dict[str, Any]
-    _later: list[tuple[Tensor, Tensor]]
-    _copy_stream: torch.cuda.Stream | None
+    _later: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _copy_stream: torch.cuda.Stream | None = None
 
     def finish(self) -> dict[str, Any]:
         """Copy the rest, in any thread, before the optimizer changes it; on CUDA concurrently with computation."""

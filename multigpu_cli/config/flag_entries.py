@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-PARTS = ("data", "model", "task", "optimizer", "schedule")
+PARTS = ("data", "model", "task", "optimizer", "schedule", "strategy")
 
 
 class SettingEntry(NamedTuple):

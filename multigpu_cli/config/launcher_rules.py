@@ -64,7 +64,7 @@ def _find_conflicts(config: Config, environ: Mapping[str, str]) -> Iterator[Requ
             f"--multi-gpu none under torchrun: {size} processes would each train alone in the same folder",
             remedy="use torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu none",
         )
-    if device.gpu_ids is not None and device.multi_gpu in ("auto", "ddp"):
+    if device.gpu_ids is not None and device.multi_gpu in ("auto", "ddp", "fsdp"):
         ids = ",".join(map(str, device.gpu_ids))
         yield RequestError(
             f"--gpu-ids {ids} under torchrun: every process uses the GPU of its local rank",

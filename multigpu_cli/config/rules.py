@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from multigpu_cli.config import data_place, launcher_rules, paths
+from multigpu_cli.config import data_place, launcher_rules, paths, sharding_rules
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -173,9 +173,10 @@ def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             f"--gpu-ids {ids} together with --multi-gpu none: that mode uses one device",
             remedy="give one id, or use --multi-gpu ddp",
         )
-    if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu in ("auto", "ddp"):
+    if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu in ("auto", "ddp", "fsdp"):
+        mode = "fsdp" if device.multi_gpu == "fsdp" else "ddp"
         yield RequestError(
-            f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: ddp uses one process per GPU",
+            f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: {mode} uses one process per GPU",
             remedy="leave out --nproc-per-node",
         )
 
@@ -190,6 +191,12 @@ def _data_parallel(config: Config, facts: RuleContext) -> Iterator[RequestError]
             f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
             remedy="use --multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
         )
+
+
+def _sharding(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    if config.device.multi_gpu == "fsdp":
+        acts = config.data.name.partition(":")[0] in facts.environments
+        yield from sharding_rules.find_sharding_errors(config, acts=acts)
 
 
 def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -231,6 +238,7 @@ RULES = (
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
+    Rule("multi_gpu data task " + sharding_rules.KEYS, _sharding),
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
     Rule("data data_dir", _data_place),

@@ -59,13 +59,27 @@ class DeviceConfig:
 
     PANEL = "Devices"
     multi_gpu: str = setting(
-        "multi_gpu", "auto", choice("auto", "ddp", "dp", "none"), "how several GPUs share the work", free=True
+        "multi_gpu", "auto", choice("auto", "ddp", "fsdp", "dp", "none"), "how several GPUs share the work", free=True
     )
     gpu_ids: tuple[int, ...] | None = setting(
-        "gpu_ids", None, types.gpu_ids, "which GPUs, for dp and self-launched ddp", free=True
+        "gpu_ids", None, types.gpu_ids, "which GPUs, for dp and self-launched ddp or fsdp", free=True
     )
     nproc_per_node: int | None = setting(
         "nproc_per_node", None, integer(1, 1024), "processes of a self-launched ddp (default: one per GPU)", free=True
+    )
+    reshard: str = setting(
+        "reshard",
+        "forward",
+        choice("forward", "step"),
+        "fsdp: free gathered weights after each pass, or step",
+        free=True,
+    )
+    wrap: tuple[str, ...] = setting(
+        "strategy.wrap",
+        (),
+        types.patterns,
+        "fsdp: modules gathered as one (default: blocks)",
+        free=True,
     )
 
 

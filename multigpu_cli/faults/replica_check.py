@@ -14,20 +14,24 @@ from multigpu_cli.runtime.world import World
 _WORD = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-def check_replicas(model: nn.Module, world: World, step: int, optimizer: Optimizer | None = None) -> None:
+def check_replicas(
+    model: nn.Module, world: World, step: int, optimizer: Optimizer | None = None, *, sharded: bool = False
+) -> None:
     """Compare all ranks by one checksum per tensor; costs one pass over the state, and one small collective.
 
     Args:
         model: its weights and buffers are compared.
         optimizer: its state per parameter, which affects the weights only later.
+        sharded: each rank has other rows of weights and optimizer state, so that buffers alone are compared.
 
     Raises:
         TrainingError: they differ; names the ranks and the first tensors. Every rank raises the same.
     """
-    if world.size == 1:
+    compared = dict(model.named_buffers()) if sharded else model.state_dict()
+    if world.size == 1 or not compared:
         return
-    sums = {name: _checksum([value], world) for name, value in model.state_dict().items()}
-    if optimizer:
+    sums = {name: _checksum([value], world) for name, value in compared.items()}
+    if optimizer and not sharded:
         sums |= _checksum_optimizer(optimizer, model, world)
     everyone = torch.stack(all_gather(world, torch.stack(list(sums.values())))).cpu()
     rows = [tuple(row.tolist()) for row in everyone]

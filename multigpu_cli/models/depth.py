@@ -17,7 +17,7 @@ def measure_depths(model: nn.Module) -> dict[str, int]:
     What comes before the first block has depth 0, the n-th block n, and what comes after the last one (norm, head) one
     more than it. What lies between two blocks has the depth of the one before. 0 throughout where there is no block.
     """
-    blocks = list(_find_blocks(model, ""))
+    blocks = list(_find_prefixes(model, ""))
     reached, depths = 0, {}
     for name, _ in model.named_parameters():
         inside = next((number for number, path in enumerate(blocks, 1) if name.startswith(path)), 0)
@@ -26,14 +26,19 @@ def measure_depths(model: nn.Module) -> dict[str, int]:
     return depths
 
 
-def _find_blocks(module: nn.Module, path: str) -> Iterator[str]:
+def find_blocks(model: nn.Module) -> list[str]:
+    """The names of the blocks, in order."""
+    return [prefix.removesuffix(".") for prefix in _find_prefixes(model, "")]
+
+
+def _find_prefixes(module: nn.Module, path: str) -> Iterator[str]:
     """How the names of each block's parameters begin."""
     for name, child in _list_children(module):
         inner = f"{path}{name}."
         if not _is_row(module):
-            yield from _find_blocks(child, inner)
+            yield from _find_prefixes(child, inner)
         elif stage := next((held for held in [("", child), *_list_children(child)] if _holds_blocks(held[1])), None):
-            yield from _find_blocks(stage[1], f"{inner}{stage[0]}." if stage[0] else inner)
+            yield from _find_prefixes(stage[1], f"{inner}{stage[0]}." if stage[0] else inner)
         else:
             yield inner
 

@@ -25,6 +25,7 @@ class Plan:
         threads: CPU threads of each worker.
         unused_flags: flags that were given and have no effect in this run.
         batch_size_reason: the reason for the micro-batch, if --batch-size did not give it.
+        sharding: what is gathered as one with --multi-gpu fsdp; empty otherwise, and before the model is built.
         compiled: how the model is compiled; empty if it is not.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
     """
@@ -46,6 +47,7 @@ class Plan:
     threads: int
     unused_flags: list[str]
     batch_size_reason: str = ""
+    sharding: str = ""
     compiled: str = ""
     model_call: str = ""
 
@@ -62,6 +64,7 @@ class Plan:
                 "precision",
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
+            *([("sharding", self.sharding)] if self.sharding else []),
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
             ("starts", self.resume_reason),
@@ -97,6 +100,7 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
+            "sharding": self.sharding,
             "model_call": self.model_call,
             "contents": self.description,
             "resume": self.resume_reason,

@@ -56,7 +56,7 @@ def assemble_run(
     components.task.moved = watchdog.mark_progress
     stack.callback(components.loaders.close)
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
-    fp16 = components.state.precision.name == "fp16"
+    fp16, sharded = components.state.precision.name == "fp16", components.strategy.sharded
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
     return Run(
@@ -64,7 +64,7 @@ def assemble_run(
         observer=StepObserver(
             watchdog,
             StepTimer(device_runs_ahead=world.device.type == "cuda"),
-            NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
+            NoiseMeter(0 if fp16 or sharded else config.log.interval, components.strategy.loss_factor),
             SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,
@@ -91,8 +91,11 @@ def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
 
 
 def _count_flops(components: TrainComponents) -> float | None:
-    """FLOPs of a sample, where the device's peak rate is known; counting costs a forward and backward pass."""
-    if peak_flops(components.plan.device, components.state.precision.name) is None:
+    """FLOPs of a sample, where the device's peak rate is known; counting costs a forward and backward pass.
+
+    Not of a sharded model: the counter does not see through the gathering of its weights.
+    """
+    if components.strategy.sharded or peak_flops(components.plan.device, components.state.precision.name) is None:
         return None
     from multigpu_cli.run.profile_micro_batch import profile_micro_batch  # late: it loads torch's counter
 

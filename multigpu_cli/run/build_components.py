@@ -16,6 +16,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model, build_model, is_of_transformers, prepare_model
 from multigpu_cli.models.rate_factors import compute_rate_factors
 from multigpu_cli.optimizers import EMAModel, build_optimizer
@@ -25,7 +26,7 @@ from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import try_first_batch
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
@@ -45,7 +46,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     live = spec.user_objects
-    task = run_on_all_ranks(world, lambda: _build_task(spec.config, spec.source, live))
+    task = run_on_all_ranks(world, lambda: _build_task(spec, live))
     loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
     state, call = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
     spec = replace(spec, plan=replace(spec.plan, model_call=call))
@@ -55,11 +56,12 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         broadcast_weights(state.model, world)
         if state.average:
             state.average.module.load_state_dict(state.model.state_dict())
-    _restore_checkpoint(state, task, spec, world)
     model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device))
     spec = _measure_buckets(spec, state.model, world)
-    strategy, units = build_strategy(model, world, spec), LossNormalizer(task, world)
-    compiled = model if isinstance(model, CompiledModel) else None
+    spec, strategy = _describe_sharding(spec, state.model), build_strategy(model, state, world, spec)
+    _restore_checkpoint(state, strategy, task, spec, world)
+    task.equal_passes = strategy.sharded
+    units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
 
@@ -89,10 +91,16 @@ def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) ->
     return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights), call
 
 
-def _build_task(config: Config, source: DataSource, live: "UserObjects | None") -> Task:
-    if live is None:
-        return build_task(config, source)
-    return build_task(config, source, live.criterion, has_logits=is_of_transformers(live.model))
+def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
+    if live:
+        return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
+    task = build_task(spec.config, spec.source)
+    if spec.placement.strategy == "fsdp" and type(task).evaluate is not Task.evaluate:
+        raise RequestError(
+            f"--task {spec.task}: a task with its own `evaluate` is not for --multi-gpu fsdp yet",
+            remedy="a task that leaves `evaluate` as it is, or --multi-gpu ddp",
+        )
+    return task
 
 
 def adapt_live(config: Config, live: "UserObjects") -> nn.Module:
@@ -128,15 +136,15 @@ def first_batch(loader: BatchStream, size: int) -> Batch:
     return next(loader.eval_batches(min(size, loader.size), 0, 1))
 
 
-def _restore_checkpoint(state: TrainState, task: Task, spec: RunSpec, world: World) -> None:
-    """One rank reads the checkpoint and broadcasts it, so only one machine needs the file."""
-    if not spec.resume_point.checkpoint:
+def _restore_checkpoint(state: TrainState, strategy: Strategy, task: Task, spec: RunSpec, world: World) -> None:
+    """One rank reads the checkpoint and sends it to the others, so only one machine needs the file."""
+    point = spec.resume_point
+    if not point.checkpoint:
         return
-    path = Path(spec.resume_point.checkpoint)
-    saved: dict[str, Any] = run_on_main_rank(
-        world, lambda: Checkpoint(path, read_manifest(path)).state(), by=spec.resume_point.checkpoint_rank
-    )
-    state.restore(saved, spec.resume_point.checkpoint)
+    path, reads = Path(point.checkpoint), world.rank == point.checkpoint_rank
+    read = run_on_all_ranks(world, lambda: Checkpoint(path, read_manifest(path)).state() if reads else None)
+    saved: dict[str, Any] = strategy.scatter_state(read, source=point.checkpoint_rank)
+    state.restore(saved, point.checkpoint)
     if not spec.same_length:  # with more epochs, a run that stopped early goes on
         state.progress.stopped_early, state.progress.stale_epochs = False, 0
     if saved.get("task"):
@@ -145,15 +153,32 @@ def _restore_checkpoint(state: TrainState, task: Task, spec: RunSpec, world: Wor
 
 def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
     """Measure --bucket-cap-mb auto; a checkpoint pins it, because the order of summation depends on it."""
-    config = spec.config
-    if config.communication.bucket_cap_mb != "auto" or world.size == 1 or config.reproducibility.exact:
+    config, has_buckets = spec.config, spec.placement.strategy == "ddp" and world.size > 1
+    if config.communication.bucket_cap_mb != "auto" or not has_buckets or config.reproducibility.exact:
         return spec
     from multigpu_cli.strategies.buckets import measure_cap
 
     return replace(spec, config=replace_settings(config, {"bucket_cap_mb": measure_cap(model, world)}))
 
 
-def build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
+def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
+    """The request with what --multi-gpu fsdp gathers as one in its plan.
+
+    Raises:
+        RequestError: strategy.wrap matches nothing.
+    """
+    if spec.placement.strategy != "fsdp":
+        return spec
+    from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
+
+    device = spec.config.device
+    blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
+    freed = "each pass" if device.reshard == "forward" else "the step"
+    words = f"weights gathered by {blocks}, and freed after {freed}"
+    return replace(spec, plan=replace(spec.plan, sharding=words))
+
+
+def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunSpec) -> Strategy:
     """What shares a step's work over the devices, for the parameters that learn now."""
     config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
@@ -168,4 +193,16 @@ def build_strategy(model: nn.Module, world: World, spec: RunSpec) -> Strategy:
         from multigpu_cli.strategies.distributed import Distributed
 
         return Distributed(model, world, config.communication, live.ddp if live else {})
+    if placement.strategy == "fsdp" and world.size > 1:
+        from multigpu_cli.models.blocks import find_blocks_to_wrap
+        from multigpu_cli.strategies.sharded import Sharded
+
+        return Sharded(
+            model,
+            world,
+            state.optimizer,
+            state.average and state.average.module,
+            blocks=find_blocks_to_wrap(model, config.device.wrap),
+            keeps_weights=config.device.reshard == "step",
+        )
     return Single(model)

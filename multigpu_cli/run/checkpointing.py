@@ -76,18 +76,20 @@ def save_checkpoint(run: "Run") -> None:
     checkpointer.saved_step = run.progress.step
     with run.observer.timer.pause():
         run.observer.loss.all_reduce_pending()
-        check_replicas(run.state.model, run.world, run.progress.step, run.state.optimizer)
-        more = run.task.state(run.world)
+        state, sharded = run.state, run.strategy.sharded
+        check_replicas(state.model, run.world, run.progress.step, state.optimizer, sharded=sharded)
+        more, began = run.task.state(run.world), time.perf_counter()
         if run.world.is_main:
-            _save_on_main_rank(run, more)
+            finish_pending_checkpoint(run)
+        whole = _gather_state(run, more)
+        if run.world.is_main:
+            _save_on_main_rank(run, whole, began)
     checkpointer.schedule.mark_saved()
 
 
-def _save_on_main_rank(run: "Run", more: dict[str, Any]) -> None:
-    began = time.perf_counter()
-    finish_pending_checkpoint(run)
+def _save_on_main_rank(run: "Run", state: dict[str, Any], began: float) -> None:
     checkpointer, watchdog = run.checkpointer, run.observer.watchdog
-    step, best, snapshot = run.progress.step, checkpointer.best, _capture_state(run, more)
+    step, best, snapshot = run.progress.step, checkpointer.best, _begin_capture(run, state)
     best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
     stalled = time.perf_counter() - began
 
@@ -125,12 +127,21 @@ def finish_pending_checkpoint(run: "Run") -> None:
     checkpointer.best_in_flight = None
 
 
-def _capture_state(run: "Run", task: dict[str, Any]) -> Snapshot:
-    """The state for a checkpoint, with this attempt's seconds in its totals, in the previous checkpoint's memory."""
+def _gather_state(run: "Run", task: dict[str, Any]) -> dict[str, Any]:
+    """The whole state for a checkpoint, with this attempt's seconds in its totals; all ranks call it together."""
     progress = run.progress
     before, progress.train_seconds = progress.train_seconds, progress.train_seconds + run.observer.timer.seconds
-    snapshot = run.state.begin_capture(run.checkpointer.snapshot, task)
-    run.checkpointer.snapshot, progress.train_seconds = snapshot.state, before
+    state = run.state.state_dict(task)
+    progress.train_seconds = before
+    return run.strategy.gather_state(state)
+
+
+def _begin_capture(run: "Run", state: dict[str, Any]) -> Snapshot:
+    """A copy of the state in the previous checkpoint's memory, unless it was gathered, and so copied, already."""
+    if run.strategy.sharded:
+        return Snapshot(state)
+    snapshot = run.state.begin_capture(run.checkpointer.snapshot, state)
+    run.checkpointer.snapshot = snapshot.state
     return snapshot
 
 

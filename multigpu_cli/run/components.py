@@ -1,7 +1,6 @@
 """The parts of a training that a step and an evaluation need."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import Tensor
 
@@ -63,10 +62,10 @@ class TrainComponents:
                 self.plan.batches.micro_batch
             )  # out of memory may halve it during the run
 
-    @cached_property
+    @property
     def trainable_parameters(self) -> list[Tensor]:
-        """The parameters that the optimizer moves."""
-        return [p for p in self.state.model.parameters() if p.requires_grad]
+        """The tensors that this process's optimizer moves."""
+        return self.strategy.trained
 
     @property
     def config(self) -> Config:

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sharding_rules import find_sharding_errors
 from multigpu_cli.data.class_weights import resolve_class_weights, resolve_sample_weights
 from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
@@ -29,6 +32,8 @@ def raise_all(errors: Iterable[RequestError]) -> None:
 def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
+    if placement.strategy == "fsdp":
+        yield from _check_sharding(config)
     if placement.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.task.name == FROM_MODEL:
@@ -46,10 +51,22 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         choose_precision(config.precision.amp, world.device)
     except RequestError as error:
         yield error
-    if config.model.sync_bn and (on_cpu or placement.strategy != "ddp"):
+    if config.model.sync_bn and placement.strategy != "fsdp" and (on_cpu or placement.strategy != "ddp"):
         yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave out --sync-bn")
     if config.communication.grad_compression == "bf16" and placement.strategy == "ddp" and on_cpu:
         yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
+
+
+def _check_sharding(config: Config) -> Iterator[RequestError]:
+    """What --multi-gpu fsdp does not take, now that the settings of a checkpoint are known too."""
+    from torch.distributed.fsdp import FSDPModule  # late: seconds, for this strategy only
+
+    yield from find_sharding_errors(config, acts=uses_environments(config))
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        yield RequestError(
+            f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
 
 
 def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
@@ -81,6 +98,10 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
+    if spec.placement.strategy == "fsdp" and spec.user_objects:
+        yield RequestError("live objects: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
+    if spec.placement.strategy == "fsdp" and plan.precision == "fp16" != config.precision.amp:
+        yield RequestError(f"fp16 ({plan.precision_reason}): not with --multi-gpu fsdp yet", remedy="--amp off")
     yield from _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in describe_machine(plan).items() if pinned else ():

@@ -36,11 +36,12 @@ def finish_completed(run: Run) -> dict[str, Any]:
     if run.checkpointer.saved_step != run.progress.step:  # a user's own loop may end at any step
         save_checkpoint(run)
     run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
-    state = run.state.eval_model().state_dict()
-    mark = fingerprint(state)
-    best = run_on_main_rank(run.world, lambda: _publish_weights(run, state))
-    if best:
-        run.state.eval_model().load_state_dict(best)
+    model = run.state.eval_model()
+    state = run.strategy.gather_state({"model": model.state_dict()}).get("model", {})
+    mark = run_on_main_rank(run.world, lambda: fingerprint(state))
+    best = run_on_all_ranks(run.world, lambda: _publish_weights(run, state) if run.world.is_main else {})
+    if own := run.strategy.scatter_state({"model": best})["model"]:
+        model.load_state_dict(own)
     if run.spec.user_objects and run.state.average:
         run.state.model.load_state_dict(run.state.eval_model().state_dict())
     details = evaluate(run, "test", run.loaders.test).details if run.loaders.test is not None else {}

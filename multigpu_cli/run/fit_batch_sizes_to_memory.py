@@ -18,9 +18,10 @@ from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_
 from multigpu_cli.run.prepare_spec import with_measured_batch
 from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.run.try_first_batch import smoke_test_batch
+from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS
 from multigpu_cli.runtime.out_of_memory import free_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 
@@ -64,15 +65,14 @@ def warm_up(components: TrainComponents) -> None:
     Raises:
         OutOfMemory: they do not fit, where no micro-batch was tried before.
     """
-    batch_size = min(2, components.plan.batches.micro_batch)
+    batch = first_batch(components.loaders.train, min(2, components.plan.batches.micro_batch))
 
     def loss() -> Tensor:
         with components.state.precision.autocast():
-            batch = first_batch(components.loaders.train, batch_size)
             return components.task.loss_sum(components.strategy.callable, batch)
 
     with preserve_buffers(components.state.model):
-        components.strategy.warm_up(lambda: run_on_all_ranks(components.world, loss))
+        components.strategy.warm_up(loss)
 
 
 def measure_peak_memory(components: TrainComponents) -> int:
@@ -158,12 +158,14 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
         fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size))
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
     model.zero_grad(set_to_none=True)
-    waits = components.spec.placement.strategy == "ddp" and not components.config.reproducibility.exact
+    strategy = components.spec.placement.strategy
+    waits = strategy in MULTI_PROCESS and not components.config.reproducibility.exact
     if unused and waits and not components.config.communication.find_unused_parameters:
         names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
         raise RequestError(
-            f"--model {components.spec.model}: {names} took no part in the loss, and DDP waits for every gradient",
-            remedy="--find-unused-parameters, or --freeze them",
+            f"--model {components.spec.model}: {names} took no part in the loss, and {strategy.upper()} waits for "
+            "every gradient",
+            remedy=("" if components.strategy.sharded else "--find-unused-parameters, or ") + "--freeze them",
         )
     return fits
 
@@ -175,8 +177,9 @@ def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None]) ->
         _reserved = _reserve_optimizer_state(components)
         work()
 
+    run = run_without_vote if components.strategy.sharded else run_on_all_ranks
     try:
-        run_on_all_ranks(components.world, work_beside_the_state)
+        run(components.world, work_beside_the_state)
     except OutOfMemory:
         return False
     finally:

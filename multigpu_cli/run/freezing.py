@@ -45,8 +45,6 @@ def _set_learning(components: TrainComponents, *, learns: bool) -> None:
     components.strategy.close()
     for parameter in components.frozen:
         parameter.requires_grad_(learns)
-    components.__dict__.pop("trainable_parameters", None)
-    components.strategy = build_strategy(
-        components.compiled or components.state.model, components.world, components.spec
-    )
+    model = components.compiled or components.state.model
+    components.strategy = build_strategy(model, components.state, components.world, components.spec)
     warm_up(components)

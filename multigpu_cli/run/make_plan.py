@@ -27,9 +27,8 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         RequestError: numbers that do not go together.
     """
     config, placement, source, start = request.config, request.placement, request.source, request.resume_point
-    workers = {"single": 1, "dp": len(placement.devices), "ddp": max(world.size, placement.num_processes_to_launch)}[
-        placement.strategy
-    ]
+    processes = max(world.size, placement.num_processes_to_launch)
+    workers = {"single": 1, "dp": len(placement.devices)}.get(placement.strategy, processes)
     micro_batch, global_batch = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
     epochs = source.epochs or config.length.epochs
     batches = plan_batches(
@@ -126,6 +125,8 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
     if live and live.optimizer:
         unused |= {"optimizer.rates", "optimizer.layer_decay"}
     ddp_arguments: list[str] = []
+    if request.placement.strategy != "fsdp":
+        unused |= {"reshard", "strategy.wrap"}
     if request.placement.strategy != "ddp":
         unused |= {"grad_compression", "bucket_cap_mb", "find_unused_parameters"}
         ddp_arguments = sorted(live.ddp) if live else []

@@ -26,6 +26,8 @@ def restore_best_file(run: Run) -> str:
     sent = None
     if point.checkpoint_rank:
         sent = run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=point.checkpoint_rank)
+    is_best = bool(best) and best["step"] == run.progress.step
+    own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()}) if is_best else {}
 
     def restore() -> bool:
         content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()
@@ -35,9 +37,8 @@ def restore_best_file(run: Run) -> str:
                 checkpointer.best_sha256 = sha256(content).hexdigest()
                 if find_content([file], checkpointer.best_sha256) is None:
                     publish(file, content)
-            elif best and best["step"] == run.progress.step:  # an old checkpoint, whose own state is the best
-                state = run.state.eval_model().state_dict()
-                checkpointer.best_sha256 = save_weights(file, state, run.spec.weights_metadata(), best)
+            elif is_best:  # an old checkpoint, whose own state is the best
+                checkpointer.best_sha256 = save_weights(file, own["model"], run.spec.weights_metadata(), best)
             elif file.is_file():
                 file.replace(run.folder / "replaced_best.pt")
             return file.is_file()

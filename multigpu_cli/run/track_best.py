@@ -15,9 +15,10 @@ def track_best(run: Run, result: Evaluation) -> None:
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
-        if run.world.is_main:
-            with run.observer.timer.pause():
-                run.checkpointer.best = copy_to_host(run.state.eval_model().state_dict())
+        with run.observer.timer.pause():
+            weights = run.strategy.gather_state({"model": run.state.eval_model().state_dict()})
+            if run.world.is_main:
+                run.checkpointer.best = weights["model"] if run.strategy.sharded else copy_to_host(weights["model"])
     elif progress.best:
         progress.stale_epochs += 1
         if patience and progress.stale_epochs >= patience:

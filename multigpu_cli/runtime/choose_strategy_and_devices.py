@@ -11,12 +11,15 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.launch_env import LaunchEnv
 from multigpu_cli.runtime.world import World
 
+MULTI_PROCESS = ("ddp", "fsdp")
+"""The strategies with one process for each device."""
+
 
 class Placement(NamedTuple):
     """Strategy, devices and processes of a run.
 
     Attributes:
-        strategy: single, dp or ddp.
+        strategy: single, dp, ddp or fsdp.
         devices: the device of each local worker; a single CPU process has one.
         num_processes_to_launch: processes that we start ourselves; 0 if this process trains.
         reason: the reason for the choice, which the plan shows.
@@ -71,7 +74,7 @@ def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: 
         return _place_single(ids, f"--multi-gpu dp needs two GPUs and there {'is one' if ids else 'are none'}")
     if wanted.multi_gpu == "none":
         return _place_single(ids, "--multi-gpu none")
-    if wanted.multi_gpu == "ddp" or wanted.nproc_per_node or len(ids) > 1:
+    if wanted.multi_gpu in MULTI_PROCESS or wanted.nproc_per_node or len(ids) > 1:
         return _place_self_launched(wanted, ids, cpus)
     return _place_single(ids, "one GPU" if ids else "no GPU found")
 
@@ -83,9 +86,15 @@ def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv
             f"--multi-gpu none, but {processes}",
             remedy="use python main_multi_gpu.py --multi-gpu none, without torchrun",
         )
+    strategy = _name_strategy(wanted)
     if not gpus:
-        return Placement("ddp", (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
-    return Placement("ddp", cuda_devices((find_own_gpu(launch_env, gpus),)), 0, processes)
+        return Placement(strategy, (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
+    return Placement(strategy, cuda_devices((find_own_gpu(launch_env, gpus),)), 0, processes)
+
+
+def _name_strategy(wanted: DeviceConfig) -> str:
+    """The strategy of several processes: ddp, where nothing else is asked for."""
+    return wanted.multi_gpu if wanted.multi_gpu in MULTI_PROCESS else "ddp"
 
 
 def find_own_gpu(launch_env: LaunchEnv, gpus: int) -> int:
@@ -112,14 +121,15 @@ def _place_self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) 
     if not ids:
         count = wanted.nproc_per_node or min(2, cpus)
         reason = f"self-launched on {count} CPU process{'es' if count > 1 else ''}, no GPU found"
-        return Placement("ddp", (torch.device("cpu"),) * count, count, reason)
+        return Placement(_name_strategy(wanted), (torch.device("cpu"),) * count, count, reason)
     count = wanted.nproc_per_node or len(ids)
     if count > len(ids):
         raise RequestError(
             f"--nproc-per-node {count}, but only {pluralize(len(ids), 'GPU')} to use: {_join_ids(ids)}",
             remedy=f"use --nproc-per-node {len(ids)}, or set CUDA_VISIBLE_DEVICES= to train on CPU",
         )
-    return Placement("ddp", cuda_devices(ids[:count]), count, f"self-launched on GPUs {_join_ids(ids[:count])}")
+    reason = f"self-launched on GPUs {_join_ids(ids[:count])}"
+    return Placement(_name_strategy(wanted), cuda_devices(ids[:count]), count, reason)
 
 
 def _place_single(ids: tuple[int, ...], reason: str) -> Placement:

@@ -1,6 +1,6 @@
 """Mixed precision: autocast, loss scaling, and the optimizer step, which is skipped for non-finite gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -86,12 +86,19 @@ class Precision:
         _engine_run_backward((loss,), (self._factor,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def clip_and_step(
-        self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[Tensor],
+        max_norm: float | None,
+        total_norm: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Unscale and clip the reduced gradient, and step; returns the gradient norm (), and 1 if skipped, else 0, ().
 
         There is no host sync: on a GPU, fused optimizers skip on the device if `found_inf` is 1. The norm is that of
         the reduced gradient, so the number and the decision are the same on every rank.
+
+        Args:
+            total_norm: the norm of the whole gradient, given that of these gradients; None: they are the whole.
         """
         scaled, on_host = self._scaler.is_enabled(), self.device.type == "cpu"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
@@ -99,6 +106,7 @@ class Precision:
             self._scaler.unscale_(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _norm(gradients)
+        norm = total_norm(norm) if total_norm else norm
         skipped = (norm - norm != 0).float()  # 1 for NaN and infinity
         divisor = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
         if divisor is not None and on_host and float(divisor) == 1.0:

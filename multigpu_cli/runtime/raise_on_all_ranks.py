@@ -47,6 +47,21 @@ def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
     raise shared from error
 
 
+def run_without_vote(world: World, work: Callable[[], Result]) -> Result:
+    """Run work in which all ranks communicate: an error on one rank can't be raised on others, which wait for it.
+
+    Raises:
+        TrainingError: this rank ran out of memory; the launcher ends the others.
+    """
+    try:
+        return work()
+    except RuntimeError as caught:
+        if world.size == 1 or not is_out_of_memory(caught):
+            raise
+        message = (str(caught).splitlines() or [""])[0]
+    raise TrainingError(f"rank {world.rank} ran out of memory: {message}", remedy="use a smaller --batch-size")
+
+
 def run_on_main_rank(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
     """Run work on one rank only and broadcast its result (plain values) or its error."""
     answer = run_on_all_ranks(world, lambda: work() if world.rank == by else None)

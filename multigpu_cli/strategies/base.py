@@ -4,11 +4,12 @@ from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buffers import StepBuffers
 
@@ -25,28 +26,33 @@ class Strategy(ABC):
         always: see `StepBuffers`.
 
     Attributes:
-        name: single, dp, ddp or exact.
+        name: single, dp, ddp, exact or fsdp.
         replicas_per_process: micro-batches that one forward pass takes in (dp: one for each device).
         loss_factor: what each loss is multiplied by before backward, to undo an average over workers.
         reduces_first: no backward pass without communication may come before `warm_up`.
+        sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
+            an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
+        trained: the tensors that the optimizer of this process moves.
     """
 
     name: str
     replicas_per_process: int = 1
     loss_factor: float = 1.0
     reduces_first: bool = False
+    sharded: bool = False
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
-        processes = world or World(torch.device("cpu"))
-        self._buffers = StepBuffers(model, processes.size, partial(all_reduce_sum, processes), always=always)
+        self.trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._world = world or World(torch.device("cpu"))
+        self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Do what is needed before the first step so that a resumed run continues with the same bits.
 
         Args:
             loss: forward pass of a few samples, the same on every rank and at every start of the run; the caller
-                restores the buffers.
+                restores the buffers. It may be called again in any step.
         """
 
     def begin_step(self, micro_batches: int) -> None:
@@ -64,6 +70,30 @@ class Strategy(ABC):
     def reduce_gradients(self, *, idle: bool) -> None:
         """End the step: reduce what has not been reduced yet; an idle worker contributes zeros."""
         self._buffers.apply_mean_change()
+
+    def total_norm(self, local: Tensor) -> Tensor:
+        """The norm () of the whole gradient, given that of the gradients of `trained`."""
+        return local
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state as one process would have it; all ranks call it together.
+
+        Args:
+            state: "model", and perhaps "average", "optimizer" and others, as in a checkpoint.
+
+        Returns:
+            The same tensors, on every rank; or, where the strategy is sharded, copies in host memory, on rank 0 only.
+        """
+        return state
+
+    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
+        """The opposite of `gather_state`: a state for the `load_state_dict` of model, average and optimizer.
+
+        Args:
+            state: the source's counts.
+        """
+        received: dict[str, Any] = broadcast_object(self._world, state, source=source)
+        return received
 
     def rollback_buffers(self, skipped: Tensor) -> None:
         """Restore the buffers to the step's start if the optimizer skipped it; `skipped` is () 1.0 or 0.0."""

@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.comm_wait import CommWait
@@ -98,7 +99,7 @@ class Distributed(Strategy):
         """
         if not self._lays_out_first:
             return
-        (loss() * 0).backward()
+        (run_on_all_ranks(self._world, loss) * 0).backward()
         self._ddp.zero_grad(set_to_none=True)
 
     def rollback_buffers(self, skipped: Tensor) -> None:

@@ -33,8 +33,6 @@ class ExactReduction(Strategy):
 
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(model, world, always=True)
-        self._world = world
-        self._trained = [p for p in model.parameters() if p.requires_grad]
         self._leaves: int  # of the step that has begun
         self._tree: ReductionTree[Sum] = ReductionTree(_add)
         self._wait = CommWait([], world.device)
@@ -45,8 +43,8 @@ class ExactReduction(Strategy):
 
     @torch.no_grad()
     def after_backward(self, number: int) -> None:
-        leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
-        for parameter in self._trained:
+        leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
+        for parameter in self.trained:
             parameter.grad = None
         self._tree.push(0, number, leaf + self._buffers.take_change())
 
@@ -61,9 +59,9 @@ class ExactReduction(Strategy):
         else:
             with self._wait:
                 whole = self._across_workers()
-        for parameter, gradient in zip(self._trained, whole, strict=False):
+        for parameter, gradient in zip(self.trained, whole, strict=False):
             parameter.grad = gradient
-        self._buffers.apply_mean_change(whole[len(self._trained) :])
+        self._buffers.apply_mean_change(whole[len(self.trained) :])
 
     def read_comm_wait(self) -> float | None:
         return self._wait.read()
@@ -112,7 +110,7 @@ class ExactReduction(Strategy):
         return torch.cat(pieces)[:size]
 
     def _zeros(self) -> Sum:
-        return [torch.zeros_like(p) for p in self._trained] + self._buffers.no_change()
+        return [torch.zeros_like(p) for p in self.trained] + self._buffers.no_change()
 
 
 def _is_tree_of(covers: list[list[tuple[int, int]]]) -> bool:

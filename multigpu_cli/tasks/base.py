@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import all_reduce_max, all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
 
@@ -78,6 +78,7 @@ class Task(ABC):
         units_per_sample: of an ordinary sample: sums are divided by it at once, so that they stay in range.
         sums: names of the sums of an evaluation beside the loss.
         expected_shapes: of targets and outputs, for messages.
+        equal_passes: every worker runs the model equally often in an evaluation, because each pass communicates.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
     """
@@ -86,6 +87,7 @@ class Task(ABC):
     units_per_sample: int = 1
     sums: tuple[str, ...] = ()
     expected_shapes: str = "what its loss_sum and measure take"
+    equal_passes: bool = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -198,10 +200,9 @@ class Task(ABC):
         Raises:
             OutOfMemory: a batch did not fit on some rank; raised on all of them.
         """
+        run = run_without_vote if self.equal_passes else run_on_all_ranks
         with eval_mode(model):
-            slots, counts, units = run_on_all_ranks(
-                world, lambda: self._pass(model, loader, world, precision, batch_size)
-            )
+            slots, counts, units = run(world, lambda: self._pass(model, loader, world, precision, batch_size))
         counts = _all_reduce_counts(world, counts)
         seen = int(all_reduce_sum(world, units))
         loss, *others = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
@@ -214,7 +215,7 @@ class Task(ABC):
         """This worker's part: (1 + sums, batches) float64 slots, (k,) counts, None without a batch, and () units."""
         slots = torch.zeros(1 + len(self.sums), -(-loader.size // batch_size), dtype=torch.float64, device=world.device)
         counts: Tensor | None = None
-        units = torch.zeros((), dtype=torch.int64, device=world.device)
+        units, done = torch.zeros((), dtype=torch.int64, device=world.device), 0
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
@@ -226,6 +227,10 @@ class Task(ABC):
             units += self.units(batch)
             counts = measured.counts if counts is None else counts + measured.counts
             self.batch_evaluated(done)
+        most = -(-slots.shape[1] // world.size) if self.equal_passes else 0
+        for _ in range(most - done):
+            with precision.autocast():  # counts for nothing
+                self.measure(model, next(loader.eval_batches(batch_size, 0, 1)))
         return slots, counts, units
 
 

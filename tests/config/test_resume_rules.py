@@ -26,6 +26,8 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "multi_gpu": "ddp",
     "gpu_ids": [0, 1],
     "nproc_per_node": 2,
+    "reshard": "step",
+    "strategy.wrap": ["layers.*"],
     "data": "har",
     "data.args": {"shape": [3, 8, 8]},
     "data.inputs": 2,

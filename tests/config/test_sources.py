@@ -205,7 +205,7 @@ def test_config_yaml_repeats_the_run(recipe: Write, flags: dict[str, Any]) -> No
 
 def test_config_yaml_has_every_setting_in_the_tables_order(recipe: Write) -> None:
     found = [line.split(":")[0] for line in dump(Config()).splitlines() if not line.startswith(" ")]
-    told = [key for key in SETTINGS if key not in OF_THE_COMMAND and "." not in key]
+    told = dict.fromkeys(key.partition(".")[0] for key in SETTINGS if key not in OF_THE_COMMAND)
     assert found == ["recipe", *told]
 
 

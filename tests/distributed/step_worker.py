@@ -82,13 +82,15 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
 def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     commit = run.state.precision.clip_and_step
 
-    def watched(optimizer: Any, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor, Tensor]:
+    def watched(
+        optimizer: Any, parameters: list[Tensor], max_norm: float | None, total_norm: Any = None
+    ) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
             names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]
             found["gradient"] = {
                 name: p.grad.clone() for name, p in zip(names, parameters, strict=True) if p.grad is not None
             }
-        return commit(optimizer, parameters, max_norm)
+        return commit(optimizer, parameters, max_norm, total_norm)
 
     run.state.precision.clip_and_step = watched  # type: ignore[method-assign]
 

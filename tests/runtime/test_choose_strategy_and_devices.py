@@ -49,6 +49,8 @@ def names(choice: Placement) -> list[str]:
         ("ddp", 2, "ddp", ["cuda:0", "cuda:1"], 2, "self-launched"),
         ("ddp", 1, "ddp", ["cuda:0"], 1, "self-launched on GPUs 0"),
         ("ddp", 0, "ddp", ["cpu", "cpu"], 2, "self-launched on 2 CPU processes, no GPU found"),
+        ("fsdp", 0, "fsdp", ["cpu", "cpu"], 2, "self-launched on 2 CPU processes, no GPU found"),
+        ("fsdp", 2, "fsdp", ["cuda:0", "cuda:1"], 2, "self-launched"),
         ("dp", 2, "dp", ["cuda:0", "cuda:1"], 0, "--multi-gpu dp on GPUs 0,1"),
         ("dp", 1, "single", ["cuda:0"], 0, "needs two GPUs and there is one"),
         ("dp", 0, "single", ["cpu"], 0, "needs two GPUs and there are none"),
@@ -103,10 +105,10 @@ def test_more_processes_than_gpus_are_a_wrong_request() -> None:
         choose("ddp", gpus=2, nproc_per_node=3)
 
 
-@pytest.mark.parametrize("mode", ["auto", "ddp"])
-def test_under_torchrun_it_is_ddp_on_the_own_gpu(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "strategy"), [("auto", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp")])
+def test_under_torchrun_it_is_ddp_on_the_own_gpu_unless_asked_otherwise(mode: str, strategy: str) -> None:
     choice = choose(mode, gpus=4, processes=4)
-    assert (choice.strategy, names(choice), choice.num_processes_to_launch) == ("ddp", ["cuda:3"], 0)
+    assert (choice.strategy, names(choice), choice.num_processes_to_launch) == (strategy, ["cuda:3"], 0)
     assert choice.reason == "torchrun started 4 processes"
 
 
@@ -118,6 +120,7 @@ def test_a_launcher_may_show_each_process_one_gpu_of_its_own() -> None:
 def test_under_torchrun_without_gpus_it_is_ddp_on_cpu() -> None:
     choice = choose(processes=1)
     assert (choice.strategy, names(choice)) == ("ddp", ["cpu"])
+    assert choose("fsdp", processes=1).strategy == "fsdp"
     assert choice.reason == "torchrun started 1 process; no GPU found, so on CPU"
 
 

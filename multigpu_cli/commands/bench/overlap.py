@@ -97,7 +97,9 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         ended = time.perf_counter()
         components.strategy.after_backward(components.world.rank)
         components.strategy.reduce_gradients(idle=False)
-        _, skipped = state.precision.clip_and_step(state.optimizer, components.trainable_parameters, 1.0)
+        _, skipped = state.precision.clip_and_step(
+            state.optimizer, components.trainable_parameters, 1.0, components.strategy.total_norm
+        )
         components.strategy.rollback_buffers(skipped)
         if number >= _WARM_UP:
             (without_reduction if explicit else overlapped).append(ended - began - reduced[0])

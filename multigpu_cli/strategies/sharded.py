@@ -1,0 +1,153 @@
+"""FSDP2 (`fully_shard`): each process holds some rows of every weight, of its gradient and of the optimizer's state.
+
+The weights of a block are gathered when a pass reaches it, and freed after it, so each pass of the model communicates,
+on all workers alike. A worker with fewer micro-batches than others therefore runs padding passes, times zero.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.sharded_state import ShardedState
+
+
+class Sharded(Strategy):
+    """FSDP2 over the process group; gradients are summed, since losses are divided by the global count already.
+
+    The optimizer works on this rank's rows as ordinary tensors: fused kernels take no DTensors.
+
+    Args:
+        model: whole, and the same on every rank; it is sharded in place.
+        optimizer: over the model's parameters; it is given the rows in their place.
+        average: a copy of the model, such as its exponential moving average; sharded alike.
+        blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
+        keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
+
+    Raises:
+        RequestError: the weights can't be divided.
+    """
+
+    name = "fsdp"
+    sharded = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        optimizer: torch.optim.Optimizer,
+        average: nn.Module | None = None,
+        *,
+        blocks: Sequence[str] = (),
+        keeps_weights: bool = False,
+    ) -> None:
+        super().__init__(model, world)
+        _check_can_be_sharded(model)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._keeps_weights = keeps_weights
+        mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
+        for module in (model, average):
+            if module is not None:
+                _shard(module, mesh, blocks, frees_after_forward=not keeps_weights)
+        self._model = cast(FSDPModule, model)
+        parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
+        rows = {
+            name: nn.Parameter(p.detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
+            for name, p in model.named_parameters()
+        }
+        moved = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        self._state = ShardedState(world, parameters, [parameters[name] for name in moved])
+        self._pairs = [(parameters[name], rows[name]) for name in rows if rows[name].requires_grad]
+        self.trained = [row for _, row in self._pairs]
+        self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
+        self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
+
+    def _give_rows(self, optimizer: torch.optim.Optimizer, rows: dict[Tensor, nn.Parameter]) -> None:
+        """Put the rows, and their part of the state, in place of whole parameters."""
+        for group in optimizer.param_groups:
+            group["params"] = [rows[parameter] for parameter in group["params"]]
+        for parameter in list(optimizer.state):
+            state = optimizer.state.pop(parameter)
+            optimizer.state[rows[parameter]] = {
+                key: self._state.take_rows(value) if isinstance(value, Tensor) and value.ndim else value
+                for key, value in state.items()
+            }
+
+    def warm_up(self, loss: Callable[[], Tensor]) -> None:
+        """Keep the pass, which every worker can run at any time, as the padding pass."""
+        self._padding = loss
+
+    def begin_step(self, micro_batches: int) -> None:
+        super().begin_step(micro_batches)
+        self._rounds, self._done = -(-micro_batches // self._world.size), 0
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """The last pass is that of all workers; outside of a step each pass is by itself."""
+        self._done += 1
+        last = self._done >= self._rounds
+        self._model.set_requires_gradient_sync(last)
+        if self._keeps_weights:
+            self._model.set_reshard_after_backward(last)
+        yield
+
+    def reduce_gradients(self, *, idle: bool) -> None:
+        while self._done < self._rounds:
+            with self.accumulate(last=False):
+                (self._padding() * 0).backward()
+            self._buffers.abort_step()  # what this pass alone has changed
+        self._rounds = 0
+        for parameter, row in self._pairs:
+            gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
+            row.grad = None if gradient is None else gradient.to_local()
+        super().reduce_gradients(idle=idle)
+
+    def total_norm(self, local: Tensor) -> Tensor:
+        return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._state.gather(state)
+
+    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
+        return self._state.scatter(state, source)
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool) -> None:
+    """Shard in place: each block by itself, and the rest of the model."""
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # rows are cut along the first dim
+    for module in [*map(model.get_submodule, blocks), model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=frees_after_forward)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # neither setting reaches the modules inside
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _check_can_be_sharded(model: nn.Module) -> None:
+    """Whether `fully_shard` takes the parameters.
+
+    Raises:
+        RequestError: names the first that it does not take.
+    """
+    parameters = dict(model.named_parameters())
+    if scalar := next((name for name, parameter in parameters.items() if not parameter.ndim), None):
+        raise RequestError(
+            f"--multi-gpu fsdp: {scalar} is a parameter without dimensions, which can't be divided into rows",
+            remedy="make it one of shape (1,), or use --multi-gpu ddp",
+        )
+    learning = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+    if len(learning) > 1:
+        raise RequestError(
+            f"--multi-gpu fsdp: the parameters have several formats: {', '.join(sorted(map(str, learning)))}",
+            remedy="one format for all that learn, or --multi-gpu ddp",
+        )

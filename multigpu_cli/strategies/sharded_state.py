@@ -1,0 +1,101 @@
+"""A state whose weights are divided over the processes, and its whole form, which is that of any other strategy.
+
+Both ways go tensor by tensor, so that no process holds more than one whole tensor on its device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from multigpu_cli.runtime.collectives import broadcast_object
+from multigpu_cli.runtime.world import World
+
+Path = tuple[Any, ...]  # the keys that lead to a tensor: "optimizer", "state", 3, "exp_avg"
+
+
+class ShardedState:
+    """Gathers and scatters the states of a model, its optimizer and its average.
+
+    Args:
+        parameters: the model's, by every name that it has.
+        moved: those of the optimizer, in the order of its state.
+    """
+
+    def __init__(self, world: World, parameters: Mapping[str, DTensor], moved: Sequence[DTensor]) -> None:
+        self._world, self._parameters, self._moved = world, parameters, dict(enumerate(moved))
+
+    def gather(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors in host memory, on rank 0; {} on the others."""
+        whole: dict[str, Any] = _map_tensors(state, self._gather)
+        return whole if self._world.is_main else {}
+
+    def scatter(self, state: dict[str, Any] | None, source: int) -> dict[str, Any]:
+        """This rank's part of the source's state: DTensors of model and average, and plain rows of the optimizer."""
+        sends = self._world.rank == source
+        outline = broadcast_object(self._world, _map_tensors(state, _outline) if sends else None, source=source)
+        return dict(_map_tensors(outline, lambda path, tensor: self._receive(path, tensor, state, source)))
+
+    def take_rows(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's rows, as `fully_shard` divides them."""
+        parts = whole.chunk(self._world.size)
+        rows = parts[self._world.rank] if self._world.rank < len(parts) else whole[:0]
+        return rows.clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
+
+    def _gather(self, path: Path, value: Tensor) -> Tensor | None:
+        like = self._find_parameter(path, value)
+        if like is not None and not isinstance(value, DTensor):
+            value = _as_dtensor(value, like)
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.detach().to("cpu", copy=True) if self._world.is_main else None
+
+    def _receive(self, path: Path, outline: Tensor, state: dict[str, Any] | None, source: int) -> Tensor:
+        whole = torch.empty(outline.shape, dtype=outline.dtype, device=self._world.device)
+        if self._world.rank == source:
+            whole.copy_(_follow(state, path))
+        dist.broadcast(whole.flatten().view(torch.uint8), src=source)
+        like = self._find_parameter(path, whole)
+        if like is None or like.shape != whole.shape:  # of another model: whoever loads it says so
+            return whole.cpu()
+        rows = self.take_rows(whole)
+        return rows if path[0] == "optimizer" else _as_dtensor(rows, like)
+
+    def _find_parameter(self, path: Path, value: Tensor) -> DTensor | None:
+        """The parameter that a tensor is divided like; None for one that every rank has whole, such as a buffer."""
+        if path[0] == "optimizer":
+            return self._moved.get(path[2]) if path[1] == "state" and value.ndim else None
+        if path[0] in ("model", "average"):
+            return self._parameters.get(str(path[1]).removeprefix("module." if path[0] == "average" else ""))
+        return None
+
+
+def _as_dtensor(rows: Tensor, like: DTensor) -> DTensor:
+    """Rows of this rank as a part of a tensor of the parameter's shape."""
+    return DTensor.from_local(
+        rows, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _outline(path: Path, value: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype that takes one element of memory."""
+    return value.new_zeros(()).expand(value.shape)
+
+
+def _map_tensors(value: Any, work: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
+    """Nested dicts, lists and tuples with their tensors replaced, in an order that is the same on every rank."""
+    if isinstance(value, Tensor):
+        return work(path, value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(entry, work, (*path, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(entry, work, (*path, place)) for place, entry in enumerate(value))
+    return value
+
+
+def _follow(state: Any, path: Path) -> Any:
+    for key in path:
+        state = state[key]
+    return state

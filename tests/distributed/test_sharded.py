@@ -1,0 +1,149 @@
+"""--multi-gpu fsdp is one more speed knob: the curve, the folder and the resumes are those of one process."""
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+
+from multigpu_cli.monitor import journal
+from tests.support.run_training import Ended, run_training
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+FSDP: dict[str, Any] = {"multi_gpu": "fsdp"}
+CUT: dict[str, Any] = {
+    "global_batch_size": 26, "batch_size": 4, "epochs": 3, "log_interval": 1, "lr": 0.01, "schedule": "constant",
+    "warmup_epochs": 0, "save_dir": "run",
+}  # fmt: skip
+DOUBLE: dict[str, Any] = {"model": "tests.support.user_code:Double"}
+GPT: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
+SIZES = ["model.args.depth=2", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
+CASES: dict[str, dict[str, Any]] = {
+    "mlp": {"model": "mlp", "sets": ["model.args.width=16"], "ema": 0.9},
+    "batchnorm": DOUBLE
+    | {"sets": ["model.args.network=convnet", "data.args.shape=[2, 8, 8]"], "optimizer": "sgd", "freeze": "*ures.0*"},
+    "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True},
+    "idle": DOUBLE | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"},
+}
+PAUSE = {"OWN_PAUSE": "0.02"}
+
+
+def run(workers: int, folder: str, case: dict[str, Any] | None = None, **flags: Any) -> Ended:
+    where = FSDP if workers > 1 else {}
+    return run_training(workers, **CUT | where | (case or {}) | {"save_dir": folder} | flags)
+
+
+def read_events(folder: str, kind: str) -> list[dict[str, Any]]:
+    return [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == kind]
+
+
+def read_curve(folder: str) -> list[float]:
+    """Loss and gradient norm of each step; after a resume the last line of a step counts."""
+    lines = {event["step"]: event for event in read_events(folder, "train")}
+    return [lines[step][name] for step in sorted(lines) for name in ("loss", "grad_norm")]
+
+
+def read_evals(folder: str) -> list[float]:
+    return [event["loss"] for event in read_events(folder, "eval") if event["split"] == "val"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_that_of_one_process(name: str) -> None:
+    """Uneven and idle shares, accumulation, dropout, clipping, and what each case adds."""
+    close = 1e-9 if CASES[name]["model"] == DOUBLE["model"] else 2e-5
+    assert not run(1, "alone", CASES[name]).error
+    weights = torch.load("alone/best.pt", weights_only=True)["model"]
+    for workers in (2, 3, 4):
+        ended = run(workers, f"on{workers}", CASES[name])
+        assert not ended.error, ended.error
+        assert (ended.summary["strategy"], ended.summary["world_size"]) == ("fsdp", workers)
+        assert read_curve(f"on{workers}") == pytest.approx(read_curve("alone"), rel=close)
+        assert read_evals(f"on{workers}") == pytest.approx(read_evals("alone"), rel=close)
+        found = torch.load(f"on{workers}/best.pt", weights_only=True)["model"]
+        assert {key: value.shape for key, value in found.items()} == {key: v.shape for key, v in weights.items()}
+
+
+def test_a_killed_run_goes_on_with_fewer_workers_and_with_any_strategy() -> None:
+    """4 → 2 → 1, and on to ddp: each attempt reads what the one before wrote."""
+    case = DOUBLE | {"sets": ["model.args.network=own"], "epochs": 6}
+    run(1, "whole", case)
+    killed = run(4, "run", case, environ=PAUSE | {"OWN_DEED": "3:12:SIGKILL"})
+    assert 3 in killed.killed
+    assert run(2, "run", case, max_steps=9).summary["status"] == "completed"
+    shutil.copytree("run", "other")
+    assert not run(1, "run", case).error
+    assert not run(3, "other", case, multi_gpu="ddp").error
+    for folder in ("run", "other"):
+        assert [event["from_world_size"] for event in read_events(folder, "resume")] == [4, 2]
+        assert read_curve(folder) == pytest.approx(read_curve("whole"), rel=1e-9)
+    end = [torch.load(f"{folder}/last.pt", weights_only=True)["model"] for folder in ("run", "whole")]
+    assert all(torch.allclose(end[0][name], value, rtol=1e-9, atol=1e-12) for name, value in end[1].items())
+
+
+def test_a_resume_on_as_many_workers_has_the_same_bits() -> None:
+    whole = run(2, "whole").summary
+    run(2, "run", max_steps=4)
+    shutil.rmtree("run/tensorboard")
+    resumed = run(2, "run").summary
+    assert resumed["resumed_from"]
+    assert resumed["fingerprint"] == whole["fingerprint"]
+
+
+def test_a_ddp_run_goes_on_sharded() -> None:
+    case = DOUBLE | {"sets": ["model.args.network=own"], "ema": 0.9}
+    run(1, "whole", case)
+    run(2, "run", case, multi_gpu="ddp", max_steps=4)
+    ended = run(3, "run", case)
+    assert not ended.error
+    assert read_curve("run") == pytest.approx(read_curve("whole"), rel=1e-9)
+    assert read_evals("run")[-1] == pytest.approx(read_evals("whole")[-1], rel=1e-9)
+
+
+def test_the_plan_says_what_is_gathered() -> None:
+    case = GPT | {"sets": [*SIZES, "strategy.wrap=blocks.1"]}
+    plan = run_training(2, **CUT | FSDP | case, dry_run=True).summary
+    assert plan["strategy"] == "fsdp"
+    assert plan["because"].startswith("fsdp: ")
+    assert plan["sharding"] == "weights gathered by 1 block (Block: blocks.1) and the rest, and freed after each pass"
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"sets": ["strategy.wrap=layers.*"]}, "strategy.wrap 'layers.*' matches no module"),
+        (
+            {"model": "tests.support.failing_model:forgetful", "sets": ["model.args.at=1"]},
+            "1.bias took no part in the loss, and FSDP waits",
+        ),
+        ({"exact": True}, "--exact: not with --multi-gpu fsdp yet"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_touched(flags: dict[str, Any], named: str) -> None:
+    ended = run_training(2, **CUT | FSDP | flags)
+    assert (ended.kind, named in ended.error) == ("RequestError", True), ended.error
+    assert not Path("run").exists()
+
+
+def test_what_the_checkpoint_was_started_with_counts_too() -> None:
+    run(1, "run", exact=True, max_steps=4)
+    before = Path("run/journal.jsonl").read_text()
+    ended = run(2, "run")
+    assert "--exact: not with --multi-gpu fsdp yet" in ended.error
+    assert Path("run/journal.jsonl").read_text() == before
+
+
+def test_one_process_has_nothing_to_shard() -> None:
+    """Nor has a dry run, which starts no others."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    environ = torchrun | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    alone, launched = run(1, "alone"), run(1, "run", **FSDP, environ=environ)
+    assert (launched.error, launched.summary["strategy"]) == ("", "fsdp")
+    assert launched.summary["fingerprint"] == alone.summary["fingerprint"]
+    tried = run(1, "other", **FSDP, nproc_per_node=3, dry_run=True).summary
+    assert (tried["workers"], tried["sharding"][:19]) == (3, "weights gathered by")

@@ -1,0 +1,181 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.blocks import find_blocks_to_wrap
+from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.sharded import Sharded
+from multigpu_cli.strategies.single import Single
+from tests.strategies.one_step import network, reduce_step, samples
+from tests.support.ranks import run_on_each_rank
+
+CPU = torch.device("cpu")
+SHARES = {
+    "even": BatchPlan(samples=24, micro_batch=4, global_batch=24, workers=3),
+    "uneven": BatchPlan(samples=23, micro_batch=3, global_batch=23, workers=3),  # 2, 3 and 3 micro-batches, one short
+    "idle": BatchPlan(samples=6, micro_batch=3, global_batch=6, workers=3),
+    "one works": BatchPlan(samples=4, micro_batch=4, global_batch=4, workers=3),
+}
+Found = dict[str, Any]
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, around layers of their own; one of them is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network(norm=True)
+        self.head = nn.Linear(3, 3, bias=False).double()
+        self.again = nn.Linear(3, 3).double()
+        self.again.weight = self.head.weight
+        self.again.bias.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.again(linear(self.inner(inputs), self.head.weight).tanh())
+        return found
+
+
+def train(world: World, plan: BatchPlan, build: Callable[[], nn.Module], name: str = "adamw", **more: Any) -> Found:
+    """Three steps as the engine does them, with clipping; the whole state of rank 0, and what this rank holds."""
+    torch.manual_seed(7)
+    model = build()
+    optimizer, average = build_optimizer(model, OptimizerConfig(name=name)), EMAModel(model, 0.9)
+    set_rate(optimizer, 0.05)
+    strategy: Strategy = Single(model)
+    if world.size > 1:
+        blocks = find_blocks_to_wrap(model)
+        strategy = Sharded(model, world, optimizer, average.module, blocks=blocks, **more)
+    strategy.warm_up(lambda: cross_entropy(strategy.callable(samples(2)[0]), samples(2)[1]))
+    norms = []
+    for _ in range(3):
+        reduce_step(strategy, plan, world.rank)
+        norm, _ = Precision("off", CPU).clip_and_step(optimizer, strategy.trained, 0.05, strategy.total_norm)
+        average.update_parameters(model)
+        norms.append(float(norm))
+    live = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
+    held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    held += sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
+    return {"norms": norms, "state": plain(strategy.gather_state(live)), "held": held}
+
+
+def plain(state: Any) -> Any:
+    """Numbers for the pipe between processes."""
+    if isinstance(state, Tensor):
+        return state.double().flatten().tolist()
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return [plain(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def assert_alike(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_alike(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list) and expected and isinstance(expected[0], dict):
+        for place, value in enumerate(expected):
+            assert_alike(found[place], value, f"{where}.{place}")
+    elif isinstance(expected, list):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("keeps_weights", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("share", SHARES)
+def test_workers_together_do_what_one_does(share: str, keeps_weights: bool) -> None:
+    """Weights, statistics, average and both moments, from uneven and idle shares, with clipping and a tied weight."""
+    one = BatchPlan(**vars(SHARES[share]) | {"workers": 1})
+    expected = train(World(CPU), one, Tied)
+    first, *others = run_on_each_rank(3, lambda world: train(world, SHARES[share], Tied, keeps_weights=keeps_weights))
+    assert first["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert expected["norms"][0] > 0.05, "and it was clipped"
+    assert_alike(first["state"], expected["state"])
+    assert all(other["state"] == {} and other["norms"] == first["norms"] for other in others)
+
+
+def test_momentum_that_was_there_before_sharding_is_divided_too() -> None:
+    plan = SHARES["even"]
+    expected = train(World(CPU), BatchPlan(**vars(plan) | {"workers": 1}), convolutions, "sgd")
+    found = run_on_each_rank(3, lambda world: train(world, plan, convolutions, "sgd"))
+    assert_alike(found[0]["state"], expected["state"])
+
+
+def convolutions() -> nn.Module:
+    """Kernels with channels last, as they are laid out for speed."""
+    shape = nn.Unflatten(1, (1, 1, 5))
+    layers = nn.Sequential(shape, nn.Conv2d(1, 4, (1, 2)), nn.Conv2d(4, 6, (1, 2)), nn.Flatten(), nn.Linear(18, 3))
+    return layers.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def test_each_worker_holds_its_rows_only() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).double()
+
+    whole = train(World(CPU), BatchPlan(**vars(SHARES["even"]) | {"workers": 1}), build)["held"]
+    shares = [found["held"] for found in run_on_each_rank(4, lambda world: train(world, SHARES["even"], build))]
+    assert sum(shares) == whole
+    assert max(shares) < 1.1 * whole / 4
+
+
+def test_a_state_is_scattered_as_it_was_gathered() -> None:
+    def work(world: World) -> Any:
+        model = Tied()
+        optimizer = build_optimizer(model, OptimizerConfig())
+        strategy = Sharded(model, world, optimizer, blocks=find_blocks_to_wrap(model))
+        reduce_step(strategy, SHARES["even"], world.rank)
+        optimizer.step()
+        live = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "task": {"seen": [1, None, "two"]}}
+        whole = strategy.gather_state(live)
+        sent = strategy.scatter_state(_double(whole))
+        model.load_state_dict(sent["model"])
+        optimizer.load_state_dict(sent["optimizer"])
+        again = strategy.gather_state({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        return plain(whole), plain(again), sent["task"]
+
+    (whole, again, task), *_ = run_on_each_rank(3, work)
+    assert task == {"seen": [1, None, "two"]}
+    for name, value in whole["model"].items():
+        assert again["model"][name] == [2 * number for number in value], name
+    moments = whole["optimizer"]["state"]
+    assert {key: {"exp_avg": state["exp_avg"]} for key, state in again["optimizer"]["state"].items()} == {
+        key: {"exp_avg": [2 * number for number in state["exp_avg"]]} for key, state in moments.items()
+    }
+
+
+def _double(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state * 2
+    if isinstance(state, dict):
+        return {key: _double(value) for key, value in state.items()}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: nn.Sequential(nn.Linear(5, 3), Scaled()), "1.scale is a parameter without dimensions"),
+        (lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3).double()), "torch.float32, torch.float64"),
+    ],
+)
+def test_weights_that_cannot_be_divided_are_named(build: Callable[[], nn.Module], named: str) -> None:
+    model = build()
+    with pytest.raises(RequestError, match=named):
+        Sharded(model, World(CPU), build_optimizer(model, OptimizerConfig()))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
