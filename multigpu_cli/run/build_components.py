@@ -174,8 +174,7 @@ def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
     device = spec.config.device
     blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
     freed = "each pass" if device.reshard == "forward" else "the step"
-    words = f"weights gathered by {blocks}, and freed after {freed}"
-    return replace(spec, plan=replace(spec.plan, sharding=words))
+    return replace(spec, plan=replace(spec.plan, sharding=f"by {blocks}; gathered weights are freed after {freed}"))
 
 
 def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunSpec) -> Strategy:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
+from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.monitor import journal
 from tests.support.run_training import Ended, run_training
 
@@ -102,12 +103,39 @@ def test_a_ddp_run_goes_on_sharded() -> None:
     assert read_evals("run")[-1] == pytest.approx(read_evals("whole")[-1], rel=1e-9)
 
 
+def test_a_signal_to_one_rank_stops_all_and_a_checkpoint_is_there() -> None:
+    ended = run(3, "run", epochs=400, log_interval=1000, environ={"OWN_DEED": "1:30:SIGTERM"})
+    assert (ended.summary["status"], ended.error, ended.killed) == ("stopped", "", [])
+    newest, _ = Store(Path("run/checkpoints"), 3).find_newest()
+    assert newest is not None
+    assert newest.step == ended.summary["steps"] < 400
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
+    case = {"model": "tests.support.user_code:explosive", "sets": ["model.args.at=4"], "nonfinite": "stop"}
+    ended = run(3, "run", case)
+    assert (ended.kind, ended.killed) == ("TrainingError", [])
+    assert "NaN or infinite" in ended.error
+
+
+def test_weights_of_another_run_and_what_modules_hold_beside_tensors() -> None:
+    telling: dict[str, Any] = {"model": "tests.support.awkward_models:telling"}
+    run(1, "before", telling)
+    telling["init_from"] = "before/best.pt"
+    assert not run(1, "one", telling).error
+    assert not run(3, "three", telling, max_steps=4).error
+    assert not run(2, "three", telling).error
+    assert read_curve("three") == pytest.approx(read_curve("one"), rel=2e-5)
+    kept = torch.load("three/last.pt", weights_only=True)["model"]["layers._extra_state"]
+    assert kept["kept"] == ["a", 1.5]
+
+
 def test_the_plan_says_what_is_gathered() -> None:
     case = GPT | {"sets": [*SIZES, "strategy.wrap=blocks.1"]}
     plan = run_training(2, **CUT | FSDP | case, dry_run=True).summary
     assert plan["strategy"] == "fsdp"
     assert plan["because"].startswith("fsdp: ")
-    assert plan["sharding"] == "weights gathered by 1 block (Block: blocks.1) and the rest, and freed after each pass"
+    assert plan["sharding"] == "by 1 block (Block: blocks.1) and the rest; gathered weights are freed after each pass"
     assert not Path("run").exists()
 
 
@@ -146,4 +174,4 @@ def test_one_process_has_nothing_to_shard() -> None:
     assert (launched.error, launched.summary["strategy"]) == ("", "fsdp")
     assert launched.summary["fingerprint"] == alone.summary["fingerprint"]
     tried = run(1, "other", **FSDP, nproc_per_node=3, dry_run=True).summary
-    assert (tried["workers"], tried["sharding"][:19]) == (3, "weights gathered by")
+    assert (tried["workers"], tried["sharding"][:11]) == (3, "by 2 blocks")

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models import gpt, resnet
+from multigpu_cli.models import convnet, gpt, resnet
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
 
 
@@ -16,6 +16,11 @@ def test_the_repeated_blocks_are_found() -> None:
         describe_blocks(small_gpt(), ["blocks.0", "blocks.1"]) == "2 blocks (Block: blocks.0 … blocks.1) and the rest"
     )
     assert len(find_blocks_to_wrap(resnet.resnet18((3, 8, 8), 3, width=8))) == 8
+
+
+def test_norms_between_larger_blocks_are_not_gathered_one_by_one() -> None:
+    found = find_blocks_to_wrap(convnet.build((1, 8, 8), 3, width=8))
+    assert found == [f"features.{place}" for place in (0, 3, 7, 10, 14, 17)]
 
 
 def test_patterns_name_others_and_inner_modules_come_first() -> None:
