@@ -174,7 +174,9 @@ def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
     device = spec.config.device
     blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
     freed = "each pass" if device.reshard == "forward" else "the step"
-    return replace(spec, plan=replace(spec.plan, sharding=f"by {blocks}; gathered weights are freed after {freed}"))
+    words = f"by {blocks}; gathered weights are freed after {freed}"
+    words = words if spec.plan.batches.workers > 1 else "none: one process holds everything"
+    return replace(spec, plan=replace(spec.plan, sharding=words))
 
 
 def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunSpec) -> Strategy:

@@ -6,6 +6,7 @@ an evaluation is tried in the same way.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -65,11 +66,12 @@ def warm_up(components: TrainComponents) -> None:
     Raises:
         OutOfMemory: they do not fit, where no micro-batch was tried before.
     """
-    batch = first_batch(components.loaders.train, min(2, components.plan.batches.micro_batch))
+    batch_size = min(2, components.plan.batches.micro_batch)
+    batch = cache(lambda: first_batch(components.loaders.train, batch_size))
 
     def loss() -> Tensor:
         with components.state.precision.autocast():
-            return components.task.loss_sum(components.strategy.callable, batch)
+            return components.task.loss_sum(components.strategy.callable, batch())
 
     with preserve_buffers(components.state.model):
         components.strategy.warm_up(loss)

@@ -52,7 +52,7 @@ class Strategy(ABC):
 
         Args:
             loss: forward pass of a few samples, the same on every rank and at every start of the run; the caller
-                restores the buffers. It may be called again in any step.
+                restores the buffers. Once called, it may be called again in any step.
         """
 
     def begin_step(self, micro_batches: int) -> None:

@@ -86,6 +86,8 @@ class Sharded(Strategy):
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Keep the pass, which every worker can run at any time, as the padding pass."""
         self._padding = loss
+        with torch.no_grad():
+            loss()  # fetches its samples while no loader is at work
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)

@@ -11,6 +11,8 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.monitor import journal
+from multigpu_cli.tasks.base import Evaluation
+from multigpu_cli.tasks.classification import Classification
 from tests.support.run_training import Ended, run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -30,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "idle": DOUBLE | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"},
 }
 PAUSE = {"OWN_PAUSE": "0.02"}
+
+
+class OwnEvaluation(Classification):
+    def evaluate(self, *args: Any, **named: Any) -> Evaluation:
+        return super().evaluate(*args, **named)
 
 
 def run(workers: int, folder: str, case: dict[str, Any] | None = None, **flags: Any) -> Ended:
@@ -130,6 +137,14 @@ def test_weights_of_another_run_and_what_modules_hold_beside_tensors() -> None:
     assert kept["kept"] == ["a", 1.5]
 
 
+def test_the_table_of_rates_speaks_of_whole_parameters(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = run(2, "run", sets=["optimizer.rates={6.*: 10}"], freeze="2.*", screen="normal", max_steps=1)
+    assert not ended.error
+    shown = capfd.readouterr().out
+    assert "2 tensors, 51 parameters: 6.weight, 6.bias\n" in shown
+    assert "1 tensor, 96 parameters: 2.weight\n" in shown.split(" frozen ")[1]
+
+
 def test_the_plan_says_what_is_gathered() -> None:
     case = GPT | {"sets": [*SIZES, "strategy.wrap=blocks.1"]}
     plan = run_training(2, **CUT | FSDP | case, dry_run=True).summary
@@ -148,6 +163,7 @@ def test_the_plan_says_what_is_gathered() -> None:
             "1.bias took no part in the loss, and FSDP waits",
         ),
         ({"exact": True}, "--exact: not with --multi-gpu fsdp yet"),
+        ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "a task with its own `evaluate` is not for"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_touched(flags: dict[str, Any], named: str) -> None:

@@ -1,6 +1,10 @@
 """What the device refuses, before the data is opened."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+import torch.distributed.fsdp
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.run.device_and_data_rules import check_device
@@ -13,3 +17,15 @@ def test_losses_of_replicas_have_no_weights_with_dp() -> None:
     for strategy, count in (("dp", 1), ("ddp", 0)):
         found = check_device(config, Placement(strategy, gpus, 0, "as asked"), World(torch.device("cpu")))
         assert sum("--task from-model together with --multi-gpu dp" in str(error) for error in found) == count
+
+
+def test_a_torch_that_cannot_sum_sharded_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+
+    def refuse() -> list[str]:
+        errors = check_device(resolve({}, (), None), Placement("fsdp", (cpu,), 0, "as asked"), World(cpu))
+        return [str(error) for error in errors]
+
+    assert refuse() == []
+    monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", SimpleNamespace())
+    assert "can't sum gradients" in refuse()[0]

@@ -2,12 +2,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import (
     all_reduce_max,
 )
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank, run_without_vote
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
@@ -81,3 +82,20 @@ def test_what_rank_0_may_not_do_nobody_may() -> None:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def test_where_all_communicate_a_rank_without_memory_ends_alone() -> None:
+    """The others are in the middle of what it no longer takes part in: they can't vote."""
+
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand details")
+
+    def break_down() -> None:
+        raise RuntimeError("shapes differ")
+
+    world = World(torch.device("cpu"), rank=1, size=2)
+    assert run_without_vote(world, lambda: 3) == 3
+    with pytest.raises(TrainingError, match=r"^rank 1 ran out of memory: CUDA out of memory"):
+        run_without_vote(world, exhaust)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run_without_vote(world, break_down)
