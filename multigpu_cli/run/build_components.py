@@ -60,7 +60,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     spec = _measure_buckets(spec, state.model, world)
     spec, strategy = _describe_sharding(spec, state.model), build_strategy(model, state, world, spec)
     _restore_checkpoint(state, strategy, task, spec, world)
-    task.equal_passes = strategy.sharded
+    task.equal_passes, state.precision.keeps_casts = strategy.sharded, not strategy.sharded
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 

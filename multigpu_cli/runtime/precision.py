@@ -63,16 +63,22 @@ def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device
 
 
 class Precision:
-    """Autocast, scaled backward, clipping and the optimizer step."""
+    """Autocast, scaled backward, clipping and the optimizer step.
+
+    Attributes:
+        keeps_casts: autocast keeps weights that it has cast until the pass ends, for a layer that uses them again.
+    """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
+        self.name, self.device, self.keeps_casts = name, device, True
         self._dtype = _DTYPE.get(name)
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self._key: tuple[float, torch.dtype] | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._dtype is None else torch.autocast(self.device.type, dtype=self._dtype)
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.keeps_casts)
 
     def backward(self, loss: Tensor, factor: float = 1.0) -> None:
         """Backward of the loss () times the factor, scaled for fp16."""

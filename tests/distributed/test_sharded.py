@@ -26,6 +26,7 @@ GPT: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gp
 SIZES = ["model.args.depth=2", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
 CASES: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp", "sets": ["model.args.width=16"], "ema": 0.9},
+    "bf16": {"model": "mlp", "sets": ["model.args.width=16"], "amp": "bf16", "optimizer": "sgd"},
     "batchnorm": DOUBLE
     | {"sets": ["model.args.network=convnet", "data.args.shape=[2, 8, 8]"], "optimizer": "sgd", "freeze": "*ures.0*"},
     "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True},
@@ -61,7 +62,7 @@ def read_evals(folder: str) -> list[float]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_is_that_of_one_process(name: str) -> None:
     """Uneven and idle shares, accumulation, dropout, clipping, and what each case adds."""
-    close = 1e-9 if CASES[name]["model"] == DOUBLE["model"] else 2e-5
+    close = 1e-9 if CASES[name]["model"] == DOUBLE["model"] else 2e-5 if name != "bf16" else 1e-3
     assert not run(1, "alone", CASES[name]).error
     weights = torch.load("alone/best.pt", weights_only=True)["model"]
     for workers in (2, 3, 4):

@@ -213,3 +213,14 @@ def test_the_loss_scale_is_kept() -> None:
     precision = Precision("off", CPU)
     assert precision.state_dict() == {}
     precision.load_state_dict({})
+
+
+def test_cast_weights_are_dropped_where_they_are_asked_to_be() -> None:
+    """Else gathered weights that were freed would stay in bf16 until the pass ends."""
+    kept = []
+    for keeps in (True, False):
+        precision = Precision("bf16", CPU)
+        precision.keeps_casts = keeps
+        with precision.autocast():
+            kept.append(torch.is_autocast_cache_enabled())
+    assert kept == [True, False]
