@@ -50,6 +50,7 @@ def _write_tables(folder: Path, draws: np.random.Generator) -> None:
     (folder / "table.csv").write_text(f"{head}\n{lines}")
     (folder / "european.csv").write_text(f"{head}\n{lines}".replace(",", ";").replace(".", ","))
     (folder / "packed.csv.gz").write_bytes(gzip.compress(f"{head}\n{lines}".encode()))
+    (folder / "indexed.csv").write_text(f",{head}\n" + "".join(f"{at},{row}\n" for at, row in enumerate(rows)))
     (folder / "bare.csv").write_text(lines)
     (folder / "later.csv").write_text(f"{head}\n" + "".join(f"{row}\n" for row in rows[:9]))
     (folder / "table.parquet").write_bytes(b"PAR1")
