@@ -58,6 +58,11 @@ def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> 
     return code, "".join(capsys.readouterr())
 
 
+def list_files(folder: Path) -> dict[Path, int]:
+    """Everything in a folder, with the time of its last change; not what Python makes of imported modules."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
 @pytest.mark.filterwarnings("ignore")  # of other packages; a user's process goes on, too
 @pytest.mark.parametrize(
     "row",  # `make test` types what is refused and every fifth of the others; `make test-all` types all
@@ -76,8 +81,10 @@ def test_a_row_does_what_it_says(
         monkeypatch.delitem(sys.modules, name, raising=False)
     outputs = []
     for at, command in enumerate(row.commands, start=1):
+        refused, before = row.refused and at == len(row.commands), list_files(project)
         code, output = type_in(command, project, capsys)
-        assert code == (2 if row.refused and at == len(row.commands) else 0), output
+        assert code == (2 if refused else 0), output
+        assert not refused or list_files(project) == before, "what is refused touches nothing"
         outputs.append(" ".join(output.split()))
     assert "Traceback" not in outputs[-1]
     assert [words for words in row.prints if words not in outputs[-1]] == [], outputs[-1]
