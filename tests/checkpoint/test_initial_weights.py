@@ -145,7 +145,7 @@ def test_partial_leaves_what_does_not_fit_and_tells_it(tmp_path: Path) -> None:
     assert list(match.initialised) == ["head.weight", "head.bias"]
     assert dict(match.rows()) == {
         "loaded": "7 tensors: body.0.weight, body.0.bias, body.1.weight, body.1.bias, …",
-        "as initialised": "2 tensors: head.weight is (9, 4), the model has (2, 4), head.bias is missing",
+        "as initialised": "2 tensors: head.weight is (9, 4), the model has (2, 4); head.bias is missing",
         "not used": "1 tensor: extra",
     }
 
