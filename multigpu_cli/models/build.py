@@ -42,7 +42,9 @@ def refuse_torchscript(model: nn.Module, origin: str) -> None:
         RequestError: it, or a part of it, is a TorchScript module; the message begins with `origin`.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise RequestError(f"{origin} a TorchScript module", remedy="the nn.Module that it was made of; --compile")
+        raise RequestError(
+            f"{origin} a TorchScript module", remedy="the nn.Module that it was made of, with --compile default"
+        )
 
 
 def adapt_model(model: nn.Module, *, whole_output: bool = False) -> nn.Module:
