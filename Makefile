@@ -26,7 +26,7 @@ test-all: lint ## everything, an hour or two: also what is slow or needs more th
 	code=0; $(BIN)/coverage run -m pytest -m '$(EVERY_MARK)' || code=$$?; \
 		$(BIN)/python -m tests.coverage_by_room; exit $$code
 
-walkthrough: ## the README's commands in order, in a fresh clone and a fresh environment: some minutes
+walkthrough: ## what a new user types, in a fresh clone and environment: the README's commands, each row of "what you have"
 	$(PYTHON) -m tests.support.walkthrough
 
 picture: $(VENV)/.installed-dev ## docs/run.svg, which the README shows, from a real run

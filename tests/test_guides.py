@@ -229,6 +229,14 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert len(runnable()) >= 5
 
 
+def test_no_block_writes_over_the_file_of_another() -> None:
+    """A reader who changed the file of an earlier page would lose it."""
+    typed = [block.text for page in PAGES for block in blocks(page.read_text()) if block.language == "bash"]
+    names = [name for text in typed for name in re.findall(r"^cat > (\S+)", text, re.MULTILINE)]
+    assert "my_code.py" in names
+    assert sorted(names) == sorted(set(names))
+
+
 def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
     """The blocks that run, by guide and chapter: those of one chapter may build on each other, others not."""
     found: dict[tuple[str, str], list[tuple[Path, Block]]] = {}

@@ -143,7 +143,7 @@ def test_a_librarys_network_is_no_strangers_code_and_downloads_nothing(
 ) -> None:
     plant(run, {"model": "timm/resnet10t", "model.args": {"pretrained": True}})
     assert run_apart(words) == 2
-    assert "model.args.pretrained=True names weights to download" in capfd.readouterr().err
+    assert "model.pretrained=True names weights to download" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", LOOK, ids=" ".join)

@@ -1,48 +1,28 @@
 """Each row of docs/guide/what-you-have.md by copy and paste: it trains, or is refused in the words that stand there."""
 
-import re
 import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import main_multi_gpu
-from tests.support.walkthrough import blocks
+from tests.support.walkthrough import ROOT, blocks
+from tests.support.what_you_have import PAGE, SHAPES, Row, list_files, read_rows, type_row
 from tests.test_readme import copy_project, run
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "what-you-have.md"
-SHAPES = PAGE.with_name("batches.md")
-CODE = re.compile(r"`([^`]+)`")
+ROWS = read_rows((ROOT / PAGE).read_text())
 SHORT = ["--max-steps", "4"]
 OWN_MODULES = ("my_code", "my_batches")
-
-
-class Row(NamedTuple):
-    """What somebody has, the commands, whether the last one is refused, and what it prints."""
-
-    have: str
-    commands: list[str]
-    refused: bool
-    prints: list[str]
-
-
-def rows() -> list[Row]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "what you type" not in line]
-    return [read_row(*(cell.strip() for cell in line.strip("|").split(" | "))) for line in lines]
-
-
-def read_row(have: str, commands: str, happens: str) -> Row:
-    return Row(have, CODE.findall(commands), happens.startswith("refused"), CODE.findall(happens))
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project, with the files that the page's blocks make, and that of the page on shapes of samples."""
     folder = copy_project(tmp_path_factory.mktemp("newcomer"))
-    made = [block.text for block in blocks(PAGE.read_text())]
-    made += [block.text.partition("\npython ")[0] for block in blocks(SHAPES.read_text()) if "cat >" in block.text]
+    made = [block.text for block in blocks((ROOT / PAGE).read_text()) if not block.not_run]
+    shapes = blocks((ROOT / SHAPES).read_text())
+    made += [block.text.partition("\npython ")[0] for block in shapes if "cat >" in block.text]
     for script in made:
         code, output = run(script, folder)
         assert code == 0, output
@@ -63,7 +43,7 @@ def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> 
     "row",  # `make test` types what is refused and every fifth of the others; `make test-all` types all
     [
         pytest.param(row, id=row.have, marks=() if row.refused or number % 5 == 0 else pytest.mark.slow)
-        for number, row in enumerate(rows())
+        for number, row in enumerate(ROWS)
     ],
 )
 def test_a_row_does_what_it_says(
@@ -74,15 +54,30 @@ def test_a_row_does_what_it_says(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in OWN_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    outputs = []
-    for at, command in enumerate(row.commands, start=1):
-        code, output = type_in(command, project, capsys)
-        assert code == (2 if row.refused and at == len(row.commands) else 0), output
-        outputs.append(" ".join(output.split()))
-    assert "Traceback" not in outputs[-1]
-    assert [words for words in row.prints if words not in outputs[-1]] == [], outputs[-1]
+    wrong = type_row(row, lambda command: type_in(command, project, capsys), project)
+    assert not wrong, wrong
 
 
 def test_there_are_thirty_and_each_says_what_it_prints() -> None:
-    assert len(rows()) >= 30
-    assert [row.have for row in rows() if not row.commands or not row.prints] == []
+    assert len(ROWS) >= 30
+    assert [row.have for row in ROWS if not row.commands or not row.prints] == []
+
+
+def test_what_a_row_does_else_is_noticed(tmp_path: Path) -> None:
+    trains, refused = read_rows("| a | `x` `y` | `done` |\n| b | `x` | refused: `no such` |\n")
+    assert (trains, refused) == (Row("a", ["x", "y"], False, ["done"]), Row("b", ["x"], True, ["no such"]))
+    assert not type_row(trains, lambda command: (0, "is\ndone"), tmp_path)
+    assert not type_row(refused, lambda command: (2, "no\n  such"), tmp_path)
+    assert "exit code 2" in type_row(trains, lambda command: (2, "done"), tmp_path)
+    assert "did not print 'done'" in type_row(trains, lambda command: (0, ""), tmp_path)
+    assert "exit code 0" in type_row(refused, lambda command: (0, "no such"), tmp_path)
+    assert "several messages" in type_row(refused, lambda command: (2, "no such\nmore"), tmp_path)
+    assert "a traceback" in type_row(refused, lambda command: (2, "Traceback: no such"), tmp_path)
+
+    def touch(command: str) -> tuple[int, str]:
+        (tmp_path / "left" / "empty").mkdir(parents=True)
+        return 2, "no such"
+
+    assert f"touched {tmp_path / 'left'}, touched {tmp_path / 'left/empty'}" in type_row(refused, touch, tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    assert set(list_files(tmp_path)) == {tmp_path / "left", tmp_path / "left" / "empty"}

@@ -17,6 +17,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import SampleOrder
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.build import refuse_torchscript
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.tasks.base import Loss
 from multigpu_cli.tasks.open_data import choose_form
@@ -146,6 +147,7 @@ def _infer_task(inputs: Any, targets: Any) -> str | None:
 def _check(inputs: UserInputs) -> None:
     if not isinstance(inputs.model, nn.Module):
         raise RequestError(f"model: a {type(inputs.model).__name__} is not an nn.Module")
+    refuse_torchscript(inputs.model, "model: it is")
     if not any(p.requires_grad for p in inputs.model.parameters()):
         raise RequestError("model: no parameter requires a gradient")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):

@@ -47,7 +47,7 @@ class WeightMatch(NamedTuple):
         """Label and value of each line that people see."""
         return [
             ("loaded", _count_names(self.loaded)),
-            ("as initialised", _count_names(self.initialised.values())),
+            ("as initialised", _count_names(self.initialised.values(), "; ")),
             ("not used", _count_names(self.unused)),
         ]
 
@@ -190,8 +190,8 @@ def _read_parts(index: Path) -> dict[str, Any]:
     return {name: parts[file][name] for name, file in places.items()}
 
 
-def _count_names(names: Iterable[str]) -> str:
+def _count_names(names: Iterable[str], separator: str = ", ") -> str:
     """'6 tensors: a, b, c, d, …'."""
     listed = list(names)
     more = ["…"] if len(listed) > _LISTED else []
-    return f"{pluralize(len(listed), 'tensor')}: {', '.join([*listed[:_LISTED], *more])}" if listed else "none"
+    return f"{pluralize(len(listed), 'tensor')}: {separator.join([*listed[:_LISTED], *more])}" if listed else "none"

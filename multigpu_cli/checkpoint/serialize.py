@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -83,10 +84,34 @@ def deserialize(content: bytes | Path, origin: str) -> Any:
     mapped = isinstance(content, Path) and is_zipfile(content)  # torch's files from before 2020 are none
     try:
         source = content if isinstance(content, Path) else io.BytesIO(content)
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():  # of other kinds of files, which the error names
+            warnings.simplefilter("ignore")
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError for a foreign file
-        asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # what a pickle would need beside tensors
-        raise RequestError(
-            f"{origin} can't be loaded safely as weights ({asked[1] if asked else type(error).__name__})",
+        raise _explain_refusal(content, origin, error) from error
+
+
+def _explain_refusal(content: bytes | Path, origin: str, error: Exception) -> RequestError:
+    """What a file is that can't be loaded as tensors and plain values, and what to save instead."""
+    asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # what a pickle would need beside tensors
+    if "TorchScript" in str(error):
+        kind = "a TorchScript archive"
+    elif asked or _read_start(content) == b"\x80":  # as pickles of protocol 2 and later begin
+        kind = "a pickle of Python objects, such as a whole model"
+    else:
+        return RequestError(
+            f"{origin} can't be loaded safely as weights ({type(error).__name__})",
             remedy="use a file saved by torch.save that contains only tensors and plain values, or .safetensors",
-        ) from error
+        )
+    return RequestError(
+        f"{origin} can't be loaded safely as weights{f' ({asked[1]})' if asked else ''}: it is {kind}",
+        remedy="save its weights alone, in the program that made it: torch.save(model.state_dict(), 'weights.pt')",
+    )
+
+
+def _read_start(content: bytes | Path) -> bytes:
+    """The first byte."""
+    if isinstance(content, bytes):
+        return content[:1]
+    with content.open("rb") as file:
+        return file.read(1)

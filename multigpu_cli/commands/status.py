@@ -13,7 +13,7 @@ from multigpu_cli.commands.ranking import explain_order, order_runs, read_figure
 from multigpu_cli.config.command_line import list_arguments
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.monitor.format import format_duration
+from multigpu_cli.monitor.format import format_duration, format_metric, format_number
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_folders, load_history
 from multigpu_cli.monitor.journal import dump_json
 
@@ -185,8 +185,8 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
             value = "unknown" if status.sort_value is None else f"{status.sort_value:.6g}"
             parts.insert(0, f"{sorted_by} {value:<9}")
         parts += [f"epoch {status.epoch}"] if status.epoch is not None else []
-        parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
-        parts += [f"val {name} {value:.4g}" for name, value in status.val.items()]
+        parts += [f"loss {format_number(status.loss)}"] if status.loss is not None else []
+        parts += [f"val {name} {format_metric(name, value)}" for name, value in status.val.items()]
         parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
         parts += [f"{format_duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []
         yield "  ".join(parts)

@@ -40,9 +40,13 @@ def _init_from(path: Path) -> Iterator[RequestError]:
                 remedy="name the file, for instance best.pt of a run folder",
             )
     elif not path.exists():
-        yield RequestError(
-            f"--init-from {path}: there is no such file", remedy=suggest_path(path, folders=False) or "check the path"
-        )
+        if near := suggest_path(path, folders=False):
+            yield RequestError(f"--init-from {path}: there is no such file", remedy=near)
+        else:
+            yield RequestError(
+                f"--init-from {path}: there is no such file or folder, and nothing is downloaded",
+                remedy="the path of what you have downloaded: its folder, or the model.safetensors in it",
+            )
     elif not path.is_file():
         yield RequestError(f"--init-from {path}: is not a regular file", remedy="name the best.pt of a run folder")
     elif not os.access(path, os.R_OK):

@@ -112,6 +112,9 @@ class DataConfig:
     random_resized_crop: float | None = setting(
         "data.random_resized_crop", None, number(0, 1, above=True), "cut out X to 1 of a training image's area, resized"
     )
+    rand_augment: int | None = setting(
+        "data.rand_augment", None, integer(0, 30), "torchvision's RandAugment of training images: its magnitude, e.g. 9"
+    )
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
     )

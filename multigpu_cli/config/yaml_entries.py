@@ -60,7 +60,8 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
             continue
         try:
             node = yaml_text.compose(value)
-            free = key.partition(".")[0] in PARTS and "." in key
+            declared = key in SETTINGS and not key.endswith(".args")
+            free = key.partition(".")[0] in PARTS and "." in key and not declared
             read = yaml_text.parse_typed if free else yaml_text.parse_plain
             entries.append(SettingEntry(key, None if node is None else read(node), f"--set {key}"))
         except UnreadableError as error:

@@ -94,12 +94,16 @@ def list_lines(mapping: yaml.MappingNode) -> list[Line]:
 
 
 def parse_plain(node: yaml.Node) -> Any:
-    """A setting's value: words and numbers as text, so that YAML and flags are parsed by the same code."""
+    """A setting's value: words and numbers as text, so that YAML and flags are parsed by the same code.
+
+    Also the keys of a mapping are text, for a class may be called no, and a parameter off.
+    """
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else str(node.value)
     if isinstance(node, yaml.SequenceNode):
         return [parse_plain(part) for part in node.value]
-    return parse_typed(node)
+    assert isinstance(node, yaml.MappingNode)
+    return {line.key: parse_typed(line.value) for line in list_lines(node)}
 
 
 def parse_typed(node: yaml.Node) -> Any:

@@ -14,6 +14,7 @@ from multigpu_cli.data.image_augment import random_resized_crop
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.transfer import to_device
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import find_factory
 
 
 class BatchTransforms:
@@ -27,7 +28,7 @@ class BatchTransforms:
         training: it is the training split; the settings are for its samples alone.
 
     Raises:
-        RequestError: there are no classes to mix.
+        RequestError: there are no classes to mix, or no torchvision for data.rand_augment.
     """
 
     def __init__(
@@ -39,6 +40,11 @@ class BatchTransforms:
         self._needs_images = smallest is not None
         if smallest is not None:
             self._augments.append(partial(random_resized_crop, smallest=smallest))
+        self._rand_augment = None
+        if training and config.rand_augment is not None:
+            name = str(config.rand_augment)
+            known = {name: "multigpu_cli.data.rand_augment:RandAugment"}  # late: it loads torchvision, an extra
+            self._rand_augment = find_factory(name, known, flag="data.rand_augment")(config.rand_augment)
         self._mixer = None
         if training and (config.mixup or config.cutmix):
             from multigpu_cli.data.mix_samples import SampleMixer  # late: it loads scipy
@@ -49,13 +55,15 @@ class BatchTransforms:
         """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings.
 
         Raises:
-            RequestError: its samples can't be cropped, or mixed.
+            RequestError: its samples can't be cropped, augmented or mixed.
         """
         if self._needs_images and not (isinstance(inputs, Tensor) and inputs.ndim == 4):
             raise RequestError(
                 f"data.random_resized_crop: inputs are {describe_shapes(inputs)}",
                 remedy="images (channels, height, width)",
             )
+        if self._rand_augment:
+            self._rand_augment.check(inputs)
         inputs = self._to_model_input(inputs)
         if self._mixer:
             self._mixer.check(inputs, targets)
@@ -71,12 +79,14 @@ class BatchTransforms:
         Raises:
             RequestError: samples can't be mixed.
         """
-        if not self._augments and not self._mixer:
+        if not self._augments and not self._rand_augment and not self._mixer:
             return self._to_model_input(inputs), targets
         draws = KeyedRandom(self._seed, epoch, to_device(keys, self._device))
         if isinstance(inputs, Tensor):
             for augment in self._augments:
                 inputs = augment(inputs, draws)
+            if self._rand_augment:
+                inputs = self._rand_augment(inputs, KeyedRandom(self._seed, epoch, keys))
         inputs = self._to_model_input(inputs)
         return self._mixer(inputs, targets, draws, micro_batch) if self._mixer else (inputs, targets)
 

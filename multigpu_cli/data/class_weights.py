@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.config.types import ClassWeights
-from multigpu_cli.data.collate import PAIR, SampleForm, to_pair
+from multigpu_cli.data.collate import IGNORED, PAIR, SampleForm, report_own_code, to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.planning.rng_keys import make_key
@@ -20,7 +20,8 @@ def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) ->
     """(classes,) float64: the weight of each class.
 
     `balanced` gives samples ÷ (classes × samples of the class), so that all classes weigh the same and a training
-    sample weighs 1 on average, as in scikit-learn. In a mapping, classes without a number weigh 1.
+    sample weighs 1 on average, as in scikit-learn; samples with the label -100 do not count. In a mapping, classes
+    without a number weigh 1.
 
     Args:
         key: the setting, for messages.
@@ -30,7 +31,8 @@ def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) ->
     """
     classes = source.num_classes
     if wanted == "balanced":
-        counts = torch.bincount(_labels_of(source, key), minlength=classes).double()
+        labels = _labels_of(source, key)
+        counts = torch.bincount(labels[labels != IGNORED], minlength=classes).double()
         return counts.sum() / (classes * counts.clamp(min=1))
     if isinstance(wanted, Mapping):
         names = list(source.class_names or map(str, range(classes)))
@@ -45,12 +47,13 @@ def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) ->
 
 
 def resolve_sample_weights(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
-    """(n,) float64: the weight of each training sample, which is that of its class.
+    """(n,) float64: the weight of each training sample, which is that of its class, and 0 with the label -100.
 
     Raises:
         RequestError: as `resolve_class_weights`; or all samples weigh nothing.
     """
-    weights = resolve_class_weights(wanted, source, key)[_labels_of(source, key)]
+    labels = _labels_of(source, key)
+    weights = resolve_class_weights(wanted, source, key)[labels.clamp(min=0)] * (labels != IGNORED)
     if not float(weights.sum()) > 0:
         raise RequestError(f"{key}: no training sample has a weight above 0", remedy="a weight above 0")
     return weights
@@ -81,9 +84,10 @@ def _labels_of(source: DataSource, key: str) -> Tensor:
             remedy="give the dataset an attribute `targets`: the class number of each sample",
         )
     labels = labels.long()
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < source.num_classes:
+    counted = labels[labels != IGNORED]
+    if len(counted) and not 0 <= int(counted.min()) <= int(counted.max()) < source.num_classes:
         raise RequestError(
-            f"{key}: the labels of the training samples reach from {int(labels.min())} to {int(labels.max())}, and "
+            f"{key}: the labels of the training samples reach from {int(counted.min())} to {int(counted.max())}, and "
             f"there are {source.num_classes} classes",
             remedy=f"use labels from 0 to {source.num_classes - 1}",
         )
@@ -98,9 +102,18 @@ def read_labels(dataset: Dataset[Any], form: SampleForm = PAIR) -> Tensor | None
         labels = read_labels(dataset.dataset, form)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
     else:
-        targets = getattr(dataset, "targets", None)
+        targets = _transform_targets(dataset, getattr(dataset, "targets", None))
     try:
         labels = torch.as_tensor(targets)
         return labels if len(labels) == len(dataset) else None  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # a number, names of classes, or nothing: unknown
         return None
+
+
+def _transform_targets(dataset: Dataset[Any], targets: Any) -> Any:
+    """What the dataset hands out for its targets: torchvision's pass each, a plain number, through target_transform."""
+    transform = getattr(dataset, "target_transform", None)
+    if transform is None or targets is None:
+        return targets
+    with report_own_code(dataset, "target_transform", ".targets"):
+        return [transform(target) for target in (targets.tolist() if hasattr(targets, "tolist") else targets)]

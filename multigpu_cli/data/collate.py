@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.model_call import TARGETS
 
-_IGNORED = -100  # a target that does not count: torch's own default
+IGNORED = -100
+"""A target that does not count: torch's own default."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ def get_sample(dataset: Dataset[Any], index: int) -> Any:
     Raises:
         RequestError: the dataset's own code failed; says at which sample, and where.
     """
-    with _own_code(dataset, f"sample {index}", f"[{index}]"):
+    with report_own_code(dataset, f"sample {index}", f"[{index}]"):
         return dataset[index]
 
 
 def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
     """The same of a dataset that hands out several at once."""
-    with _own_code(dataset, f"samples {', '.join(map(str, indices[:8]))}", f".__getitems__({indices[:8]})"):
+    with report_own_code(dataset, f"samples {', '.join(map(str, indices[:8]))}", f".__getitems__({indices[:8]})"):
         items: Sequence[Any] = dataset.__getitems__(indices)  # type: ignore[attr-defined]
     if len(items) != len(indices):
         raise RequestError(
@@ -62,7 +63,16 @@ def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
 
 
 @contextmanager
-def _own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
+def report_own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
+    """Report an error of the dataset's own code as one of the request.
+
+    Args:
+        what: raised it, in words.
+        call: the expression on the dataset that shows it in Python.
+
+    Raises:
+        RequestError: says where, with the remedy.
+    """
     try:
         yield
     except TrainingError:
@@ -133,8 +143,8 @@ def _from_mapping(item: dict[Any, Any], what: str, form: SampleForm) -> tuple[An
 def _following(labels: Tensor, mask: Tensor | None) -> Tensor:
     """(…, t) labels that stand at their tokens → those that each place has to predict; none of them padding."""
     if mask is not None:
-        labels = torch.where(mask.bool(), labels, _IGNORED)
-    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], _IGNORED)], dim=-1)
+        labels = torch.where(mask.bool(), labels, IGNORED)
+    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORED)], dim=-1)
 
 
 def to_tensors(value: Any) -> Any:
@@ -211,7 +221,7 @@ class Collate:
 
     def _check_labels(self, numbers: list[int], labels: Tensor) -> None:
         """Here, on the host: a GPU would only fail an assertion, and be lost to the process."""
-        wrong = (labels >= self._classes) | ((labels < 0) & (labels != _IGNORED))
+        wrong = (labels >= self._classes) | ((labels < 0) & (labels != IGNORED))
         if wrong.any():
             first = int(wrong.nonzero()[0])
             raise RequestError(

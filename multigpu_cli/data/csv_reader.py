@@ -47,6 +47,7 @@ class CsvTable(NamedTuple):
         rows: one list of cells each.
         lines: which line of the file each row begins in, from 1.
         warnings: what looks wrong but may be meant.
+        unnamed: the columns that have no name in the file, and are called column_1, … by their places.
     """
 
     path: Path
@@ -54,6 +55,7 @@ class CsvTable(NamedTuple):
     rows: list[list[str]]
     lines: list[int]
     warnings: tuple[str, ...]
+    unnamed: tuple[str, ...] = ()
 
 
 def is_missing(cell: str) -> bool:
@@ -84,14 +86,29 @@ def read_csv(path: Path, format: CsvFormat) -> CsvTable:
     if not rows:
         raise RequestError(f"--data csv: {path}: no rows")
     _check_lengths(path, rows, lines)
+    unnamed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     if format.header == "none":
         columns = [str(number) for number in range(len(rows[0]))]
     else:
-        columns, rows, lines = rows[0], rows[1:], lines[1:]
-    warnings = _check_header(path, columns, rows) if format.header != "none" else ()
+        head, rows, lines = rows[0], rows[1:], lines[1:]
+        columns = _name_columns(head)
+        unnamed = tuple(name for name, written in zip(columns, head, strict=True) if not written)
+        warnings = _check_header(path, head, columns, rows)
     if format.decimal == "comma" or (format.decimal == "auto" and separator != ","):
         _read_decimal_commas(path, columns, rows, lines)
-    return CsvTable(path, columns, rows, lines, warnings)
+    return CsvTable(path, columns, rows, lines, warnings, unnamed)
+
+
+def _name_columns(head: list[str]) -> list[str]:
+    """The names in the first row; a column without one is called by its place, from 1."""
+    names: list[str] = []
+    for place, written in enumerate(head, start=1):
+        name = written or f"column_{place}"
+        while not written and name in [*head, *names]:
+            name += "_"
+        names.append(name)
+    return names
 
 
 def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
@@ -99,7 +116,8 @@ def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
     below = [[row[at] for row in rows[:_LOOK] if not is_missing(row[at])] for at in range(len(columns))]
     numeric = [at for at, cells in enumerate(below) if cells and all(map(_is_number, cells))]
     if numeric:
-        return all(_is_number(columns[at]) or is_missing(columns[at]) for at in numeric)
+        names = [columns[at] for at in numeric]
+        return any(names) and all(_is_number(name) or is_missing(name) for name in names)
     return bool(rows) and all(name in cells for name, cells in zip(columns, below, strict=True))
 
 
@@ -188,13 +206,17 @@ def _check_lengths(path: Path, rows: list[list[str]], lines: list[int]) -> None:
             )
 
 
-def _check_header(path: Path, columns: list[str], rows: list[list[str]]) -> tuple[str, ...]:
+def _check_header(path: Path, head: list[str], columns: list[str], rows: list[list[str]]) -> tuple[str, ...]:
     """Warnings.
+
+    Args:
+        head: the first row.
+        columns: the names that it gives.
 
     Raises:
         RequestError: a name stands there twice, or nothing comes after the names.
     """
-    like_data = _looks_like_data(columns, rows)
+    like_data = _looks_like_data(head, rows)
     remedy = "--set data.header=none, if the first row is data" if like_data else "another name for one of them"
     name, count = Counter(columns).most_common(1)[0]
     if count > 1:

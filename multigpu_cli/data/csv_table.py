@@ -1,6 +1,7 @@
 """A table in a CSV file: one row a sample, one column the target, the others inputs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from shlex import quote
@@ -15,6 +16,8 @@ from multigpu_cli.data.locate_dataset_files import locate_other_file, locate_sin
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.data.table_features import FEW, TableFeatures, find_odd_cell, learn_features, to_number
 from multigpu_cli.errors import RequestError, did_you_mean
+
+_QUOTES = """quotes around yes, no, on and off, which YAML reads as True and False: --set 'data.target="no"'"""
 
 
 def load(
@@ -32,7 +35,8 @@ def load(
 ) -> DataSource:
     """The rows of a file, divided by seed, 80/10/10; rows without a target are left out.
 
-    A column is of numbers if all of its training cells that are not missing are; any other holds categories.
+    A column is of numbers if all of its training cells that are not missing are; any other holds categories. A first
+    column without a name that counts the rows, as pandas writes its index, is left out.
 
     Args:
         target: name of the column to predict, or its number from 0 where columns have no names.
@@ -53,7 +57,13 @@ def load(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
     )
     ignored = [str(name) for name in ([ignore] if isinstance(ignore, str | int) else ignore)]
+    if "" in ignored:  # as the file calls it
+        ignored = [name for name in ignored if name] + list(table.unnamed)
     target = _find_target(table, target, ignored)
+    note = ""
+    if table.columns[0] not in [*ignored, target] and _first_counts_rows(table):
+        ignored.append(table.columns[0])
+        note = "without its unnamed first column, which counts the rows: "
     chosen = [place for place, name in enumerate(table.columns) if name != target and name not in ignored]
     if not chosen:
         raise RequestError(f"--data csv: {table.path} has no column but the target, {target!r}, and ignored ones")
@@ -61,7 +71,7 @@ def load(
     if test_file:
         parts[2] = _read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, target, form)
     more = _read_new(locate_other_file("csv", Path(str(data_dir)), new), table, target, form) if new else None
-    return _build_source(table, target, chosen, kind, parts, more)
+    return replace(_build_source(table, target, chosen, kind, parts, more), note=note)
 
 
 def _build_source(
@@ -98,11 +108,20 @@ def _build_source(
     )
 
 
+def _first_counts_rows(table: CsvTable) -> bool:
+    """Whether the first column is what pandas or R writes beside a table: without a name, 0, 1, 2, … or 1, 2, 3, …."""
+    if table.columns[0] not in table.unnamed or len(table.columns) < 3:
+        return False
+    cells = [row[0] for row in table.rows]
+    return cells in [[str(first + at) for at in range(len(cells))] for first in (0, 1)]
+
+
 def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) -> str:
     """The column to predict, after all that are named are found."""
     for name in [*([] if target is None else [str(target)]), *ignored]:
         if name not in table.columns:
             remedy = _suggest_target(table) if table.warnings else did_you_mean(name, table.columns)
+            remedy = _QUOTES if name in ("True", "False") else remedy
             raise RequestError(f"data.args: there is no column {name!r}", remedy=remedy)
     if target is None:
         columns = ", ".join(table.columns[:10]) + (", …" if len(table.columns) > 10 else "")

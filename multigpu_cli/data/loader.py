@@ -76,7 +76,7 @@ class Loader:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
         if isinstance(split, TensorDataset):
-            self._fetch = _InMemoryFetcher(split, device, config.on_device, source)
+            self._fetch = _InMemoryFetcher(split, device, config, source)
         else:
             from multigpu_cli.data.dataloader_fetcher import (
                 ItemFetcher,  # late: data in memory need no loader processes
@@ -178,16 +178,17 @@ class Loader:
 class _InMemoryFetcher:
     """A dataset in host or device memory, indexed by whole batches."""
 
-    def __init__(self, split: TensorDataset, device: torch.device, wanted: str, source: DataSource) -> None:
-        tensors, self._form = split.tensors, source.form
-        to_pair(tensors, "a sample", self._form)  # or it is refused
+    def __init__(self, split: TensorDataset, device: torch.device, config: DataConfig, source: DataSource) -> None:
+        tensors = split.tensors
         self.device, on_device, self._pin = device, device.type == "cpu", source.loader_options.pin_memory
         if device.type == "cuda":
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             free, _ = torch.cuda.mem_get_info(device)
-            on_device = wanted == "on" or (wanted == "auto" and size <= _SHARE_OF_GPU * free)
+            on_device = config.on_device == "on" or (config.on_device == "auto" and size <= _SHARE_OF_GPU * free)
         home = device if on_device else torch.device("cpu")
-        self._home, self._tensors = home, [tensor.to(home) for tensor in tensors]
+        self._size, self._repeats = len(split), config.sample_weights is not None
+        self._home, parts = home, tuple(tensor.to(home) for tensor in tensors)
+        self._inputs, self._targets = to_pair(parts, "a sample", source.form)
         self.data_location = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
 
     def close(self) -> None:
@@ -199,6 +200,12 @@ class _InMemoryFetcher:
 
     def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
-            at = to_device(indices % len(self._tensors[0]), self._home)
-            parts = tuple(tensor.index_select(0, at) for tensor in self._tensors)
-            yield *to_pair(parts, "a sample", self._form), indices
+            at = to_device(indices % self._size if self._repeats else indices, self._home)
+            yield _select(self._inputs, at), _select(self._targets, at), indices
+
+
+def _select(part: Any, at: Tensor) -> Any:
+    """The rows of a tensor, or of each in a tuple; None stays None."""
+    if isinstance(part, Tensor):
+        return part.index_select(0, at)
+    return part and tuple(each.index_select(0, at) for each in part)

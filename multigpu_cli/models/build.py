@@ -31,7 +31,20 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any], *, whol
     model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
+    refuse_torchscript(model, f"--model {name}: the factory returned")
     return prepare_model(adapt_model(model, whole_output=whole_output), config, name)
+
+
+def refuse_torchscript(model: nn.Module, origin: str) -> None:
+    """Refuse a network that was scripted or traced: it takes no hooks, and its code is not that of torch.compile.
+
+    Raises:
+        RequestError: it, or a part of it, is a TorchScript module; the message begins with `origin`.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise RequestError(
+            f"{origin} a TorchScript module", remedy="the nn.Module that it was made of, with --compile default"
+        )
 
 
 def adapt_model(model: nn.Module, *, whole_output: bool = False) -> nn.Module:

@@ -28,7 +28,7 @@ def find_model_factory(name: str, args: Mapping[str, Any]) -> Callable[..., Any]
         return factories.find_factory(name, MODELS, flag="--model")
     factory = _find_in_library(library, network)
     if wanted := next((each for each in _DOWNLOADS if args.get(each)), None):
-        raise _no_download(f"model.args.{wanted}={quote_value(args[wanted])}", name)
+        raise _no_download(f"model.{wanted}={quote_value(args[wanted])}", name)
     return factory
 
 

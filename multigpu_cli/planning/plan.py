@@ -132,10 +132,13 @@ class Plan:
         if b.last_batch_samples:
             fate = "left out (--drop-last)" if b.drop_last else "trained as a short batch"
             verb = "is" if b.last_batch_samples == 1 else "are"
-            text += f"; the epoch's last {pluralize(b.last_batch_samples, 'sample')} {verb} {fate}"
+            last = "last " if b.last_batch_samples < b.samples else ""
+            text += f"; the epoch's {last}{pluralize(b.last_batch_samples, 'sample')} {verb} {fate}"
         return text
 
     def _warmup(self) -> str:
         warmup, total = self.schedule.warmup_steps, self.schedule.total_steps
-        text = f"{warmup} optimizer steps from near zero to {self.schedule.peak:.4g}"
+        if not warmup:
+            return "none"
+        text = f"{pluralize(warmup, 'optimizer step')} from near zero to {self.schedule.peak:.4g}"
         return text + f", which --max-steps cuts short at {total}" if warmup >= total else text

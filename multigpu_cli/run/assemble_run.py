@@ -54,7 +54,6 @@ def assemble_run(
 
     journal, trace = run_on_all_ranks(world, open_files)
     components.task.moved = watchdog.mark_progress
-    stack.callback(components.loaders.close)
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
     fp16, sharded = components.state.precision.name == "fp16", components.strategy.sharded
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)

@@ -1,5 +1,6 @@
 """Builds model, optimizer, task, strategy and loaders, before any file of the run is touched."""
 
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,17 +41,24 @@ if TYPE_CHECKING:
 
 
 def build_components(spec: RunSpec, world: World) -> TrainComponents:
-    """Build everything that learns, on this rank's device, and load its checkpoint.
+    """Build everything that learns, on this rank's device, and load its checkpoint; the caller closes the loaders.
 
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
-    live = spec.user_objects
-    task = run_on_all_ranks(world, lambda: _build_task(spec, live))
-    loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task))
+    task = run_on_all_ranks(world, lambda: _build_task(spec, spec.user_objects))
+    with ExitStack() as on_failure:  # loader processes would outlive it, in a process that goes on
+        loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task, on_failure))
+        components = _build_learner(spec, world, task, loaders)
+        on_failure.pop_all()
+    return components
+
+
+def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) -> TrainComponents:
+    """Build the model and what trains it, and load the checkpoint."""
     state, call = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
     spec = replace(spec, plan=replace(spec.plan, model_call=call))
-    if live or spec.begins_from_weights:
+    if spec.user_objects or spec.begins_from_weights:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
         broadcast_weights(state.model, world)
@@ -124,11 +132,15 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
     return build_model(config.model, name, offered, whole_output=task == FROM_MODEL)
 
 
-def _build_loaders(spec: RunSpec, world: World, task: Task) -> Loaders:
+def _build_loaders(spec: RunSpec, world: World, task: Task, on_failure: ExitStack) -> Loaders:
+    """The loaders of each split, which `on_failure` closes."""
     source, data, seed = spec.source, spec.config.data, spec.config.reproducibility.seed
     held_out = {"val": source.val, "test": source.test}
-    val, test = (None if part is None else task.loader(name, data, world, seed) for name, part in held_out.items())
-    return Loaders(task.train_stream(data, world, seed), val, test)
+    val, test = (
+        None if part is None else on_failure.enter_context(closing(task.loader(name, data, world, seed)))
+        for name, part in held_out.items()
+    )
+    return Loaders(on_failure.enter_context(closing(task.train_stream(data, world, seed))), val, test)
 
 
 def first_batch(loader: BatchStream, size: int) -> Batch:

@@ -20,7 +20,7 @@ from multigpu_cli.run.prepare_spec import with_measured_batch
 from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS
-from multigpu_cli.runtime.out_of_memory import free_memory
+from multigpu_cli.runtime.out_of_memory import free_memory, is_out_of_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 
@@ -119,16 +119,21 @@ def _probe_evaluation(components: TrainComponents) -> Iterator[str]:
 
 
 def _try_shortest_micro_batch(components: TrainComponents) -> None:
-    """Try a micro-batch of one sample if an epoch ends with one: BatchNorm over single features fails on it."""
+    """Try a micro-batch of one sample if an epoch has one: BatchNorm over single features fails on it."""
     batches = components.plan.batches
-    if components.strategy.replicas_per_process == 1 and batches.smallest_micro_batch == 1 < batches.micro_batch:
-        try:
-            _fits_in_memory(components, 1)
-        except ValueError as error:
-            raise RequestError(
-                f"an epoch ends with one sample; --model {components.spec.model} can't train on it: {error}",
-                remedy="--drop-last, or a --batch-size that leaves more than one sample for the last step",
-            ) from error
+    if components.strategy.replicas_per_process > 1 or batches.smallest_micro_batch > 1:
+        return
+    always = batches.micro_batch == 1
+    try:
+        _fits_in_memory(components, 1)
+    except ValueError as error:
+        which = "a batch is one sample" if always else "an epoch ends with one sample"
+        raise RequestError(
+            f"{which}; --model {components.spec.model} can't train on it: {error}",
+            remedy="a larger --batch-size"
+            if always
+            else "--drop-last, or a --batch-size that leaves more than one sample for the last step",
+        ) from error
 
 
 def _find_largest_micro_batch(components: TrainComponents) -> None:
@@ -202,7 +207,8 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
     for _ in range(2 if components.world.device.type == "cuda" else 1):
         try:
             forward_backward(components, batch, 1.0, last=False)
-        except (AttributeError, IndexError, KeyError, TypeError):
-            state, two = components.state, first_batch(components.loaders.train, 2)
-            smoke_test_batch(components.spec, components.task, state.model, state.precision, two, training=True)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if not is_out_of_memory(error):
+                state, two = components.state, first_batch(components.loaders.train, 2)
+                smoke_test_batch(components.spec, components.task, state.model, state.precision, two, training=True)
             raise

@@ -127,6 +127,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         if spec.user_objects:
             stack.callback(unbind_call, spec.user_objects.model)
         components = build_components(spec, world)
+        stack.callback(components.loaders.close)
         memory_warnings = fit_batch_sizes_to_memory(components)
         freeze_until_due(components)
         console.plan(components.plan.rows(), "Plan")

@@ -16,7 +16,8 @@ from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory
 
-_EXTRAS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix", "data.random_resized_crop")
+_AUGMENTS = ("data.mixup", "data.cutmix", "data.random_resized_crop", "data.rand_augment")
+_EXTRAS = ("task.class_weights", "data.sample_weights", *_AUGMENTS)
 _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
 
 

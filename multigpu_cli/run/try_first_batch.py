@@ -65,7 +65,9 @@ def smoke_test_batch(
     with CallRecorder(model) as seen:
         try:
             with preserve_buffers(model), mode, precision.autocast():
-                measure(model, batch)
+                measured = measure(model, batch)
+            if isinstance(measured, Tensor) and not measured.requires_grad:
+                raise ValueError("no parameter that learns is part of the loss")
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
             if is_out_of_memory(error):
                 raise

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.types import quote_value
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
@@ -74,7 +75,7 @@ def call_factory(
     if not takes_any and (unknown := sorted(args.keys() - parameters.keys())):
         raise RequestError(
             f"{where}.args.{unknown[0]}: {_name(factory)} has no such parameter",
-            remedy=did_you_mean(unknown[0], parameters),
+            remedy=did_you_mean(unknown[0], {*parameters, *_list_settings(where)}),
         )
     chosen = {name: value for name, value in offered.items() if name in parameters} | dict(args)
     missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in chosen]
@@ -95,6 +96,11 @@ def call_factory(
         lines += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         remedy = f"change {where}.args, or use --debug to see the traceback"
         raise RequestError("\n".join(lines), remedy=remedy) from error
+
+
+def _list_settings(part: str) -> list[str]:
+    """The names of the settings of ours in a part of the configuration (data, model, task, optimizer)."""
+    return [key.removeprefix(f"{part}.") for key in SETTINGS if key.startswith(f"{part}.") and key != f"{part}.args"]
 
 
 def _not_imported(name: str, module: str, flag: str, error: Exception) -> Exception:

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.class_weights import resolve_class_weights
-from multigpu_cli.data.collate import to_pair
+from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, pluralize
@@ -32,10 +32,7 @@ class Classification(Task):
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         super().__init__(source, config)
         if source.num_classes < 2:
-            raise RequestError(
-                f"--task classification: the dataset has {pluralize(source.num_classes, 'class')}",
-                remedy="another --task",
-            )
+            raise _too_few_classes(source)
         for name in ("train", "val", "test"):
             _check_labels(name, getattr(source, name), source)
         self._weights: Tensor | None = None
@@ -91,6 +88,18 @@ class Classification(Task):
     def _confusion(self, counts: Tensor) -> Tensor:
         """(classes, classes) int64: row = true class, column = predicted."""
         return counts.view(self.source.num_classes, -1)
+
+
+def _too_few_classes(source: DataSource) -> RequestError:
+    """The error for a dataset with one class, or with none: then its targets are no class numbers."""
+    problem = f"--task classification: the dataset has {pluralize(source.num_classes, 'class')}"
+    if source.num_classes:
+        return RequestError(problem, remedy="another --task")
+    target = to_pair(get_sample(source.train, 0), "sample 0", source.form)[1]
+    return RequestError(
+        f"{problem}: the target of sample 0 is {describe_shapes(target)}",
+        remedy="the class number of each sample as its target, a whole number () from 0 on; or another --task",
+    )
 
 
 def _check_labels(name: str, split: Any, source: DataSource) -> None:

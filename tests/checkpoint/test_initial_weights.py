@@ -1,6 +1,8 @@
 """--init-from: the files that people have, and how their names and shapes fall to a model's."""
 
 import json
+import pickle
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -143,7 +145,7 @@ def test_partial_leaves_what_does_not_fit_and_tells_it(tmp_path: Path) -> None:
     assert list(match.initialised) == ["head.weight", "head.bias"]
     assert dict(match.rows()) == {
         "loaded": "7 tensors: body.0.weight, body.0.bias, body.1.weight, body.1.bias, …",
-        "as initialised": "2 tensors: head.weight is (9, 4), the model has (2, 4), head.bias is missing",
+        "as initialised": "2 tensors: head.weight is (9, 4), the model has (2, 4); head.bias is missing",
         "not used": "1 tensor: extra",
     }
 
@@ -198,7 +200,13 @@ def spoil(kind: str, folder: Path) -> str:
         case "a Python object":
             file = folder / "file.pt"
             torch.save({"state_dict": network().state_dict(), "args": Note()}, file)
-            return r"loaded safely as weights \(tests\.support\.awkward_models\.Note\)"
+            return r"loaded safely as weights \(tests\.support\.awkward_models\.Note\): it is a pickle"
+        case "a pickle":
+            (folder / "file.pkl").write_bytes(pickle.dumps(network()))
+            return "as weights: it is a pickle of Python objects, such as a whole model\n"
+        case "TorchScript":
+            torch.jit.save(torch.jit.trace(network().eval(), torch.zeros(1, 3)), folder / "file.pt")
+            return "as weights: it is a TorchScript archive\n"
     file = write_parts(folder, network().state_dict(), "safetensors")
     index: dict[str, Any] = json.loads(file.read_text())
     part = folder / "model-1-of-2.safetensors"
@@ -220,17 +228,23 @@ def spoil(kind: str, folder: Path) -> str:
     return expected
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "kind",
-    ["torn", "no safetensors", "a Python object", "a part is gone", "a name is gone", "a file elsewhere", "no map"],
-)
+    ["torn", "no safetensors", "a Python object", "a pickle", "TorchScript", "a part is gone", "a name is gone",
+     "a file elsewhere", "no map"],
+)  # fmt: skip
 def test_what_is_broken_is_refused_in_one_message(kind: str, tmp_path: Path) -> None:
     expected = spoil(kind, tmp_path)
     names = {"a Python object": "file.pt", "torn": "file.safetensors", "no safetensors": "file.safetensors"}
-    with pytest.raises(RequestError, match=expected) as refused:
+    names |= {"a pickle": "file.pkl", "TorchScript": "file.pt"}
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(RequestError, match=expected) as refused:
         read_initial_weights(tmp_path / names.get(kind, "file.index.json"))
+    assert not warned, "torch's would stand above the message"
     assert refused.value.problem.startswith("--init-from ")
     assert "\n" not in refused.value.problem
+    if kind in ("a Python object", "a pickle", "TorchScript"):
+        assert "torch.save(model.state_dict(), 'weights.pt')" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

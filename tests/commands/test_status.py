@@ -49,8 +49,8 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     assert found.eta_seconds == 80 * 2 - 10  # 80 steps at the pace between the two lines, ten seconds of which are over
     assert (found.checkpoint_step, found.checkpoint_age, found.silent_seconds) == (20, 8, 8)
     assert "\n".join(format_statuses([found])).splitlines() == [
-        f"{tmp_path}/a  running    step 20/100  epoch 1  loss 1.5  val loss 1.4  val accuracy 0.5  640 samples/s"
-        "  2 min 30 s left",
+        f"{tmp_path}/a  running    step 20/100  epoch 1  loss 1.500  val loss 1.400  val accuracy 50.00 %"
+        "  640 samples/s  2 min 30 s left",
         "  ddp, 2 workers, cpu on node7; checkpoint of step 20, 8 s ago; last line 8 s ago",
     ]
 

@@ -39,6 +39,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "data.mixup": 0.2,
     "data.cutmix": 1.0,
     "data.random_resized_crop": 0.35,
+    "data.rand_augment": 9,
     "model": "mlp",
     "model.args": {"width": 7},
     "sync_bn": True,

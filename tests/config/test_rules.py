@@ -145,6 +145,7 @@ def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Pat
         ({"data_dir": file, "data": "digits"}, ["--data-dir", "is a file", "--data digits needs a folder"]),
         ({"init_from": tmp_path / "weight.pt"}, ["--init-from", "did you mean", "weights.pt"]),
         ({"init_from": tmp_path / "data"}, ["--init-from", "is a folder", "best.pt"]),
+        ({"init_from": "google/vit-base"}, ["no such file", "nothing is downloaded", "folder", "model.safetensors"]),
         ({"save_dir": file}, ["--save-dir", "is a file"]),
         ({"save_dir": file / "run"}, ["--save-dir", f"{file} is a file"]),
         ({"resume": tmp_path / "run-7"}, ["--resume", "no such run folder"]),

@@ -88,6 +88,19 @@ def test_a_parts_own_settings_stand_beside_its_arguments(recipe: Write) -> None:
     assert (config.model.unfreeze_at, config.model.args) == (4, {})
 
 
+@pytest.mark.parametrize("text", ["{no: 1, yes: 3, 010: 2}", "{'no': 1, \"yes\": 3e0, '010': 2}"])
+def test_names_of_classes_and_parameters_are_text(recipe: Write, text: str) -> None:
+    """YAML's own reading is False, True and 8; arguments of a dataset or a model have it."""
+    weights = {"no": 1.0, "yes": 3.0, "010": 2.0}
+    for file in (None, f"task.class_weights: {text}\n", f"task: {{class_weights: {text}}}\n"):
+        sets = () if file else (f"task.class_weights={text}", f"optimizer.rates={text}")
+        config = resolve({}, sets, recipe(file) if file else None)
+        assert config.task.class_weights == weights
+        assert file or config.optimizer.rates == weights
+    assert resolve({}, (), recipe(dump(config))).task.class_weights == weights
+    assert resolve({}, ("data.args={x: {no: 1}}",), None).data.args == {"x": {False: 1}}
+
+
 def test_lr_and_base_lr_in_one_layer_are_refused(recipe: Write) -> None:
     assert "--lr together with --base-lr" in read_refusal({"lr": "1", "base_lr": "2"})
     assert "--lr together with --set base_lr" in read_refusal({"lr": "1"}, ("base_lr=2",))

@@ -56,9 +56,10 @@ def test_nothing_composes_to_nothing() -> None:
 
 
 def test_scalars_of_settings_stay_as_they_are_written() -> None:
-    root = compose("a: off\nb: 4e-3\nc: 010\nd: ~\ne: 'null'\nf: [0, on]\non: 1\n")
+    root = compose("a: off\nb: 4e-3\nc: 010\nd: ~\ne: 'null'\nf: [0, on]\non: 1\ng: {no: no}\n")
     found = {line.key: parse_plain(line.value) for line in list_lines(root)}  # type: ignore[arg-type]
-    assert found == {"a": "off", "b": "4e-3", "c": "010", "d": None, "e": "null", "f": ["0", "on"], "on": "1"}
+    words = {"a": "off", "b": "4e-3", "c": "010", "d": None, "e": "null", "f": ["0", "on"], "on": "1"}
+    assert found == words | {"g": {"no": False}}
 
 
 def test_free_values_have_types_and_exponents_need_no_dot() -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.class_weights import count_repeats, draw_samples, read_labels, resolve_class_weights
+from multigpu_cli.data.class_weights import (
+    count_repeats,
+    draw_samples,
+    read_labels,
+    resolve_class_weights,
+    resolve_sample_weights,
+)
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.loader import Batch, Loader
@@ -43,6 +49,46 @@ def test_balanced_is_what_scikit_learn_computes() -> None:
     expected = compute_class_weight("balanced", classes=numpy.arange(3), y=labels)
     assert resolve("balanced") == pytest.approx(expected)
     assert resolve("balanced", replace(SOURCE, train=Items("train", 1))) == pytest.approx(expected)
+
+
+class Changed(Items):
+    """Its labels are changed on the way out, as torchvision's datasets do it."""
+
+    def __init__(self, target_transform: Any) -> None:
+        super().__init__("train", 1)
+        self.target_transform = target_transform
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        inputs, label = super().__getitem__(index)
+        return inputs, self.target_transform(label)
+
+
+def test_a_target_transform_is_followed() -> None:
+    from torchvision.datasets import FakeData, VisionDataset
+
+    assert "target_transform" in vars(VisionDataset(target_transform=int)), "as torchvision calls it"
+    assert FakeData(target_transform=int).target_transform is int
+    merged = replace(SOURCE, train=Subset(Changed((0, 1, 1).__getitem__), range(60)), num_classes=2)
+    assert resolve("balanced", merged) == pytest.approx([60 / (2 * 40), 60 / (2 * 20)])
+    tensors_of_it = Changed(torch.tensor)
+    tensors_of_it.targets = torch.tensor(tensors_of_it.targets)  # type: ignore[assignment]
+    assert resolve("balanced", replace(SOURCE, train=tensors_of_it)) == resolve("balanced")
+    with pytest.raises(RequestError, match=r"target_transform raised KeyError in test_class_weights\.py:\d+: 2\n"):
+        resolve("balanced", replace(SOURCE, train=Changed(lambda label: {0: 0, 1: 1}[label])))
+
+
+def test_labels_that_do_not_count_have_no_weight() -> None:
+    """-100, as torch ignores it: not counted, and with data.sample_weights never drawn."""
+    some = Items("train", 1)
+    some.targets[:20] = [-100] * 20
+    source = replace(SOURCE, train=some)
+    assert resolve("balanced", source) == pytest.approx([40 / (3 * 20), 40 / (3 * 15), 40 / (3 * 5)])
+    for wanted in ("balanced", (1.0, 1.0, 1.0)):
+        weights = resolve_sample_weights(wanted, source, "data.sample_weights")
+        assert (weights > 0).tolist() == [False] * 20 + [True] * 40
+    some.targets[30] = -1
+    with pytest.raises(RequestError, match="the labels of the training samples reach from -1 to 2, and there are 3"):
+        resolve("balanced", source)
 
 
 def test_weights_as_given() -> None:

@@ -93,6 +93,7 @@ def test_an_unknown_way_of_writing_is_refused(tmp_path: Path, name: str, value: 
         ("width,height,kind", False),
         ("1,width,kind", False),
         (",height,kind", False),
+        (",,kind", False),
     ],
 )
 def test_a_first_row_that_looks_like_data_is_said(tmp_path: Path, head: str, warns: bool) -> None:

@@ -159,6 +159,43 @@ def test_columns_without_names_are_numbers(tmp_path: Path) -> None:
     assert tensors(new)[0].shape == (1, 2), "without the column between"
 
 
+def test_an_index_of_the_rows_is_left_out(tmp_path: Path) -> None:
+    """As pandas (from 0) and R (from 1) write it: without a name; what merely looks like one is a feature."""
+    for first in (0, 1):
+        file = write(tmp_path / "t.csv", ",x,kind\n" + "".join(f"{at + first},{at % 7},{at % 2}\n" for at in range(40)))
+        source = open_table(file, target="kind")
+        assert (source.table.columns, source.warnings) == (("x",), ())  # type: ignore[union-attr]
+        assert source.note == "without its unnamed first column, which counts the rows: "
+    part = write(tmp_path / "part.csv", ",x,kind\n31,5,1\n32,6,0\n")
+    assert tensors(open_table(file, target="kind", test_file=str(part)).test)[0].shape == (2, 1), "its rows go on"
+    assert open_table(file, target="kind", ignore="").note == "", "left out by name, as the file has it"
+    named = write(tmp_path / "named.csv", "n,x,kind\n" + rows_of(40, "{at},{at},{odd}"))
+    assert open_table(named, target="kind").table.columns == ("n", "x")  # type: ignore[union-attr]
+    alone = write(tmp_path / "alone.csv", ",kind\n" + rows_of(40))
+    assert open_table(alone, target="kind").table.columns == ("column_1",)  # type: ignore[union-attr]
+
+
+def test_other_columns_without_a_name_get_one(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", ",x,,column_3,kind\n" + rows_of(40, "{at}9,{odd},w{odd},7,{odd}"))
+    source = open_table(file, target="kind")
+    assert source.table.columns == ("column_1", "x", "column_3_", "column_3")  # type: ignore[union-attr]
+    assert source.note == ""
+    ignoring = open_table(file, target="kind", ignore=["", "x"])
+    assert ignoring.table.columns == ("column_3",)  # type: ignore[union-attr]
+
+
+def test_yes_and_no_name_columns_in_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "t.csv", "x,no,on\n" + rows_of(40, "{at},{odd},{at}"))
+    words = ["--data", "t.csv", "--dry-run", "--set"]
+    for name in ("data.target=no", "data.ignore=[on]"):
+        assert main_multi_gpu.run([*words, name]) == 2
+        assert """which YAML reads as True and False: --set 'data.target="no"'""" in capsys.readouterr().err
+    assert main_multi_gpu.run([*words, 'data.target="no"', "--set", 'data.ignore=["on"]']) == 0
+
+
 def test_a_number_names_a_column_too(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", "x,2019\n" + rows_of(40))
     assert open_table(file, target=2019).class_names == ("0", "1")

@@ -13,6 +13,7 @@ ALL = (
     "data.mixup=0.2",
     "data.cutmix=1",
     "data.random_resized_crop=0.4",
+    "data.rand_augment=9",
 )
 UNEVEN: dict[str, Any] = {
     "data": "tests.support.uneven_classes:tensors",
@@ -37,13 +38,13 @@ def test_the_same_bits_on_any_number_of_workers_and_after_a_resume(tmp_path: Pat
     assert train("three", 1, OWN_DEED="0:34:SIGKILL") is None, "killed in step 9, in the middle of an epoch"
     assert train("three", 2) == one
     if data == "tensors":
-        without = {train(str(number), 1, ALL[:number] + ALL[number + 1 :]) for number in range(5)}
-        assert len(without | {one}) == 6, "each of them changes the result"
+        without = {train(str(number), 1, ALL[:number] + ALL[number + 1 :]) for number in range(len(ALL))}
+        assert len(without | {one}) == len(ALL) + 1, "each of them changes the result"
 
 
 def test_a_run_shows_them_and_keeps_them(tmp_path: Path) -> None:
     plan = run_training(sets=ALL, save_dir=str(tmp_path), epochs=1, dry_run=True, **UNEVEN).summary
-    assert plan["contents"].endswith("mixup 0.2, cutmix 1.0, random resized crop 0.4")
+    assert plan["contents"].endswith("mixup 0.2, cutmix 1.0, random resized crop 0.4, rand augment 9")
     assert "class weights balanced, sample weights {'0': 1.0, '1': 2.0, '2': 4.0}, mixup" in plan["contents"]
     run_training(sets=ALL, save_dir=str(tmp_path), epochs=1, **UNEVEN)
     again = run_training(sets=["data.mixup=0.5"], epochs=2, save_dir=str(tmp_path))
@@ -59,6 +60,7 @@ def test_a_run_shows_them_and_keeps_them(tmp_path: Path) -> None:
         ("uneven_classes:tensors", ["task.name=regression", "data.mixup=1"], "data.mixup is for --task classification"),
         ("user_code:tensors", ["data.cutmix=1"], "inputs are float32 (2, 6), and can't be mixed"),
         ("user_code:tensors", ["data.random_resized_crop=1"], "data.random_resized_crop: inputs are float32 (2, 6)"),
+        ("user_code:tensors", ["data.rand_augment=9"], "data.rand_augment: inputs are float32 (2, 6)"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(

@@ -116,6 +116,7 @@ def train(world: World, settings: dict[str, Any], source: DataSource | None = No
     torch.set_num_threads(1)
     with ExitStack() as stack:
         components = build_components(spec, world)
+        stack.callback(components.loaders.close)
         Path(spec.resume_point.folder).mkdir(parents=True, exist_ok=True)
         watch = Watchdog(world, config.fault.hang_timeout, lambda error: None)
         run = assemble_run(components, Console("silent"), StopRequest(), watch, stack)

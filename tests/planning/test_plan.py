@@ -74,6 +74,9 @@ def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
         "the epoch's last 1 sample is trained as a short batch"
     )
     assert "last" not in dict(make_plan(samples=640).rows())["length"]
+    assert dict(make_plan(samples=20).rows())["length"].endswith(
+        "; the epoch's 20 samples are trained as a short batch"
+    )
 
 
 def test_max_steps_says_what_it_cuts() -> None:
@@ -82,6 +85,14 @@ def test_max_steps_says_what_it_cuts() -> None:
     assert rows["warm-up"] == "32 optimizer steps from near zero to 0.001414, which --max-steps cuts short at 24"
     assert "cuts short" in dict(make_plan(max_steps=32, warmup=2).rows())["warm-up"], "its last step is not at the peak"
     assert "cuts short" not in dict(make_plan(max_steps=33, warmup=2).rows())["warm-up"]
+
+
+def test_a_run_of_a_few_steps_has_a_warm_up_of_one_or_none() -> None:
+    assert (
+        dict(make_plan(samples=64, global_batch=64, warmup=1).rows())["warm-up"]
+        == "1 optimizer step from near zero to 0.001414"
+    )
+    assert dict(make_plan(samples=64, warmup=0).rows())["warm-up"] == "none"
 
 
 def test_the_machine_readable_plan_has_the_same_figures() -> None:

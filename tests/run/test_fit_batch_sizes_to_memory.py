@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import evaluation, fit_batch_sizes_to_memory, oom_recovery
@@ -25,6 +26,16 @@ def losses(folder: str) -> list[float]:
 
 def faults(folder: str = "run") -> list[str]:
     return [event["action"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "fault"]
+
+
+def for_inference() -> nn.Module:
+    class ForInference(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                raise ValueError("for inference only")
+            return super().forward(x)
+
+    return ForInference(6, 3)
 
 
 @pytest.mark.parametrize(("workers", "only"), [(1, "null"), (2, "null"), (2, "1")])
@@ -174,6 +185,23 @@ def test_a_parameter_that_takes_no_part_is_found_before_ddp_waits_for_it() -> No
     assert ended.kind == "RequestError"
     assert "1.bias took no part in the loss" in ended.error
     assert "--find-unused-parameters" in ended.error
+    assert not Path("run").exists()
+
+
+def test_batches_of_one_sample_are_refused_where_the_model_cannot_train_on_one() -> None:
+    own = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
+    ended = run_training(**RUN | own | {"batch_size": 1}, max_steps=1)
+    assert ended.kind == "RequestError"
+    assert "a batch is one sample" in ended.error
+    assert "a larger --batch-size" in ended.error
+    assert not Path("run").exists()
+
+
+def test_a_model_that_fails_in_training_alone_is_refused() -> None:
+    ended = run_training(**RUN | {"model": f"{__name__}:for_inference"})
+    assert ended.kind == "RequestError"
+    assert "ValueError in test_fit_batch_sizes_to_memory.py" in ended.error
+    assert "for inference only" in ended.error
     assert not Path("run").exists()
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import re
 import shutil
 from contextlib import AbstractContextManager, suppress
@@ -14,8 +15,10 @@ import torch
 from multigpu_cli import engine
 from multigpu_cli.checkpoint.lock import is_locked
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.oom_recovery import halve_micro_batch
@@ -55,6 +58,26 @@ def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_pa
         assert run.progress.step == 6
         finish_run(run, "completed")
     assert ends(tmp_path) == ["completed", "stopped", "completed"]
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["while it is built", "afterwards"])
+def test_a_refused_run_leaves_no_loader_process_behind(
+    built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook goes on after it; and garbage collection may end such processes by closing others' files."""
+
+    def refuse(components: TrainComponents) -> None:
+        assert multiprocessing.active_children()
+        raise RequestError("another run is using the folder since a moment ago")
+
+    monkeypatch.setattr("multigpu_cli.run.lifecycle.freeze_until_due", refuse)
+    other = torch.nn.Linear(2, 2).state_dict()
+    torch.save(other, tmp_path / "other.pt")
+    words = {"data": "tests.run.test_build_components:Pictures", "model": "convnet", "num_workers": "1"}
+    weights = {} if built else {"init_from": str(tmp_path / "other.pt")}
+    with pytest.raises(RequestError, match="a moment ago" if built else "other.pt"):
+        prepare_run(tmp_path / "run", **words, **weights).__enter__()
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupted"])

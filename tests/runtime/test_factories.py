@@ -115,6 +115,19 @@ def test_an_argument_that_the_factory_does_not_take_gets_a_suggestion() -> None:
     assert "did you mean 'width'?" in refused.value.remedy
 
 
+def test_a_setting_of_ours_that_is_misspelt_is_among_the_suggestions() -> None:
+    def build(num_classes: int) -> None: ...
+
+    for where, written, meant in (
+        ("task", "class_weight", "class_weights"),
+        ("model", "unfreze_at", "unfreeze_at"),
+        ("optimizer", "layer_decy", "layer_decay"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            call_factory(build, {}, {written: 1}, where=where)
+        assert refused.value.remedy == f"did you mean '{meant}'?"
+
+
 def test_a_parameter_that_nobody_fills_says_how_to_fill_it() -> None:
     def build(heads: int, seed: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Small images of three classes, of which one is frequent and one is rare, held in memory or fetched one by one."""
+"""Small images (bytes) of three classes, one of them frequent and one rare, held in memory or fetched one by one."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ SHARES = (40, 15, 5)
 def tensors(split: str, seed: int) -> TensorDataset:
     targets = torch.repeat_interleave(torch.arange(3), torch.tensor(SHARES))
     noise = torch.randn(len(targets), 1, 8, 8, generator=torch.Generator().manual_seed(seed + len(split)))
-    return TensorDataset(noise + (targets - 1).view(-1, 1, 1, 1), targets)
+    return TensorDataset((110 + 30 * (noise + (targets - 1).view(-1, 1, 1, 1))).clamp(0, 235).byte(), targets)
 
 
 class Items(Dataset[tuple[Tensor, int]]):
@@ -26,4 +26,4 @@ class Items(Dataset[tuple[Tensor, int]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.inputs[index] + 0.1 * torch.randn(1, 8, 8), self.targets[index]
+        return self.inputs[index] + torch.randint(20, (1, 8, 8), dtype=torch.uint8), self.targets[index]

@@ -135,6 +135,28 @@ def test_a_dataset_without_classes_is_refused(count: int) -> None:
         Classification(source(split([0, 0]), num_classes=count), TaskConfig())
 
 
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        (torch.tensor([1]), r"0 classes: the target of sample 0 is int64 \(1,\)\n"),
+        (0.5, r"0 classes: the target of sample 0 is float32 \(\)\n"),
+        ("cat", r"0 classes: the target of sample 0 is str\n"),
+        (None, r"0 classes: the target of sample 0 is NoneType\n"),
+    ],
+)
+def test_targets_that_are_no_class_numbers_are_described(target: object, named: str) -> None:
+    class Samples:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[Tensor, object]:
+            return torch.zeros(2), target
+
+    with pytest.raises(RequestError, match=named) as refused:
+        Classification(source(Samples(), num_classes=0), TaskConfig())  # type: ignore[arg-type]
+    assert "a whole number" in refused.value.remedy
+
+
 def test_numpy_labels_of_a_users_dataset_are_not_read_twice() -> None:
     class Once:
         def __len__(self) -> int:

@@ -189,3 +189,20 @@ def test_a_model_without_a_loss_is_told_before_anything_is_written(tmp_path: Any
     ):
         assert text in ended.error
     assert not (tmp_path / "x").exists()
+
+
+def without_gradient() -> nn.Module:
+    class Detached(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x.float()).detach().square().mean()
+
+    return Detached(6, 2)
+
+
+def test_a_loss_that_no_parameter_is_part_of_is_refused(tmp_path: Any) -> None:
+    ended = run_training(
+        1, model=f"{__name__}:without_gradient", task="from-model", save_dir=str(tmp_path / "x"), max_steps=1
+    )
+    assert ended.kind == "RequestError"
+    assert "no parameter that learns is part of the loss" in ended.error
+    assert not (tmp_path / "x").exists()

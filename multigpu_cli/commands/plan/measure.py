@@ -69,7 +69,7 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
     world = World(placement.devices[0])
     with TemporaryDirectory(prefix="multigpu-plan-") as folder:
         components, note = build_probed(replace_settings(config, _SINGLE), placement, world, folder)
-        with closing(components.loaders.train):
+        with closing(components.loaders):
             size = components.plan.batches.micro_batch
             whole, half = profile_micro_batch(components, size), profile_micro_batch(components, max(1, size // 2))
             if world.device.type == "cpu":
@@ -148,7 +148,7 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
         alone = World(cpu, local_size=world.size)  # so that loader processes are shared out among the workers
         placement = Placement("single", (cpu,), 0, "plan")
         components, _ = build_probed(replace_settings(config, _SINGLE), placement, alone, folder)
-        with closing(components.loaders.train), limit_threads(threads_per_worker(world.size)):
+        with closing(components.loaders), limit_threads(threads_per_worker(world.size)):
             messages, after = _messages_of_step(components, world)
             tensors = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
             times = torch.stack(all_gather(world, time_steps(components, world, tensors)))

@@ -66,6 +66,7 @@ class SelftestProcess:
     def run(self, stack: ExitStack, **overrides: Any) -> Run:
         """A run that is ready for its first step."""
         components = self.components(**overrides)
+        stack.callback(components.loaders.close)
         watch = Watchdog(self.world, components.config.fault.hang_timeout, lambda error: None)
         return assemble_run(components, Console("silent"), StopRequest(), watch, stack)
 

@@ -108,7 +108,9 @@ def test_a_table_as_onnx_takes_raw_rows_and_predicts_as_predict_does(
     import onnxruntime
 
     monkeypatch.chdir(tmp_path)
-    new = write_toys(400)
+    new = [row | {"column_2": row["weight"]} for row in write_toys(400)]
+    for place in (Path("toys.csv"), Path("new.csv")):
+        place.write_text(place.read_text().replace("size,weight,", "size,,", 1))  # a column without a name
     sets = [f"data.target={target}", f"data.ignore={ignored}", "model.width=16"]
     flags: dict[str, Any] = {"data": "toys.csv", "model": "mlp", "epochs": 2, "num_workers": 0, "lr": 0.01}
     assert run_training(save_dir="run", sets=sets, **flags).error == ""
@@ -118,11 +120,11 @@ def test_a_table_as_onnx_takes_raw_rows_and_predicts_as_predict_does(
     session = onnxruntime.InferenceSession("toys.onnx")
     assert {each.name: each.type for each in session.get_inputs()} == {
         "size": "tensor(double)",
-        "weight": "tensor(double)",
+        "column_2": "tensor(double)",
         "colour": "tensor(string)",
     }
     numbers = {
-        name: np.array([float(row[name].replace("?", "") or "nan") for row in new]) for name in ("size", "weight")
+        name: np.array([float(row[name].replace("?", "") or "nan") for row in new]) for name in ("size", "column_2")
     }
     fed = numbers | {"colour": np.array([row["colour"] for row in new], dtype=object)}
     found = dict(zip([each.name for each in session.get_outputs()], session.run(None, fed), strict=True))
