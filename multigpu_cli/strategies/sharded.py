@@ -126,7 +126,8 @@ class Sharded(Strategy):
 
 def _shard(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool) -> None:
     """Shard in place: each block by itself, and the rest of the model."""
-    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # rows are cut along the first dim
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # rows are cut along the first dim
     for module in [*map(model.get_submodule, blocks), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=frees_after_forward)
     for module in model.modules():

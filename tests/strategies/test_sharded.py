@@ -115,9 +115,11 @@ def test_momentum_that_was_there_before_sharding_is_divided_too() -> None:
 
 
 def convolutions() -> nn.Module:
-    """Kernels with channels last, as they are laid out for speed."""
+    """Kernels with channels last, as they are laid out for speed, and a matrix that lies column by column."""
     shape = nn.Unflatten(1, (1, 1, 5))
-    layers = nn.Sequential(shape, nn.Conv2d(1, 4, (1, 2)), nn.Conv2d(4, 6, (1, 2)), nn.Flatten(), nn.Linear(18, 3))
+    last = nn.Linear(18, 3)
+    last.weight = nn.Parameter(last.weight.detach().t().contiguous().t())
+    layers = nn.Sequential(shape, nn.Conv2d(1, 4, (1, 2)), nn.Conv2d(4, 6, (1, 2)), nn.Flatten(), last)
     return layers.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
