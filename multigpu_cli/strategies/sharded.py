@@ -56,9 +56,9 @@ class Sharded(Strategy):
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._keeps_weights = keeps_weights
         mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
-        for module in (model, average):
-            if module is not None:
-                _shard(module, mesh, blocks, frees_after_forward=not keeps_weights)
+        _shard(model, mesh, blocks, frees_after_forward=not keeps_weights)
+        if average is not None:  # it has no backward pass, which would free what it keeps
+            _shard(average, mesh, blocks, frees_after_forward=True)
         self._model = cast(FSDPModule, model)
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {

@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "batchnorm": DOUBLE
     | {"sets": ["model.args.network=convnet", "data.args.shape=[2, 8, 8]"], "optimizer": "sgd", "freeze": "*ures.0*"},
     "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True},
-    "idle": DOUBLE | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"},
+    "idle": DOUBLE | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"}
+    | {"ema": 0.9, "checkpoint_every": "1000"},
 }
 PAUSE = {"OWN_PAUSE": "0.02"}
 
