@@ -134,6 +134,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, frees_a
         if isinstance(module, FSDPModule):  # neither setting reaches the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.8
+                module.set_reduce_scatter_unused_params(True)  # or workers that use other weights send unlike lengths
 
 
 def _check_can_be_sharded(model: nn.Module) -> None:
