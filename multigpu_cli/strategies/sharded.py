@@ -6,6 +6,7 @@ on all workers alike. A worker with fewer micro-batches than others therefore ru
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.sharded_state import ShardedState
@@ -71,6 +72,12 @@ class Sharded(Strategy):
         self.trained = [row for _, row in self._pairs]
         self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
+        self._order = 0  # a hash of which blocks have run, one after the other
+        for place, block in enumerate(blocks):
+            model.get_submodule(block).register_forward_pre_hook(partial(self._note_pass, place))
+
+    def _note_pass(self, place: int, *_: object) -> None:
+        self._order = hash((self._order, place))
 
     def _give_rows(self, optimizer: torch.optim.Optimizer, rows: dict[Tensor, nn.Parameter]) -> None:
         """Put the rows, and their part of the state, in place of whole parameters."""
@@ -118,6 +125,16 @@ class Sharded(Strategy):
         return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `Strategy`.
+
+        Raises:
+            TrainingError: workers ran different blocks since the start; on all ranks.
+        """
+        if len(set(all_gather_object(self._world, self._order))) > 1:
+            raise TrainingError(
+                "the workers ran different blocks of the model, so that one gathered the weights of another's block",
+                remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
+            )
         return self._state.gather(state)
 
     def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
