@@ -22,7 +22,7 @@ def find_blocks_to_wrap(model: nn.Module, patterns: Sequence[str] = ()) -> list[
     Raises:
         RequestError: a pattern that matches no module.
     """
-    named = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
+    named = {name: module for name, module in model.named_modules() if name and _can_be_gathered(module)}
     if patterns:
         for pattern in patterns:
             match_names(list(named), pattern, f"strategy.wrap {pattern!r}", "module")
@@ -53,6 +53,11 @@ def _list_main_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     for name in blocks:
         if type(model.get_submodule(name)) is sizes[name.rpartition(".")[0]].most_common(1)[0][0]:
             yield name
+
+
+def _can_be_gathered(module: nn.Module) -> bool:
+    """Whether it has weights, and a pass of its own that needs them: a ModuleList has none."""
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
 
 
 def _shares_weights(model: nn.Module, block: nn.Module) -> bool:

@@ -6,6 +6,7 @@ on all workers alike. A worker with fewer micro-batches than others therefore ru
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.sharded_state import ShardedState
@@ -56,9 +57,9 @@ class Sharded(Strategy):
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._keeps_weights = keeps_weights
         mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
-        for module in (model, average):
-            if module is not None:
-                _shard(module, mesh, blocks, frees_after_forward=not keeps_weights)
+        _shard(model, mesh, blocks, frees_after_forward=not keeps_weights)
+        if average is not None:  # it has no backward pass, which would free what it keeps
+            _shard(average, mesh, blocks, frees_after_forward=True)
         self._model = cast(FSDPModule, model)
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {
@@ -71,6 +72,12 @@ class Sharded(Strategy):
         self.trained = [row for _, row in self._pairs]
         self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
+        self._order = 0  # a hash of which blocks have run, one after the other
+        for place, block in enumerate(blocks):
+            model.get_submodule(block).register_forward_pre_hook(partial(self._note_pass, place))
+
+    def _note_pass(self, place: int, *_: object) -> None:
+        self._order = hash((self._order, place))
 
     def _give_rows(self, optimizer: torch.optim.Optimizer, rows: dict[Tensor, nn.Parameter]) -> None:
         """Put the rows, and their part of the state, in place of whole parameters."""
@@ -118,6 +125,16 @@ class Sharded(Strategy):
         return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `Strategy`.
+
+        Raises:
+            TrainingError: workers ran different blocks since the start; on all ranks.
+        """
+        if len(set(all_gather_object(self._world, self._order))) > 1:
+            raise TrainingError(
+                "the workers ran different blocks of the model, so that one gathered the weights of another's block",
+                remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
+            )
         return self._state.gather(state)
 
     def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
@@ -126,13 +143,16 @@ class Sharded(Strategy):
 
 def _shard(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool) -> None:
     """Shard in place: each block by itself, and the rest of the model."""
-    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # rows are cut along the first dim
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # rows are cut along the first dim
     for module in [*map(model.get_submodule, blocks), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=frees_after_forward)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # neither setting reaches the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.8
+                module.set_reduce_scatter_unused_params(True)  # or workers that use other weights send unlike lengths
 
 
 def _check_can_be_sharded(model: nn.Module) -> None:

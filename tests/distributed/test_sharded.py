@@ -30,7 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
     "batchnorm": DOUBLE
     | {"sets": ["model.args.network=convnet", "data.args.shape=[2, 8, 8]"], "optimizer": "sgd", "freeze": "*ures.0*"},
     "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True},
-    "idle": DOUBLE | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"},
+    "idle": DOUBLE
+    | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"}
+    | {"ema": 0.9, "checkpoint_every": "1000"},
 }
 PAUSE = {"OWN_PAUSE": "0.02"}
 
@@ -124,6 +126,23 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
     ended = run(3, "run", case)
     assert (ended.kind, ended.killed) == ("TrainingError", [])
     assert "NaN or infinite" in ended.error
+
+
+def test_a_weight_that_only_some_micro_batches_use_has_the_sum_of_these() -> None:
+    case = {"model": "tests.support.failing_model:choosy"}
+    assert not run(1, "one", case).error
+    ended = run(3, "three", case)
+    assert (ended.error, ended.killed) == ("", [])
+    assert read_curve("three") == pytest.approx(read_curve("one"), rel=2e-5)
+
+
+def test_workers_that_run_different_blocks_are_found_before_anything_is_saved() -> None:
+    """Their blocks are of one size: each took the other's weights, and nothing else would tell."""
+    case: dict[str, Any] = {"model": "tests.support.failing_model:dropping"}
+    ended = run(2, "run", case)
+    assert (ended.kind, "ran different blocks of the model" in ended.error) == ("TrainingError", True), ended.error
+    assert Store(Path("run/checkpoints"), 3).find_newest()[0] is None
+    assert not run(2, "head", case, sets=["strategy.wrap=head"]).error
 
 
 def test_weights_of_another_run_and_what_modules_hold_beside_tensors() -> None:

@@ -30,6 +30,13 @@ def test_patterns_name_others_and_inner_modules_come_first() -> None:
         find_blocks_to_wrap(small_gpt(), ["layers.*"])
 
 
+def test_a_list_of_modules_has_no_pass_of_its_own() -> None:
+    model = nn.ModuleDict({"rows": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
+    assert find_blocks_to_wrap(model, ["*"]) == ["rows.0", "rows.1"]
+    with pytest.raises(RequestError, match=r"'rows' matches no module(.|\n)*rows.0"):
+        find_blocks_to_wrap(model, ["rows"])
+
+
 def test_a_block_that_shares_a_weight_with_another_is_gathered_with_the_rest() -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     model[2].weight = model[1].weight

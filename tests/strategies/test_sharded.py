@@ -13,6 +13,7 @@ from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.sharded import Sharded
@@ -56,7 +57,8 @@ def train(world: World, plan: BatchPlan, build: Callable[[], nn.Module], name: s
     if world.size > 1:
         blocks = find_blocks_to_wrap(model)
         strategy = Sharded(model, world, optimizer, average.module, blocks=blocks, **more)
-    strategy.warm_up(lambda: cross_entropy(strategy.callable(samples(2)[0]), samples(2)[1]))
+    with preserve_buffers(model):
+        strategy.warm_up(lambda: cross_entropy(strategy.callable(samples(2)[0]), samples(2)[1]))
     norms = []
     for _ in range(3):
         reduce_step(strategy, plan, world.rank)
@@ -113,9 +115,11 @@ def test_momentum_that_was_there_before_sharding_is_divided_too() -> None:
 
 
 def convolutions() -> nn.Module:
-    """Kernels with channels last, as they are laid out for speed."""
+    """Kernels with channels last, as they are laid out for speed, and a matrix that lies column by column."""
     shape = nn.Unflatten(1, (1, 1, 5))
-    layers = nn.Sequential(shape, nn.Conv2d(1, 4, (1, 2)), nn.Conv2d(4, 6, (1, 2)), nn.Flatten(), nn.Linear(18, 3))
+    last = nn.Linear(18, 3)
+    last.weight = nn.Parameter(last.weight.detach().t().contiguous().t())
+    layers = nn.Sequential(shape, nn.Conv2d(1, 4, (1, 2)), nn.Conv2d(4, 6, (1, 2)), nn.Flatten(), last)
     return layers.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 

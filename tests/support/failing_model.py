@@ -68,3 +68,44 @@ class Forgetful(nn.Sequential):
 
 def forgetful(input_shape: Sequence[int], num_classes: int, at: int = 5) -> nn.Module:
     return Forgetful(prod(input_shape), num_classes, at)
+
+
+class Choosy(nn.Sequential):
+    """The bias takes part for some samples only: all of those of the first pass, and of evaluations."""
+
+    def __init__(self, features: int, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(features, num_classes))
+        self.passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += self.training
+        layer = self[1]
+        assert isinstance(layer, nn.Linear)
+        skips = self.training and self.passes > 1 and float(inputs.sum()) > 0
+        return functional.linear(self[0](inputs), layer.weight, None if skips else layer.bias)
+
+
+def choosy(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    return Choosy(prod(input_shape), num_classes)
+
+
+class Dropping(nn.Module):
+    """Leaves out one of its blocks in each training pass after the first: which one depends on the samples."""
+
+    def __init__(self, features: int, num_classes: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(features, features) for _ in range(3))
+        self.head, self.passes = nn.Linear(features, num_classes), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += self.training
+        left_out = int(float(inputs.sum().abs()) * 100) % 3 if self.training and self.passes > 1 else -1
+        found = inputs.flatten(1)
+        for place, block in enumerate(self.blocks):
+            found = found if place == left_out else found + block(found).tanh()
+        logits: Tensor = self.head(found)
+        return logits
+
+
+def dropping(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    return Dropping(prod(input_shape), num_classes)
