@@ -93,6 +93,11 @@ class Sharded(Strategy):
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Keep the pass, which every worker can run at any time, as the padding pass."""
         self._padding = loss
+        for module in self._model.modules():  # type: ignore[attr-defined]
+            # From here on, since what the pass before it finds without a gradient is refused: a worker whose
+            # micro-batches do not use a weight sends zeros, or workers would send unlike lengths. Not in torch 2.8.
+            if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
 
@@ -151,8 +156,6 @@ def _shard(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, frees_a
         if isinstance(module, FSDPModule):  # neither setting reaches the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.8
-                module.set_reduce_scatter_unused_params(True)  # or workers that use other weights send unlike lengths
 
 
 def _check_can_be_sharded(model: nn.Module) -> None:
