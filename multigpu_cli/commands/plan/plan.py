@@ -203,7 +203,7 @@ def note_too_large(memory: Memory, capacity: int | None) -> Iterator[str]:
     """What to do where a device can't hold what ddp needs on each."""
     if capacity and not memory.largest_batch(_FILLED * capacity):
         yield (
-            f"{_format_bytes(memory.total_bytes(1))} with a single sample do not fit {_format_bytes(capacity)}: "
+            f"{format_bytes(memory.total_bytes(1))} with a single sample do not fit {format_bytes(capacity)}: "
             "--multi-gpu fsdp divides weights, gradients and the optimizer's state over the workers"
         )
 
@@ -213,12 +213,12 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
     yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    listed = ", ".join(f"{_format_bytes(value)} {name}" for name, value in parts.items())
-    stored = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
-    yield f"memory   {_format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
+    listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
+    stored = f"{format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
+    yield f"memory   {format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
     if forecast.capacity:
         fits = memory.largest_batch(_FILLED * forecast.capacity)
-        total = _format_bytes(forecast.capacity)
+        total = format_bytes(forecast.capacity)
         yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
     yield from _format_sharded(forecast)
     for count, work in about["works"].items():
@@ -246,15 +246,16 @@ def _format_sharded(forecast: Forecast) -> Iterator[str]:
         memory, activations = row.memory, row.memory.activations(forecast.micro_batch)
         state = memory.weights + memory.optimizer + memory.gradients
         parts = {"state": state, "gathered": memory.unsharded, "kept for backward": activations}
-        listed = ", ".join(f"{_format_bytes(size)} {name}" for name, size in parts.items())
+        listed = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
         yield (
-            f"{row.workers:>8} {_format_bytes(memory.total_bytes(forecast.micro_batch))} a device: {listed}; "
-            f"a step of {pluralize(row.passes, 'micro-batch')} sends {_format_bytes(row.sent)} "
-            f"(ddp {_format_bytes(row.sent_by_ddp)})"
+            f"{row.workers:>8} {format_bytes(memory.total_bytes(forecast.micro_batch))} a device: {listed}; "
+            f"a step of {pluralize(row.passes, 'micro-batch')} sends {format_bytes(row.sent)} "
+            f"(ddp {format_bytes(row.sent_by_ddp)})"
         )
 
 
-def _format_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """'1.50 GiB', '0.20 MiB'."""
     units = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
     name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
     return f"{count / units[name]:.2f} {name}"
