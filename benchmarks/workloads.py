@@ -33,6 +33,7 @@ MLP = {
 }
 PICTURES = {"data": "benchmarks.workloads:pictures", "lr": "1e-3"}
 SHAPE, REACH = (3, 32, 32), 4
+VOCABULARY, LENGTH = 512, 64
 MAX_NORM = 1.0
 
 
@@ -69,6 +70,21 @@ def pictures(mode: str = "flatten", samples: int = 2048) -> DataSource:
         num_classes=CLASSES,
         prepare=fit_standardised(images, mode),
         augment=partial(shift_and_mirror, reach=REACH),
+    )
+
+
+def tokens(samples: int = 512) -> DataSource:
+    """Random sequences of tokens, each followed by its next one."""
+    torch.manual_seed(1)
+    drawn = torch.randint(VOCABULARY, (samples, LENGTH + 1))
+    return DataSource(
+        train=TensorDataset(drawn[:, :-1], drawn[:, 1:]),
+        val=None,
+        test=None,
+        input_shape=(LENGTH,),
+        num_classes=VOCABULARY,
+        task="language-model",
+        model="gpt",
     )
 
 
@@ -178,7 +194,7 @@ def against(
 ) -> Seconds:
     """One whole run of ours, with the rivals in between its steps."""
     config = resolve(flags | {"save_dir": str(folder), "resume": "never"}, sets, None)
-    strategy = "ddp" if launch_env else "single"
+    strategy = flags.get("multi_gpu", "ddp") if launch_env else "single"
     choice = Placement(strategy, (torch.device("cpu"),), 0, "benchmark", "gloo" if launch_env else None)
     engine.run(config, choice, launch_env, Arena(Rivals(rivals, seconds)), on_fatal_error=lambda error: None)
     return seconds

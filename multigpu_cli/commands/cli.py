@@ -182,8 +182,6 @@ def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_lau
 
     command = str(context.info_name)
     config = build_config(reject_idle_flags(command, values), context.obj)
-    if config.device.multi_gpu == "fsdp":
-        raise RequestError(f"{command}: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp, or leave it out")
     from multigpu_cli.runtime.launch_env import LaunchEnv
 
     if not allow_launcher and LaunchEnv.from_environment(context.obj):

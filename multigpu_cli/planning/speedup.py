@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import ceil, inf, isfinite
 
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.planning.sharding import Sharding
 
 _FIRST_BUCKET, _BUCKET = 1, 25  # MiB, DDP's defaults
 
@@ -95,6 +96,8 @@ class StepTimes:
         messages: sizes in bytes of the buckets that are reduced during backward.
         after: bytes that are reduced after backward.
         reduction: measured seconds of both, if the steps of that many workers were measured; else None.
+        sharding: with --multi-gpu fsdp, whose groups of weights are the messages: each is gathered in passes, and its
+            gradient scattered in the last one. Gathering and scattering take as long as one all-reduce.
     """
 
     data: float
@@ -104,6 +107,7 @@ class StepTimes:
     messages: tuple[float, ...]
     after: float = 0.0
     reduction: float | None = None
+    sharding: Sharding | None = None
 
 
 def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
@@ -115,14 +119,24 @@ def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
     return (first, *[full] * int(count), *([left] if left else []))
 
 
-def exposed_seconds(work: StepTimes, network: Interconnect, workers: int) -> float:
-    """Seconds of the reduction that do not overlap with backward."""
+def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes: int = 1) -> float:
+    """Seconds of communication that do not overlap with the passes of a step.
+
+    Args:
+        passes: micro-batches of a step on each worker.
+    """
     if workers == 1:
         return 0.0
     after = network.all_reduce(work.after, workers) if work.after else 0.0
+    whole = sum(network.all_reduce(size, workers) for size in work.messages)
     if not network.inside.overlaps:
-        modelled = sum(network.all_reduce(size, workers) for size in work.messages) + after
-        return modelled if work.reduction is None else work.reduction
+        seconds = whole + after if work.reduction is None else work.reduction
+        return seconds * (1 if work.sharding is None else (work.sharding.gathers(passes) + 1) / 2)
+    if work.sharding:
+        gathers = work.sharding.gathers(passes)
+        ahead = whole / 2 * -(-gathers // 2) - passes * work.forward
+        back = whole / 2 * (gathers // 2 + 1) - passes * work.backward
+        return max(0.0, ahead) + max(0.0, back) + after
     done, reduced = 0.0, 0.0
     for size in work.messages:
         done += size
@@ -134,7 +148,7 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int) -> flo
 def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulation: int) -> float:
     """Seconds of one optimizer step with `accumulation` micro-batches on each worker."""
     passes = accumulation * (work.data + work.forward + work.backward)
-    return passes + exposed_seconds(work, network, workers) + work.commit
+    return passes + exposed_seconds(work, network, workers, accumulation) + work.commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +156,7 @@ class ForecastRow:
     """The forecast for one number of workers.
 
     Attributes:
+        passes: micro-batches of a step on each worker.
         step: seconds of an optimizer step. waiting: its exposed communication in seconds.
         speedup: samples per second relative to one worker. efficiency: speedup / workers.
         steps: optimizer steps of the run; if the global batch grows, each has more samples.
@@ -150,6 +165,7 @@ class ForecastRow:
 
     workers: int
     global_batch: int
+    passes: int
     step: float
     waiting: float
     samples_per_second: float
@@ -193,7 +209,8 @@ def forecast(
     for workers, work in zip(counts, works, strict=True):
         plan = replace(base, global_batch=global_batch or least * workers, workers=workers)
         batch = plan.global_batch
-        step = step_seconds(work, network, workers, ceil(plan.num_micro_batches(0) / workers))
+        passes = ceil(plan.num_micro_batches(0) / workers)
+        step = step_seconds(work, network, workers, passes)
         steps = float(ceil(round(epochs * plan.steps_per_epoch, 6)))
         if noise_scale is not None:
             smaller, larger = (1 + noise_scale / each.global_batch for each in (plan, base))
@@ -206,7 +223,8 @@ def forecast(
                 workers=workers,
                 global_batch=batch,
                 step=step,
-                waiting=exposed_seconds(work, network, workers),
+                passes=passes,
+                waiting=exposed_seconds(work, network, workers, passes),
                 samples_per_second=rate,
                 speedup=rate / first,
                 efficiency=rate / first / workers,

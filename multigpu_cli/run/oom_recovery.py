@@ -13,7 +13,10 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.runtime.out_of_memory import free_memory
 
-REMEDY = "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, or --amp bf16"
+REMEDY = (
+    "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, --amp bf16, or, if the weights "
+    "and the optimizer's state are too large for one of several devices, --multi-gpu fsdp"
+)
 
 
 def halve_micro_batch(components: TrainComponents) -> str:

@@ -13,7 +13,7 @@ from multigpu_cli.commands.bench.plot import draw_benchmark
 from multigpu_cli.commands.bench.trainer_run import WINDOWS, run_trainer, window_steps
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import measure_worker
-from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, measure_interconnect
+from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, format_bytes, measure_interconnect
 from multigpu_cli.commands.requests import parse_worker_counts
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
@@ -28,6 +28,7 @@ _KNOBS = {
     "wire": "the wire: a larger --batch-size, --grad-accum-steps, --grad-compression bf16, or faster links",
     "stragglers": "slow workers: equal GPUs, no other users on them, and even shares (--batch-size)",
     "compute": "the device itself: --amp, --compile, a larger --batch-size",
+    "compute and wire": "a larger --batch-size, --reshard step, --amp, or faster links",
 }
 
 
@@ -36,10 +37,11 @@ class BenchResult:
     """The measurements on one number of workers.
 
     Attributes:
-        strategy: single, ddp or dp, whose devices are its workers.
+        strategy: single, ddp, fsdp or dp, whose devices are its workers.
         step_ms: one median for each repetition.
         utilisation: of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown.
-        shares: of the time: data, wire (exposed), stragglers, compute.
+        memory: of the fullest worker, in bytes: its GPU's, or the whole process on a CPU.
+        shares: of the time: data, wire (exposed), stragglers, compute; with fsdp data, and "compute and wire".
         overlap: where the share of the wire comes from; None: from the wait for the last bucket.
         forecast_ms: plan's forecast, the median of the repetitions; None for dp, which plan does not forecast.
         error: (forecast - measured) / measured.
@@ -53,6 +55,7 @@ class BenchResult:
     speedup: float
     efficiency: float
     utilisation: float | None
+    memory: float
     shares: dict[str, float]
     overlap: Overlap | None
     forecast_ms: float | None
@@ -100,7 +103,8 @@ def run_benchmark(
         RequestError, TrainingError: as a training would.
     """
     reason = why_no_dp(config)
-    sides = [("ddp" if count > 1 else "single", count) for count in workers]
+    several = "fsdp" if config.device.multi_gpu == "fsdp" else "ddp"
+    sides = [(several if count > 1 else "single", count) for count in workers]
     sides += [] if reason else [("dp", count) for count in workers if count > 1]
     runs_of: dict[tuple[str, int], list[dict[str, float]]] = {side: [] for side in sides}
     overlaps: dict[int, list[Overlap | None]] = {count: [] for count in workers}
@@ -139,6 +143,8 @@ def run_benchmark(
 
 def why_no_dp(config: Config) -> str:
     """Why nn.DataParallel is not measured; "" where it is."""
+    if config.device.multi_gpu == "fsdp":
+        return "--multi-gpu fsdp is measured instead"
     if (gpus := len(usable_gpus(config.device))) < 2:
         return f"it needs two GPUs, and there is {gpus or 'none'} to use"
     if config.model.compile != "off":
@@ -164,10 +170,11 @@ def _summarize_runs(
     forecast = None if strategy == "dp" else 1e3 * statistics.median(row.step for row in rows)
     rate = 1e3 * row.samples_per_second * row.step / median
     gain = rate / first if first else float(row.workers)
-    shares = {name: statistics.median(each[name] for each in runs) for name in ("data", "wire", "stragglers")}
+    waits = ("data",) if strategy == "fsdp" else ("data", "wire", "stragglers")
+    shares = {name: statistics.median(each[name] for each in runs) for name in waits}
     if hidden:
         shares["wire"] = max(0.0, hidden.exposed) / median
-    shares["compute"] = max(0.0, 1 - sum(shares.values()))
+    shares["compute and wire" if strategy == "fsdp" else "compute"] = max(0.0, 1 - sum(shares.values()))
     busy = statistics.median(each["utilisation"] for each in runs)
     return BenchResult(
         strategy=strategy,
@@ -178,6 +185,7 @@ def _summarize_runs(
         speedup=gain,
         efficiency=gain / row.workers,
         utilisation=None if isnan(busy) else busy,
+        memory=statistics.median(each["memory"] for each in runs),
         shares=shares,
         overlap=hidden,
         forecast_ms=forecast,
@@ -226,7 +234,7 @@ def format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[st
         yield f"{f'{rung.strategy} {rung.workers}':>12}{spread:>32}{gain}{error}"
         shares = ", ".join(f"{share:.0%} {name}" for name, share in rung.shares.items())
         busy = "" if rung.utilisation is None else f"; devices busy {rung.utilisation:.0f} % of the time"
-        yield f"{'':>12}  {shares}{busy}"
+        yield f"{'':>12}  {shares}{busy}; at most {format_bytes(rung.memory)} of memory in a worker"
         if rung.overlap:
             one, left = rung.overlap.reduction, rung.overlap.exposed
             yield f"{'':>12}  a reduction after backward takes {one:.2f} ms; overlapped with it, {left:.2f} ms are left"
@@ -236,7 +244,8 @@ def format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[st
 
 
 def _choose_advice(rung: BenchResult) -> str:
-    name = max(("data", "wire", "stragglers"), key=lambda wait: rung.shares[wait])
+    *waits, rest = rung.shares
+    name = max(waits, key=lambda wait: rung.shares[wait])
     if rung.shares[name] <= 0.1:
-        name = "compute"
+        name = rest
     return f"{_KNOBS[name]} ({rung.shares[name]:.0%} of the time with {pluralize(rung.workers, 'worker')})"

@@ -46,9 +46,15 @@ class Overlap:
 
 
 def measure_overlap(config: Config, workers: int) -> Overlap | None:
-    """Measure in so many processes; None where DDP does not reduce gradients by its plain all-reduce."""
+    """Measure in so many processes; None where gradients are not reduced by DDP's plain all-reduce."""
     wire = config.communication
-    if workers == 1 or config.reproducibility.exact or wire.grad_compression != "none" or wire.find_unused_parameters:
+    if (
+        workers == 1
+        or config.device.multi_gpu == "fsdp"
+        or config.reproducibility.exact
+        or wire.grad_compression != "none"
+        or wire.find_unused_parameters
+    ):
         return None
     devices = cuda_devices(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
     return Overlap(*run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0])

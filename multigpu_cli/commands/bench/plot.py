@@ -9,7 +9,13 @@ from matplotlib.figure import Figure
 
 from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text, save_png
 
-_SHADES = {"compute": "#9fc3da", "data": "#e0a458", "wire": "#d1495b", "stragglers": "#7b4fa3"}
+_SHADES = {
+    "compute": "#9fc3da",
+    "compute and wire": "#5f93ad",
+    "data": "#e0a458",
+    "wire": "#d1495b",
+    "stragglers": "#7b4fa3",
+}
 
 
 def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
@@ -46,7 +52,9 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         use.set_ylabel("per cent")
         below = [0.0] * len(rungs)
         for part, shade in _SHADES.items():
-            heights = [100 * rung["shares"][part] for rung in rungs]
+            if not any(part in rung["shares"] for rung in rungs):
+                continue
+            heights = [100 * rung["shares"].get(part, 0.0) for rung in rungs]
             parts.bar(names, heights, bottom=below, color=shade, label=part, width=0.5)
             below = [low + height for low, height in zip(below, heights, strict=True)]
         parts.set_title("Where the time goes")

@@ -14,6 +14,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.launch import run_cli
 from multigpu_cli.monitor.history import load_history
+from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS
 
 WINDOWS = 8  # of a run, the first of which is warm-up
 _ENDLESS = 1_000_000  # epochs
@@ -31,7 +32,8 @@ def run_trainer(
     """Run the real trainer for some steps; medians over its journal's windows without the first one.
 
     Returns:
-        step_ms, the shares data, wire and stragglers, and utilisation in per cent, NaN where it is unknown.
+        step_ms, the shares data, wire and stragglers, memory of the fullest worker in bytes, and utilisation in per
+        cent, NaN where it is unknown.
     """
     config = without_setting(config, "nproc_per_node")
     interval = window_steps(steps)
@@ -45,7 +47,7 @@ def run_trainer(
         "checkpoint_every": str(_ENDLESS),
         "warmup_epochs": 0.0,
     }
-    if strategy == "ddp":
+    if strategy in MULTI_PROCESS:
         changes["nproc_per_node"] = workers
     if ids := config.device.gpu_ids or (range(workers) if strategy == "dp" else ()):
         changes["gpu_ids"] = list(ids[:workers])
@@ -59,4 +61,4 @@ def run_trainer(
     for line in lines:
         known = [value for value in line.get("gpu_utilisation") or line["cpu_utilisation"] if value is not None]
         busy += [statistics.fmean(known)] if known else []
-    return medians | {"utilisation": statistics.median(busy) if busy else nan}
+    return medians | {"memory": max(lines[-1]["memory"]), "utilisation": statistics.median(busy) if busy else nan}

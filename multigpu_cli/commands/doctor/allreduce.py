@@ -1,15 +1,17 @@
-"""Speed and correctness of all-reduces between real workers of this machine."""
+"""Speed and correctness of all-reduces between real workers of this machine, and the speed of their two halves."""
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from multigpu_cli.commands.doctor.findings import Finding, warn_if
+from multigpu_cli.commands.doctor.gather_and_scatter import all_gather, reduce_scatter
 from multigpu_cli.commands.workers import join_workers
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.launch import run_in_workers
@@ -24,14 +26,16 @@ _SMALL = 8  # bytes
 _SIZES = {"cpu": (2**18, 2**20, 2**24), "cuda": (2**20, 2**24, 2**28)}  # bytes
 _COPIED = 2**28  # bytes
 _MOST_IN_PAIRS = 8  # workers: 28 pairs
+_HALVES = {"all-gather": all_gather, "reduce-scatter": reduce_scatter}
 
 
 def measure_allreduce(world: World) -> dict[str, Any]:
     """Measure on all workers together; the same result on all ranks, except for times of rank 0's clock.
 
     Returns:
-        backend, workers, wrong (ranks whose sums were wrong), latency (seconds), by_size ([bytes, seconds]), and pairs
-        ([one, other, seconds, wrong]) where there are more than two workers.
+        backend, workers, wrong (ranks whose sums were wrong), latency (seconds), by_size ([bytes, seconds]), halves
+        (the same of all-gather and reduce-scatter, which --multi-gpu fsdp uses), and pairs ([one, other, seconds,
+        wrong]) where there are more than two workers.
     """
     sizes = _SIZES["cuda" if world.device.type == "cuda" else "cpu"]
     wrong = all_reduce_max(
@@ -43,6 +47,9 @@ def measure_allreduce(world: World) -> dict[str, Any]:
         "wrong": [rank for rank, is_wrong in enumerate(wrong) if is_wrong],
         "latency": _time_allreduce(world, _SMALL),
         "by_size": [[size, _time_allreduce(world, size)] for size in sizes],
+        "halves": {
+            name: [[size, _time_collective(world, size, work)] for size in sizes] for name, work in _HALVES.items()
+        },
         "pairs": list(_measure_pairs(world, sizes[1])) if 2 < world.size <= _MOST_IN_PAIRS else [],
     }
 
@@ -65,7 +72,8 @@ def _run_worker() -> dict[str, Any]:
 def judge_allreduce(measured: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings from the measurements.
 
-    The bus bandwidth is the rate of each connection: 2 (n-1)/n times the bytes, per second, as in nccl-tests.
+    The bus bandwidth is the rate of each connection: 2 (n-1)/n times the bytes, per second, as in nccl-tests; half as
+    many bytes for a gather or a scatter.
     """
     workers, name = measured["workers"], f"all-reduce ({measured['backend']})"
     size, seconds = measured["by_size"][-1]
@@ -78,6 +86,11 @@ def judge_allreduce(measured: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(name, "fail", evidence, fix, dict(measured))
     else:
         yield Finding(name, "ok", f"{evidence}, sums are right", "", dict(measured))
+    for half, by_size in measured["halves"].items():
+        size, seconds = by_size[-1]
+        rate = (workers - 1) / workers * size / seconds
+        evidence = f"{workers} workers: {_format_rate(rate)} over {size / 2**20:.0f} MiB"
+        yield Finding(f"{half} ({measured['backend']})", "ok", evidence, "", {"by_size": by_size})
     if measured["pairs"]:
         yield _judge_pairs(measured["pairs"], measured["by_size"][1][0])
 
@@ -139,7 +152,15 @@ def _sums_correctly(world: World) -> bool:
 
 def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = None) -> float:
     """The median time of one all-reduce of so many bytes."""
-    value = torch.zeros(max(1, size // 4), dtype=torch.float32, device=world.device)
+    return _time_collective(world, size, lambda value: dist.all_reduce(value, group=group), group)
+
+
+def _time_collective(
+    world: World, size: int, work: Callable[[Tensor], object], group: dist.ProcessGroup | None = None
+) -> float:
+    """The median time of one call with a tensor of so many bytes, in equal parts for all workers."""
+    part = max(1, -(-size // (4 * world.size)))
+    value = torch.zeros(part * world.size, dtype=torch.float32, device=world.device)
     times = max(1, min(20, 2**22 // size))
     wait = torch.get_device_module(world.device).synchronize
     seconds = []
@@ -148,7 +169,7 @@ def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = N
         wait()
         began = time.perf_counter()
         for _ in range(times):
-            dist.all_reduce(value, group=group)
+            work(value)
         wait()
         seconds.append((time.perf_counter() - began) / times)
     return statistics.median(seconds[1:])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,9 @@ from multigpu_cli.commands.workers import place_on_one_device
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.launch import run_in_workers
+from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.planning.memory import Memory, fit_line
+from multigpu_cli.planning.sharding import Sharding
 from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
@@ -30,7 +32,7 @@ from multigpu_cli.strategies.buckets import measure_cap
 from multigpu_cli.tasks.open_data import check_has_samples
 
 _LONGEST_WAIT = 300.0  # seconds
-_SINGLE: dict[str, Any] = {"multi_gpu": "none", "nproc_per_node": None}
+_SINGLE: dict[str, Any] = {"nproc_per_node": None}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class SingleWorkerProfile:
         works: by number of workers, the times of one of them. On a CPU they were measured at the same time, as far as
             there are cores, because they share its memory and its clock. On GPUs one measurement stands for all.
         wire: between the workers of a CPU, measured in their steps; None where one worker ran alone.
+        sharding: with --multi-gpu fsdp.
         flops_per_sample: forward and backward.
         note: what the memory probe changed.
     """
@@ -48,6 +51,7 @@ class SingleWorkerProfile:
     components: TrainComponents
     works: dict[int, StepTimes]
     wire: Link | None
+    sharding: Sharding | None
     memory: Memory
     flops_per_sample: float
     note: str
@@ -76,9 +80,10 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
                 works, wire = _measure_on_cores(components, config, counts)
             else:
                 works, wire = dict.fromkeys(counts, _measure_alone(components)), None
-            return SingleWorkerProfile(
-                components, works, wire, _measure_memory(components, whole, half), whole.flops_per_sample, note
-            )
+            if sharding := measure_sharding(components):
+                works = {count: replace(work, sharding=sharding) for count, work in works.items()}
+            memory = _measure_memory(components, whole, half)
+            return SingleWorkerProfile(components, works, wire, sharding, memory, whole.flops_per_sample, note)
 
 
 def _measure_on_cores(
@@ -132,13 +137,31 @@ def _messages_of_step(components: TrainComponents, world: World | None = None) -
     """
     config, model = components.spec.config, components.state.model
     gradient = sum(p.nbytes for p in components.trainable_parameters)
+    after = 8.0 * sum(buffer.numel() for buffer in model.buffers())
+    if sharding := measure_sharding(components):
+        return tuple(map(float, sharding.groups)), after
     if config.reproducibility.exact:
         return (), float(gradient + sum(buffer.nbytes for buffer in model.buffers()))
     cap: Any = config.communication.bucket_cap_mb
     if cap == "auto":
         cap = measure_cap(model, world) if world else None
     share = 0.5 if config.communication.grad_compression in ("fp16", "bf16") else 1.0
-    return tuple(share * size for size in buckets(gradient, cap)), 8.0 * sum(b.numel() for b in model.buffers())
+    return tuple(share * size for size in buckets(gradient, cap)), after
+
+
+def measure_sharding(components: TrainComponents) -> Sharding | None:
+    """What --multi-gpu fsdp gathers as one; None with another strategy."""
+    device, model = components.config.device, components.state.model
+    if device.multi_gpu != "fsdp":
+        return None
+    counted: set[torch.Tensor] = set()
+    sizes = []
+    for name in [*find_blocks_to_wrap(model, device.wrap), ""]:  # inner ones first; the whole model has the rest
+        own = set(model.get_submodule(name).parameters()) - counted
+        sizes.append(sum(parameter.nbytes for parameter in own))
+        counted |= own
+    *blocks, rest = sizes
+    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=device.reshard == "step")
 
 
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
@@ -150,7 +173,8 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
         components, _ = build_probed(replace_settings(config, _SINGLE), placement, alone, folder)
         with closing(components.loaders), limit_threads(threads_per_worker(world.size)):
             messages, after = _messages_of_step(components, world)
-            tensors = [torch.zeros(ceil(size / 4)) for size in _message_sizes(messages, after)]
+            parts = [ceil(size / 4 / world.size) for size in _message_sizes(messages, after)]
+            tensors = [torch.zeros(part * world.size) for part in parts]
             times = torch.stack(all_gather(world, time_steps(components, world, tensors)))
         return messages, after, median_step(times)
 

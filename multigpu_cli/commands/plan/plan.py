@@ -21,6 +21,7 @@ from multigpu_cli.monitor.format import format_duration
 from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.memory import Memory
+from multigpu_cli.planning.sharding import ShardedRow, forecast_sharded
 from multigpu_cli.planning.speedup import (
     ASSUMED,
     BETWEEN_MACHINES,
@@ -33,6 +34,7 @@ from multigpu_cli.planning.speedup import (
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
+_FILLED = 0.9  # of a device's memory: the allocator and kernels take some
 _PHASES = ("data", "forward", "backward", "commit")
 
 
@@ -65,6 +67,7 @@ class Forecast:
     capacity: int | None
     rows: list[ForecastRow]
     notes: list[str]
+    sharded: list[ShardedRow]
 
 
 def parse_plan_request(
@@ -108,8 +111,10 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
         "works": alone.works,
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    notes = list(_collect_notes(alone, config, request, rows))
-    return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes)
+    notes = [*_collect_notes(alone, config, request, rows), *note_too_large(alone.memory, capacity)]
+    sharding = alone.sharding
+    sharded = [forecast_sharded(alone.memory, sharding, row.workers, row.passes) for row in rows] if sharding else []
+    return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes, sharded)
 
 
 def forecast_rows(
@@ -194,18 +199,28 @@ def _collect_notes(
         yield f"beyond {pluralize(end, 'worker')}, the next row saves less than a tenth of the time"
 
 
+def note_too_large(memory: Memory, capacity: int | None) -> Iterator[str]:
+    """What to do where a device can't hold what ddp needs on each."""
+    if capacity and not memory.largest_batch(_FILLED * capacity):
+        yield (
+            f"{format_bytes(memory.total_bytes(1))} with a single sample do not fit {format_bytes(capacity)}: "
+            "--multi-gpu fsdp divides weights, gradients and the optimizer's state over the workers"
+        )
+
+
 def format_plan(forecast: Forecast) -> Iterator[str]:
     """Memory, measured times and the table of the forecast."""
     about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
     yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    listed = ", ".join(f"{_format_bytes(value)} {name}" for name, value in parts.items())
-    stored = f"{_format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
-    yield f"memory   {_format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
+    listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
+    stored = f"{format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
+    yield f"memory   {format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
     if forecast.capacity:
-        fits = memory.largest_batch(0.9 * forecast.capacity)
-        total = _format_bytes(forecast.capacity)
+        fits = memory.largest_batch(_FILLED * forecast.capacity)
+        total = format_bytes(forecast.capacity)
         yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
+    yield from _format_sharded(forecast)
     for count, work in about["works"].items():
         times = ", ".join(f"{1e3 * getattr(work, name):.2f} ms {name}" for name in _PHASES)
         yield f"measured {times} for each of {count}"
@@ -222,7 +237,25 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     yield from (f"note: {note}" for note in forecast.notes)
 
 
-def _format_bytes(count: float) -> str:
+def _format_sharded(forecast: Forecast) -> Iterator[str]:
+    """Memory and traffic with --multi-gpu fsdp, and what the forecast takes for granted."""
+    if not forecast.sharded:
+        return
+    yield "fsdp     forecast, not measured: equal parts of the state, two blocks gathered at a time, a ring of workers"
+    for row in forecast.sharded:
+        memory, activations = row.memory, row.memory.activations(forecast.micro_batch)
+        state = memory.weights + memory.optimizer + memory.gradients
+        parts = {"state": state, "gathered": memory.unsharded, "kept for backward": activations}
+        listed = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
+        yield (
+            f"{row.workers:>8} {format_bytes(memory.total_bytes(forecast.micro_batch))} a device: {listed}; "
+            f"a step of {pluralize(row.passes, 'micro-batch')} sends {format_bytes(row.sent)} "
+            f"(ddp {format_bytes(row.sent_by_ddp)})"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """'1.50 GiB', '0.20 MiB'."""
     units = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
     name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
     return f"{count / units[name]:.2f} {name}"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multigpu_cli.commands.doctor.gather_and_scatter import gather_and_scatter
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run.components import TrainComponents
@@ -84,11 +85,12 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
 
     Args:
         workers: the number that share a step; with several, the changes of the buffers are gathered.
-        messages: summed over the workers after backward.
+        messages: summed over the workers after backward; with --multi-gpu fsdp gathered and scattered instead.
 
     Yields:
         seconds of a step: data, forward, backward, commit, then each message.
     """
+    send = gather_and_scatter if components.config.device.multi_gpu == "fsdp" else dist.all_reduce
     state, strategy, timer = components.state, components.strategy, _PhaseTimer(components.world.device)
     stream = iterate_micro_batches(components)
     set_rate(state.optimizer, 0.0)
@@ -99,7 +101,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         strategy.begin_step(workers)
         forward_backward(components, batch, len(batch.sample_indices), last=True, observer=timer)
         for message in messages:
-            dist.all_reduce(message)
+            send(message)
             timer.mark()
         strategy.after_backward(batch.micro_batch_index)
         strategy.reduce_gradients(idle=False)

@@ -125,7 +125,7 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
         yield "forecast", [f"of other numbers: {', '.join(str(each['workers']) for each in every)} workers", ""]
     waits = [event["comm_share"] * event["step_ms"] for event in run.history.train.values() if event.get("comm_share")]
     exposed = median(waits) if waits else None
-    needs = Memory(**run.forecast["memory"]).total_bytes(run.forecast["micro_batch"]) if row else None
+    needs = _planned_memory(run, row["workers"]) if row else None
     rate = run.summary.get("samples_per_second") or last.get("samples_per_second")
     memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
     rows_of = {
@@ -139,6 +139,12 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
         if planned is not None or actual is not None:
             off = f" ({actual / planned - 1:+.0%})" if planned and actual is not None else ""
             yield name, [_format_with_unit(planned, unit), _format_with_unit(actual, unit) + off]
+
+
+def _planned_memory(run: RunData, workers: int) -> float:
+    """Bytes of each of so many workers, which hold less if the model is sharded."""
+    sharded = (each for each in run.forecast.get("sharded", []) if each["workers"] == workers)
+    return Memory(**next(sharded, run.forecast)["memory"]).total_bytes(run.forecast["micro_batch"])
 
 
 def _format_with_unit(value: float | None, unit: str) -> str:

@@ -235,6 +235,18 @@ def _check_exact(measurements: Measurements) -> CheckResult:
     return CheckResult("", False, f"{alone['end'][:12]} on one worker, {wrong[0]['end'][:12]} on several; {where}")
 
 
+def _check_sharded(measurements: Measurements) -> CheckResult:
+    reference, sharded = measurements.alone["reference"], measurements.workers[0]["sharded"]
+    if reason := sharded.get("refused"):
+        return CheckResult("", None, f"not possible here: {reason}")
+    differences = []
+    for which in ("first", "last"):
+        expected, found = reference[which], sharded[which]
+        differences.append(relative_distance(found["gradient"], expected["gradient"]))
+        differences.append(abs(found["loss"] - expected["loss"]) / (abs(expected["loss"]) or 1.0))
+    return _judge_distances(measurements, differences, ", in the first step and in an epoch's last")
+
+
 _CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
     ("a sample is the same in any order and process", "samples", _check_samples),
     ("the model says the same on every worker", "model", _check_model),
@@ -246,4 +258,5 @@ _CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
     ("replicas are identical after the last step", "resume", _check_replicas),
     ("a resumed run equals the uninterrupted one", "resume", _check_resume),
     ("--exact gives the same bits on one worker and on several", "exact", _check_exact),
+    ("--multi-gpu fsdp has the loss and gradients of one worker", "sharded", _check_sharded),
 ]

@@ -10,7 +10,13 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, move_to_device, split_batch
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
-from multigpu_cli.commands.selftest.steps import measure_exact, measure_gradients, measure_reference, measure_resume
+from multigpu_cli.commands.selftest.steps import (
+    measure_exact,
+    measure_gradients,
+    measure_reference,
+    measure_resume,
+    measure_sharded,
+)
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.runtime.seeding import seed_micro_batch
@@ -106,4 +112,5 @@ _PARTS: dict[str, Callable[[SelftestProcess, ExitStack], Measured]] = {
     "evaluation": measure_evaluation,
     "resume": measure_resume,
     "exact": measure_exact,
+    "sharded": measure_sharded,
 }

@@ -1,4 +1,4 @@
-"""The selftest's measurements of optimizer steps: gradients, a resumed run, a run with --exact."""
+"""The selftest's measurements of optimizer steps: gradients, a resumed run, a run with --exact, a sharded one."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.run import Run
+from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.torch_settings import enable_determinism
@@ -40,11 +41,12 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
     total = {name: torch.zeros_like(p) for name, p in named.items()}
     missing: set[str] = set()
     samples = seen = 0
+    loss = 0.0
     layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
     whole = layout.samples * components.task.units_per_sample
     for batch in work:
         seed_micro_batch(seed, number, batch.micro_batch_index, components.world.device)
-        forward_backward(components, batch, whole, last=True)
+        loss += float(forward_backward(components, batch, whole, last=True))
         samples += len(batch)
         seen += int(components.task.units(batch))
         for name, parameter in named.items():
@@ -54,7 +56,7 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
                 total[name] += parameter.grad / scale
             parameter.grad = None
     gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # divided by the units seen
-    return {"gradient": gradient, "missing": sorted(missing), "samples": samples}
+    return {"gradient": gradient, "loss": loss / max(1, seen), "missing": sorted(missing), "samples": samples}
 
 
 def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
@@ -62,41 +64,71 @@ def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
     run = process.run(stack, max_grad_norm="off")
     start = run.state.capture()
     last = run.plan.batches.steps_per_epoch - 1
-    first_gradient, norm = _capture_gradient(run, 0)
+    first_gradient, first = _capture_gradient(run, 0)
     run.state.restore(start, "selftest")
     last_gradient, _ = _capture_gradient(run, last)
     run.state.restore(start, "selftest")
-    limit = norm / 2
+    limit = float(first.grad_norm) / 2
     limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
     run.spec = replace(run.spec, config=limited)
-    clipped, clipped_norm = _capture_gradient(run, 0)
+    clipped, outcome = _capture_gradient(run, 0)
     tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.is_main else {}
     shares = [run.plan.batches.local_micro_batches(last, rank) for rank in range(run.plan.batches.workers)]
     return tensors | {
         "limit": limit,
-        "norm": clipped_norm,
+        "norm": float(outcome.grad_norm),
         "left_over": run.plan.batches.num_samples(last),
         "shares": [sum(stop - start for _, start, stop in share) for share in shares],
     }
 
 
-def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], float]:
-    """The gradient with which the optimizer is called in a step: reduced, unscaled, clipped; and the norm reported."""
+def measure_sharded(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """Loss and gradients of an epoch's first step and of its last with --multi-gpu fsdp, from the same weights."""
+    if process.world.size == 1:
+        return {}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the measurement with --exact has insisted
+    sharded = replace(process, placement=process.placement._replace(strategy="fsdp"))
+    try:
+        run = sharded.run(stack, max_grad_norm="off")
+    except RequestError as error:
+        return {"refused": error.problem.splitlines()[0]}
+    start, measured = run.strategy.gather_state(run.state.state_dict()), {}
+    for which, number in {"first": 0, "last": run.plan.batches.steps_per_epoch - 1}.items():
+        run.state.restore(run.strategy.scatter_state(start), "selftest")
+        gradient, outcome = _capture_gradient(run, number)
+        measured[which] = {"gradient": gradient, "loss": _mean_loss(run, outcome)}
+    return measured
+
+
+def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], StepResult]:
+    """The gradient with which the optimizer is called in a step: reduced, unscaled, clipped; and the step's outcome.
+
+    Where it is sharded, rank 0 has the whole of it and the others have nothing.
+    """
     _set_modest_scale(run)
-    named = {name: p for name, p in run.state.model.named_parameters() if p.requires_grad}
+    names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]
+    named = dict(zip(names, run.strategy.trained, strict=True))
     seen: dict[str, Tensor] = {}
     optimizer = run.state.optimizer
 
     def record(*_: Any) -> None:
+        gradients = {name: p.grad.detach() for name, p in named.items() if p.grad is not None}
         scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
         divisor = 1.0 if scale is None else scale.cpu()
-        seen.update({name: p.grad.detach().cpu() / divisor for name, p in named.items() if p.grad is not None})
+        whole = run.strategy.gather_state({"model": gradients}).get("model", {})
+        seen.update({name: gradient.cpu() / divisor for name, gradient in whole.items()})
 
     hook = optimizer.register_step_pre_hook(record)
     epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.replicas_per_process)
     outcome = train_step(run, *next(epoch))
     hook.remove()
-    return seen, float(outcome.grad_norm)
+    return seen, outcome
+
+
+def _mean_loss(run: Run, outcome: StepResult) -> float:
+    """The loss of a step, over all workers."""
+    sums = outcome.losses_by_micro_batch(run.world.device)
+    return fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.loss_normalizer.last))
 
 
 def _set_modest_scale(components: TrainComponents) -> float:
@@ -155,8 +187,7 @@ def advance(run: Run, until: int) -> list[float]:
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, replicas):
-            sums = train_step(run, layout, work).losses_by_micro_batch(run.world.device)
-            losses.append(fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.loss_normalizer.last)))
+            losses.append(_mean_loss(run, train_step(run, layout, work)))
             progress.step += 1
             if progress.step == until:
                 break

@@ -63,6 +63,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
     several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
     sides = [(config, "single", 1), (config, "ddp", 2), (config, "dp", 3), (several, "single", 1), (several, "ddp", 4)]
+    sides.append((config, "fsdp", 3))
     for number, (each, strategy, count) in enumerate(sides):
         with pytest.raises(InterruptedError):
             run_trainer(each, strategy, count, 8, tmp_path / f"{number}", {})
@@ -73,6 +74,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
         ("dp", (3, 1, 2), None),
         ("none", None, None),
         ("ddp", None, 4),
+        ("fsdp", (3, 1, 2), 3),
     ]
 
 
@@ -103,6 +105,7 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     assert found["data"] > 0.5
     assert (found["wire"], found["stragglers"]) == (0, 0)
     assert 0 < found["utilisation"] < 70, "asleep for the better part"
+    assert 2**26 < found["memory"] < 2**33, "torch is loaded"
     assert found["step_ms"] * found["data"] > 10
     request = (tmp_path / "a.yaml").read_text()
     assert "max_steps: 16" in request
@@ -115,7 +118,7 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def planted(config: Config, strategy: str, workers: int, steps: int, *rest: Any) -> dict[str, float]:
         asked.append(steps)
-        return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation"), 1.0)
+        return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation", "memory"), 1.0)
 
     monkeypatch.setattr(bench, "run_trainer", planted)
     monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
@@ -138,7 +141,12 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
         order.append(f"{strategy} {workers}")
-        shares = {"data": 0.05, "wire": 0.7, "stragglers": 0.0, "utilisation": math.nan if strategy == "dp" else 90.0}
+        shares = {"memory": 2.0**21} | {
+            "data": 0.05,
+            "wire": 0.7,
+            "stragglers": 0.0,
+            "utilisation": math.nan if strategy == "dp" else 90.0,
+        }
         return shares | {"step_ms": {"single": 11.0, "ddp": 12.5, "dp": 20.0}[strategy] + (len(order) - 1) // 3 - 1}
 
     monkeypatch.setattr(bench, "run_trainer", planted)
@@ -165,9 +173,34 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     said = "\n".join(format_benchmark(found, files))
     assert "what would help most: the wire" in said
     assert "(20% of the time with 2 workers)" in said
+    assert "devices busy 90 % of the time; at most 2.00 MiB of memory in a worker" in said
     assert "takes 5.00 ms; overlapped with it, 2.50 ms are left" in said
     with pytest.raises(RequestError, match="--out"):
         write_files(found, tmp_path / "gone")
+
+
+def test_sharded_workers_take_the_place_of_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its wire is not measured: what is no waiting for data is compute and wire, in table, plot and advice."""
+    order: list[str] = []
+
+    def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
+        order.append(f"{strategy} {workers}")
+        return {"step_ms": 10.0, "data": 0.05, "wire": 0.0, "stragglers": 0.0, "utilisation": 90.0, "memory": 2.0**21}
+
+    monkeypatch.setattr(bench, "run_trainer", planted)
+    monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
+    monkeypatch.setattr("multigpu_cli.commands.plan.measure.count_cores", lambda: 1)
+    monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Link("planted", 0.0, 1e30, "planted"))
+    found = run_benchmark(resolve(OWN | {"batch_size": "20", "multi_gpu": "fsdp"}, [], None), [1, 2], 10, 1, {})
+    assert order == ["single 1", "fsdp 2"]
+    one, two = found.rungs
+    assert list(one.shares) == ["data", "wire", "stragglers", "compute"]
+    assert two.shares == pytest.approx({"data": 0.05, "compute and wire": 0.95})
+    assert two.forecast_ms is not None
+    files = write_files(found, bench.make_output_dir(str(tmp_path / "out")))
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert "95% compute and wire; devices busy" in "\n".join(format_benchmark(found, files))
+    assert found.knob.startswith("a larger --batch-size, --reshard step")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
@@ -185,6 +218,7 @@ def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.Monk
         (1, {}, "it needs two GPUs, and there is 1 to use"),
         (2, {"gpu_ids": "1"}, "it needs two GPUs, and there is 1 to use"),
         (2, {"exact": True}, "it can't be --exact"),
+        (2, {"multi_gpu": "fsdp"}, "--multi-gpu fsdp is measured instead"),
         (2, {"compile": "default"}, "it can't be compiled"),
         (2, {}, ""),
     ):

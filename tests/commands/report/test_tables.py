@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 from multigpu_cli.commands.report import tables
@@ -22,6 +23,11 @@ def test_the_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert rows["samples per second"] == ["1333", "1040 (-22%)"]
     assert rows["step, median"] == ["24.00 ms", "30.00 ms (+25%)"]
     assert rows["memory per worker (tensors; the process)"] == ["512.0 MiB", "2048 MiB (+300%)"]
+    plan = json.loads((folder / "plan.json").read_text())
+    sharded = [{"workers": count, "memory": plan["memory"] | {"weights": 0}} for count in (2, 1)]
+    (folder / "plan.json").write_text(json.dumps(plan | {"sharded": sharded}))
+    rows = dict(tables.tabulate_plan(load_runs([folder])[0]).rows)
+    assert rows["memory per worker (tensors; the process)"][0] == "256.0 MiB", "weights on other workers"
     forecast(folder, workers=8)
     rows = dict(tables.tabulate_plan(load_runs([folder])[0]).rows)
     assert rows["forecast"] == ["of other numbers: 8 workers", ""]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked worker
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -73,6 +74,22 @@ def unequal(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 def branched(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return Branches(int(np.prod(input_shape)), num_classes)
+
+
+class Scaled(Branches):
+    """Its scale can't be divided over workers."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__(features, classes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.scale * (self.main(x.flatten(1)) + self.branch(x.flatten(1)))
+        return result
+
+
+def scaled(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return Scaled(int(np.prod(input_shape)), num_classes)
 
 
 class Drawn(Dataset[tuple[Tensor, int]]):
@@ -145,7 +162,7 @@ def failing(found: Finding) -> list[CheckResult]:
 def test_what_is_right_holds(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     found = outcome(monkeypatch, **settings)
     assert failing(found) == []
-    assert [verdict.holds for verdict in found.values()] == [True] * 10
+    assert [verdict.holds for verdict in found.values()] == [True] * 11
 
 
 def test_a_model_that_depends_on_its_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,12 +248,13 @@ def test_an_epoch_of_the_shortened_data_ends_in_a_short_batch() -> None:
 def evidence(**changes: Any) -> Measurements:
     """A side that agrees with itself, but for some changes on the workers'."""
     gradient = {"w": torch.tensor([3.0, 4.0])}
+    sharded = {"gradient": gradient, "loss": 1.0}
     side: dict[str, Any] = {
         "samples": {"in one order": {5: [1.0, 0.5]}, "in another order": {5: [1.0, 0.5]}},
         "model": {"weights": "w", "outputs": [["loss", "Task", [1.0, 1.0]]], "again": [["loss", "Task", [1.0, 1.0]]]},
         "reference": {
-            "first": {"gradient": gradient, "missing": []},
-            "last": {"gradient": gradient, "missing": []},
+            "first": {"gradient": gradient, "loss": 1.0, "missing": []},
+            "last": {"gradient": gradient, "loss": 1.0, "missing": []},
         },
         "gradients": {
             "first": gradient,
@@ -249,6 +267,7 @@ def evidence(**changes: Any) -> Measurements:
         "evaluation": {"metrics": {"loss": 1.0}, "size": 4, "seen": [0, 1]},
         "resume": {"whole": "a", "resumed": "a", "replica": "r", "apart": 0.0},
         "exact": {"end": "e", "losses": [1.0, 0.5], "metrics": {"loss": 1.0}},
+        "sharded": {"first": sharded, "last": sharded},
     }
     workers = [side | {"evaluation": side["evaluation"] | {"seen": seen}} for seen in ([0, 1], [2, 3])]
     for part, change in changes.items():
@@ -257,7 +276,7 @@ def evidence(**changes: Any) -> Measurements:
 
 
 def test_equal_sides_hold_throughout() -> None:
-    assert [verdict.holds for verdict in run_checks(evidence())] == [True] * 10
+    assert [verdict.holds for verdict in run_checks(evidence())] == [True] * 11
 
 
 @pytest.mark.parametrize(
@@ -276,6 +295,8 @@ def test_equal_sides_hold_throughout() -> None:
         ({"resume": {"resumed": "b", "apart": 0.25}}, "a resumed run equals", "2.5e-01 of the largest, on several"),
         ({"exact": {"end": "f", "losses": [1.0, 0.6]}}, "--exact gives", "the losses first differ at step 2"),
         ({"exact": {"end": "f"}}, "--exact gives", "the losses agree"),
+        ({"sharded": {"first": {"gradient": {}, "loss": 1.0}}}, "--multi-gpu fsdp has", "1.0e+00"),
+        ({"sharded": {"last": {"gradient": {"w": torch.tensor([3.0, 4.0])}, "loss": 1.5}}}, "--multi-gpu", "5.0e-01"),
     ],
 )
 def test_each_check_can_fail(changes: dict[str, Any], check: str, said: str) -> None:
@@ -295,8 +316,16 @@ def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
 def test_what_the_workers_refuse_is_no_fault_either() -> None:
     """One worker has nothing against --exact, where several on unlike GPUs have."""
     several = [worker | {"exact": {"refused": "--exact: other bits"}} for worker in evidence().workers]
-    *_, exact = run_checks(evidence()._replace(workers=several))
+    *_, exact, _ = run_checks(evidence()._replace(workers=several))
     assert (exact.holds, exact.figures) == (None, "not possible here: --exact: other bits")
+
+
+def test_a_model_that_cannot_be_sharded_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcome(monkeypatch, model=f"{HERE}:scaled")
+    sharded = found["--multi-gpu fsdp has the loss and gradients of one worker"]
+    assert sharded.holds is None
+    assert sharded.figures.startswith("not possible here: --multi-gpu fsdp: scale is a parameter without dimensions")
+    assert failing(found) == []
 
 
 def test_distances_are_relative_to_the_largest_entry() -> None:
@@ -377,7 +406,7 @@ def test_a_planted_fault_is_exit_code_1(tmp_path: Path) -> None:
     result = command(tmp_path, "--model", f"{HERE}:branched")
     assert (result.returncode, result.stderr) == (1, "")
     assert "2 of 4 get none: branch.bias, branch.weight" in result.stdout
-    assert result.stdout.endswith("1 of 10 do not hold\n")
+    assert result.stdout.endswith("1 of 11 do not hold\n")
 
 
 @pytest.mark.slow

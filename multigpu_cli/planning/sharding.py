@@ -1,0 +1,86 @@
+"""Forecasts what --multi-gpu fsdp holds on each worker, and what each sends, from one worker's memory.
+
+Weights, gradients and optimizer state are divided. Each pass gathers one group of weights after the other, a block and
+the one ahead of it at a time; the group of what is in no block stays for the whole pass, and so does its gradient.
+A gradient is reduced, and so divided, in the last pass of a step: before that, the whole of it is there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from multigpu_cli.planning.memory import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        blocks: bytes of the weights of each.
+        rest: bytes of the weights in no block.
+        keeps_weights: gathered weights stay to the end of the step (--reshard step).
+    """
+
+    blocks: Sequence[int]
+    rest: int
+    keeps_weights: bool = False
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Bytes of the weights that are gathered at once, of each group."""
+        return (*self.blocks, *([self.rest] if self.rest else []))
+
+    def gathers(self, passes: int) -> int:
+        """How often a step gathers the weights: before and after the forward pass of each micro-batch, or once."""
+        return 1 if self.keeps_weights else 2 * passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedRow:
+    """The forecast for one number of workers.
+
+    Attributes:
+        passes: micro-batches of a step on each worker.
+        memory: on each of them.
+        sent: bytes that each worker sends in a step. sent_by_ddp: the same with --multi-gpu ddp.
+    """
+
+    workers: int
+    passes: int
+    memory: Memory
+    sent: float
+    sent_by_ddp: float
+
+
+def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: int) -> ShardedRow:
+    """The memory and the traffic of each of so many workers.
+
+    Args:
+        memory: of one worker with the whole model.
+        passes: micro-batches of a step on each worker.
+    """
+    share = (workers - 1) / workers
+    sent = share * (sharding.gathers(passes) * sum(sharding.groups) + memory.gradients)
+    sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
+    return ShardedRow(
+        workers=workers, passes=passes, memory=sharded, sent=sent, sent_by_ddp=2 * share * memory.gradients
+    )
+
+
+def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) -> Memory:
+    """The memory of each of several workers; see the head of this file."""
+    whole = sum(sharding.groups)
+    weights = whole if sharding.keeps_weights else sharding.rest + 2 * max(sharding.blocks, default=0)
+    waiting = sharding.rest if passes == 1 else 0
+    return replace(
+        memory,
+        weights=memory.weights - whole + _divide(whole, workers),  # each worker has all buffers
+        gradients=_divide(memory.gradients, workers) if passes == 1 else memory.gradients,
+        optimizer=_divide(memory.optimizer, workers),
+        unsharded=weights + waiting,
+        in_turn=passes == 1,
+    )
+
+
+def _divide(size: int, workers: int) -> int:
+    return -(-size // workers)

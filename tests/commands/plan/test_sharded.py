@@ -1,0 +1,129 @@
+"""The forecast of --multi-gpu fsdp against what two sharded processes hold, and how the command shows it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import main_multi_gpu
+from multigpu_cli.commands.plan import measure, step_times
+from multigpu_cli.commands.plan.measure import build_probed, measure_worker
+from multigpu_cli.commands.plan.plan import note_too_large
+from multigpu_cli.commands.plan.step_times import iterate_micro_batches
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.planning.memory import Memory
+from multigpu_cli.planning.sharding import shard_memory
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.forward_backward import forward_backward
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
+from multigpu_cli.runtime.world import World
+from tests.support.ranks import run_on_each_rank
+
+GPT = {"data": "benchmarks.workloads:tokens", "batch_size": "4", "multi_gpu": "fsdp"}
+CPU = torch.device("cpu")
+
+
+def take_step(components: TrainComponents, stream: Iterator[Batch], passes: int) -> None:
+    """One optimizer step of so many micro-batches on this worker."""
+    strategy, state = components.strategy, components.state
+    strategy.begin_step(passes * components.world.size)
+    for number in range(passes):
+        batch = next(stream)
+        forward_backward(components, batch, 1.0, last=number == passes - 1)
+        strategy.after_backward(batch.micro_batch_index)
+    strategy.reduce_gradients(idle=False)
+    state.precision.clip_and_step(state.optimizer, strategy.trained, 1.0, strategy.total_norm)
+    state.optimizer.zero_grad()
+
+
+def count_bytes_at_rest(components: TrainComponents) -> int:
+    """Bytes of this worker's rows, of its part of the optimizer's state, and of the buffers."""
+    states = [value for state in components.state.optimizer.state.values() for value in state.values()]
+    return sum(
+        value.nbytes
+        for value in [*components.strategy.trained, *components.state.model.buffers(), *states]
+        if isinstance(value, Tensor)
+    )
+
+
+def measure_peak(world: World, config: Config, folder: Path) -> dict[int, int]:
+    """The most bytes of tensors in a step, by the number of its passes: those at rest, and what the step allocates."""
+    torch.set_num_threads(1)
+    home = folder / str(world.rank)
+    components, _ = build_probed(config, Placement("fsdp", (CPU,), 0, "a test"), world, str(home))
+    peaks = {}
+    with closing(components.loaders.train):
+        stream = iterate_micro_batches(components)
+        take_step(components, stream, 1)
+        for passes in (1, 2):
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                take_step(components, stream, passes)
+            added = most = 0
+            for event in profiled.profiler.kineto_results.events():
+                if event.name() == "[memory]":
+                    added += event.nbytes()
+                    most = max(most, added)
+            peaks[passes] = count_bytes_at_rest(components) + most
+    return peaks
+
+
+@pytest.mark.parametrize("reshard", ["forward", "step"])
+def test_the_forecast_is_what_two_workers_hold(reshard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    config = resolve(GPT | {"reshard": reshard}, [], None)
+    alone = measure_worker(config, [1])
+    assert alone.sharding
+    for found in run_on_each_rank(2, lambda world: measure_peak(world, config, tmp_path)):
+        for passes, peak in found.items():
+            planned = shard_memory(alone.memory, alone.sharding, 2, passes).total_bytes(4)
+            assert planned == pytest.approx(peak, rel=0.15), passes
+
+
+def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    alone = measure_worker(resolve(GPT, [], None), [1])
+    assert alone.sharding
+    block, rest = 4 * (12 * 128**2 + 2 * 128), 4 * (512 * 128 + 64 * 128 + 128)
+    assert (alone.sharding.blocks, alone.sharding.rest) == ((block,) * 4, rest)
+    assert list(alone.works[1].messages) == [block] * 4 + [rest]
+    assert alone.works[1].sharding is alone.sharding
+    assert measure_worker(resolve(GPT | {"multi_gpu": "ddp"}, [], None), [1]).sharding is None
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two real workers send their groups; the memory and the traffic of four are those of the forecast."""
+    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(measure, "count_cores", lambda: 2)
+    words = [part for name, value in GPT.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert main_multi_gpu.run(["plan", *words, "--workers", "2,4", "--grad-accum-steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    whole: int = found["memory"]["gradients"]
+    two, four = found["sharded"][1:]
+    assert (two["workers"], two["passes"], two["sent"], two["sent_by_ddp"]) == (2, 2, 5 * whole / 2, whole)
+    assert four["memory"]["optimizer"] * 4 == pytest.approx(found["memory"]["optimizer"], rel=1e-3)
+    assert found["about"]["works"]["2"]["reduction"] > 0
+
+
+def test_where_one_device_is_too_small_sharding_is_named() -> None:
+    memory = Memory(weights=2**30, gradients=2**30, optimizer=2**31, fixed=0, per_sample=2**20)
+    assert list(note_too_large(memory, None)) == list(note_too_large(memory, 2**33)) == []
+    (said,) = note_too_large(memory, 2**32)
+    assert said.startswith("4.00 GiB with a single sample do not fit 4.00 GiB: --multi-gpu fsdp divides")
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    words: list[Any] = ["--data", GPT["data"], "--batch-size", "4", "--multi-gpu", "fsdp"]
+    assert main_multi_gpu.run(["plan", *words, "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "fsdp     forecast, not measured: equal parts of the state" in said
+    assert "a step of 1 micro-batch sends 0.00 KiB (ddp 0.00 KiB)" in said

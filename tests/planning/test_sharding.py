@@ -1,0 +1,62 @@
+"""What --multi-gpu fsdp holds and sends, in figures that are easy to follow."""
+
+from dataclasses import replace
+
+import pytest
+
+from multigpu_cli.planning.memory import Memory
+from multigpu_cli.planning.sharding import Sharding, forecast_sharded, shard_memory
+from multigpu_cli.planning.speedup import Interconnect, Link, StepTimes, exposed_seconds, step_seconds
+
+WHOLE = Memory(weights=1010, gradients=1000, optimizer=2000, fixed=5, per_sample=10)  # ten bytes are buffers
+BLOCKS = Sharding(blocks=(300, 300, 250), rest=150)
+KEPT = replace(BLOCKS, keeps_weights=True)
+
+
+def test_the_state_is_divided_and_two_blocks_are_gathered_beside_the_rest() -> None:
+    memory = shard_memory(WHOLE, BLOCKS, 4, 1)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (260, 250, 500)
+    assert memory.unsharded == 150 + 2 * 300 + 150, "weights, and the gradient of the rest, which comes last"
+    assert memory.total_bytes(10) == 260 + 500 + 900 + 250, "the gradients come while the activations go"
+    assert memory.total_bytes(100) == 260 + 500 + 900 + 1005
+
+
+def test_several_passes_hold_the_whole_gradient_between_them() -> None:
+    memory = shard_memory(WHOLE, BLOCKS, 4, 2)
+    assert (memory.gradients, memory.unsharded) == (1000, 150 + 2 * 300)
+    assert memory.total_bytes(10) == 260 + 500 + 750 + 1000 + 105
+
+
+def test_weights_that_are_kept_are_all_gathered() -> None:
+    assert shard_memory(WHOLE, KEPT, 4, 2).unsharded == 1000
+    assert shard_memory(WHOLE, Sharding(blocks=(), rest=1000), 4, 2).unsharded == 1000, "no blocks: the model as one"
+
+
+@pytest.mark.parametrize(("sharding", "passes", "times"), [(BLOCKS, 1, 3), (BLOCKS, 3, 7), (KEPT, 1, 2), (KEPT, 3, 2)])
+def test_each_pass_gathers_the_weights_twice_and_the_gradients_go_once(
+    sharding: Sharding, passes: int, times: int
+) -> None:
+    row = forecast_sharded(WHOLE, sharding, 4, passes)
+    assert (row.sent, row.sent_by_ddp) == (times * 750, 2 * 750)
+
+
+def test_frozen_weights_are_gathered_only() -> None:
+    assert forecast_sharded(replace(WHOLE, gradients=200), BLOCKS, 2, 1).sent == 2 * 500 + 100
+
+
+def test_one_worker_holds_everything_and_sends_nothing() -> None:
+    row = forecast_sharded(WHOLE, BLOCKS, 1, 2)
+    assert (row.memory, row.sent, row.sent_by_ddp) == (WHOLE, 0, 0)
+
+
+def test_gathering_hides_behind_the_passes_where_links_work_beside_the_device() -> None:
+    """A hundred bytes a second: a gather of 1,000 bytes between two workers takes 5 seconds, and so does a scatter."""
+    work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), sharding=BLOCKS)
+    network = Interconnect(Link("slow", 0.0, 100.0, "a test"))
+    assert exposed_seconds(work, network, 2, passes=3) == (15 - 6) + (20 - 12)
+    assert exposed_seconds(replace(work, sharding=KEPT), network, 2, passes=3) == 0
+    assert exposed_seconds(replace(work, sharding=KEPT), network, 2) == (5 - 2) + (5 - 4)
+    assert exposed_seconds(work, network, 1) == 0
+    on_cores = Interconnect(Link("slow", 0.0, 100.0, "a test", overlaps=False))
+    assert step_seconds(work, on_cores, 2, 3) == 3 * 6 + 7 * 5 + 1
+    assert exposed_seconds(replace(work, reduction=8.0), on_cores, 2, passes=3) == 7 * 4
