@@ -51,7 +51,7 @@ def load(
         RequestError: no such file or column, rows of another length, or a kind of target that it is not.
     """
     if kind not in ("auto", "classification", "regression"):
-        raise RequestError(f"data.args.kind: {kind!r}", remedy="auto, classification or regression")
+        raise RequestError(f"data.kind: {kind!r}", remedy="auto, classification or regression")
     form = CsvFormat(separator, header, decimal)
     table = read_csv(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
@@ -118,11 +118,12 @@ def _first_counts_rows(table: CsvTable) -> bool:
 
 def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) -> str:
     """The column to predict, after all that are named are found."""
-    for name in [*([] if target is None else [str(target)]), *ignored]:
+    asked = [] if target is None else [("target", str(target))]
+    for setting, name in [*asked, *(("ignore", name) for name in ignored)]:
         if name not in table.columns:
             remedy = _suggest_target(table) if table.warnings else did_you_mean(name, table.columns)
             remedy = _QUOTES if name in ("True", "False") else remedy
-            raise RequestError(f"data.args: there is no column {name!r}", remedy=remedy)
+            raise RequestError(f"data.{setting}: there is no column {name!r}", remedy=remedy)
     if target is None:
         columns = ", ".join(table.columns[:10]) + (", …" if len(table.columns) > 10 else "")
         raise RequestError(f"--data csv: which column is the target? ({columns})", remedy=_suggest_target(table))
@@ -154,11 +155,11 @@ def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> Csv
     others = read_csv(path, form)
     if others.columns != table.columns:
         raise RequestError(
-            f"data.args.test_file: {path.name} has other columns",
-            remedy=f"{', '.join(table.columns)}; or data.args.new={path.name}, for rows without a target",
+            f"data.test_file: {path.name} has other columns",
+            remedy=f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target",
         )
     if not (found := _with_target(others, target)).rows:
-        raise RequestError(f"data.args.test_file: no row of {path} has a target", remedy=f"data.args.new={path.name}")
+        raise RequestError(f"data.test_file: no row of {path} has a target", remedy=f"data.new={path.name}")
     return found
 
 
@@ -201,7 +202,7 @@ def _read_targets(
         numbers = [to_number(cell) for cell in values]
         if None in numbers:
             word = values[numbers.index(None)]
-            raise RequestError(f"data.args.kind: column {target!r} holds {word!r}, no number", remedy="classification")
+            raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
         return [torch.tensor([float(row[at]) for row in part.rows]) for part in parts], ()
 
     def label(cell: str) -> str | float | None:

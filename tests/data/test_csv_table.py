@@ -199,9 +199,11 @@ def test_yes_and_no_name_columns_in_quotes(
 def test_a_number_names_a_column_too(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", "x,2019\n" + rows_of(40))
     assert open_table(file, target=2019).class_names == ("0", "1")
-    with pytest.raises(RequestError, match="there is no column '2020'") as refused:
+    with pytest.raises(RequestError, match=r"data\.target: there is no column '2020'") as refused:
         open_table(file, target=2020)
     assert "one of: 2019, x" in refused.value.remedy
+    with pytest.raises(RequestError, match=r"data\.ignore: there is no column '2020'"):
+        open_table(file, target=2019, ignore=2020)
     file = write(tmp_path / "t.csv", rows_of(40, "5{at},w{at},{odd}"))
     with pytest.raises(RequestError, match="there is no column '2'") as refused:
         open_table(file, target=2)
@@ -215,7 +217,7 @@ def test_labels_that_only_the_test_file_has_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"test\.csv:4: labels that \S*train\.csv does not have: 'K1', 'k2'\n"):
         open_table(train, target="kind", test_file="test.csv")
     write(tmp_path / "test.csv", "x,kind\n1,\n")
-    with pytest.raises(RequestError, match=r"no row of \S*test\.csv has a target"):
+    with pytest.raises(RequestError, match=r"data\.test_file: no row of \S*test\.csv has a target"):
         open_table(train, target="kind", test_file="test.csv")
 
 
