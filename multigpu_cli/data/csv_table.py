@@ -41,7 +41,7 @@ def load(
     Args:
         target: name of the column to predict, or its number from 0 where columns have no names.
         file: name of the file, where the folder holds several.
-        test_file: another file of the same columns, whose rows take the place of the test part.
+        test_file: another file of the same columns, in any order, whose rows take the place of the test part.
         new: another file, whose rows have no target, for predictions; its order of columns does not matter.
         ignore: columns to leave out, such as an id.
         kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
@@ -151,13 +151,15 @@ def _with_target(table: CsvTable, target: str) -> CsvTable:
 
 
 def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
-    """Another file of the same columns."""
+    """Another file of the same columns, which are brought into the table's order."""
     others = read_csv(path, form)
-    if others.columns != table.columns:
+    if sorted(others.columns) != sorted(table.columns):
         raise RequestError(
             f"data.test_file: {path.name} has other columns",
             remedy=f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target",
         )
+    places = [others.columns.index(name) for name in table.columns]
+    others = others._replace(columns=table.columns, rows=[[row[at] for at in places] for row in others.rows])
     if not (found := _with_target(others, target)).rows:
         raise RequestError(f"data.test_file: no row of {path} has a target", remedy=f"data.new={path.name}")
     return found

@@ -221,6 +221,20 @@ def test_labels_that_only_the_test_file_has_are_named(tmp_path: Path) -> None:
         open_table(train, target="kind", test_file="test.csv")
 
 
+def test_a_test_file_may_have_its_columns_in_another_order(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.csv", "a,b,kind\n" + rows_of(40, "{at},1{at},k{odd}"))
+    write(tmp_path / "test.csv", "a,b,kind\n5,17,k1\n8,13,k0\n")
+    write(tmp_path / "other.csv", "kind,b,a\nk1,17,5\nk0,13,8\n")
+    same, other = (
+        tensors(open_table(train, target="kind", test_file=f"{name}.csv").test) for name in ("test", "other")
+    )
+    assert [each.tolist() for each in other] == [each.tolist() for each in same]
+    for head in ("kind,b,c", "kind,b"):
+        write(tmp_path / "other.csv", f"{head}\n{head}\n")
+        with pytest.raises(RequestError, match=r"data\.test_file: other\.csv has other columns"):
+            open_table(train, target="kind", test_file="other.csv")
+
+
 def test_a_test_file_does_not_decide_what_kind_of_target_it_is(tmp_path: Path) -> None:
     """Twenty whole numbers are classes; five more in the test file alone would make them numbers."""
     train = write(tmp_path / "train.csv", "x,kind\n" + "".join(f"{at},{at % 20}\n" for at in range(200)))
