@@ -126,6 +126,8 @@ DOOR = [
     yaml("a: &a [1]\nseed: *a\n", ":2: anchors"),
     yaml("seed: " + "9" * 5000, ":1: seed must be"),
     Row("--set optimizer.rates=10", ["--set optimizer.rates must be a mapping of patterns to factors"]),
+    Row("--set optimizer.rates.head.*=10", ["""use --set 'optimizer.rates={"head.*": 10}'"""]),
+    Row("--set optimizer.layer_decay.head=1", ["'layer_decay.head' is not", "use --set optimizer.args.NAME=VALUE"]),
     Row("--set optimizer.rates={a:-1}", ["--set optimizer.rates"]),
     Row('--set optimizer.rates={"a":-1}', ["--set optimizer.rates must be a number above 0, not -1"]),
     Row("--set optimizer.layer_decay=2", ["--set optimizer.layer_decay must be a number above 0 and at most 1"]),

@@ -13,6 +13,7 @@ from multigpu_cli.config.types import quote_value
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 
 _PLACE = {"data", "data_dir"}
+_MAPPINGS = ("optimizer.rates", "task.class_weights", "data.sample_weights")
 _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
 
 
@@ -141,7 +142,7 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
     if argument and section in PARTS:
         if not argument.isidentifier():
             raise RequestError(
-                f"{label}: {argument!r} is not a valid argument name", remedy=f"use --set {section}.args.NAME=VALUE"
+                f"{label}: {argument!r} is not a valid argument name", remedy=_suggest_mapping(section, argument, value)
             )
         key, value = f"{section}.args", {argument: value}
     if key not in SETTINGS:
@@ -157,6 +158,14 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
         return key, setting.kind.parse(value)
     except ValueError as error:
         raise RequestError(f"{label} {error}") from error
+
+
+def _suggest_mapping(section: str, argument: str, value: Any) -> str:
+    """What sets an entry of a setting that is a mapping; in quotes, for YAML reads *.bias otherwise."""
+    name, _, entry = argument.partition(".")
+    if f"{section}.{name}" in _MAPPINGS:
+        return f"use --set '{section}.{name}={{\"{entry}\": {value}}}'"
+    return f"use --set {section}.args.NAME=VALUE"
 
 
 def _suggestion(key: str) -> str:

@@ -27,8 +27,15 @@ def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) ->
         key: the setting, for messages.
 
     Raises:
-        RequestError: the weights are not for these classes, or the labels are not known.
+        RequestError: the weights are not for these classes, or all 0, or the labels are not known.
     """
+    weights = _weigh_classes(wanted, source, key)
+    if not weights.any():
+        raise RequestError(f"{key}: no class has a weight above 0", remedy="a weight above 0")
+    return weights
+
+
+def _weigh_classes(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
     classes = source.num_classes
     if wanted == "balanced":
         labels = _labels_of(source, key)

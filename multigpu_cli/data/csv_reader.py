@@ -133,7 +133,7 @@ def _check_format(format: CsvFormat) -> None:
     }
     for name, (value, fits, right) in known.items():
         if not fits(value):
-            raise RequestError(f"data.args.{name}: {value!r}", remedy=right)
+            raise RequestError(f"data.{name}: {value!r}", remedy=right)
 
 
 def _read_text(path: Path) -> str:

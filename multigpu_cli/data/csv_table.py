@@ -41,7 +41,7 @@ def load(
     Args:
         target: name of the column to predict, or its number from 0 where columns have no names.
         file: name of the file, where the folder holds several.
-        test_file: another file of the same columns, whose rows take the place of the test part.
+        test_file: another file of the same columns, in any order, whose rows take the place of the test part.
         new: another file, whose rows have no target, for predictions; its order of columns does not matter.
         ignore: columns to leave out, such as an id.
         kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
@@ -51,7 +51,7 @@ def load(
         RequestError: no such file or column, rows of another length, or a kind of target that it is not.
     """
     if kind not in ("auto", "classification", "regression"):
-        raise RequestError(f"data.args.kind: {kind!r}", remedy="auto, classification or regression")
+        raise RequestError(f"data.kind: {kind!r}", remedy="auto, classification or regression")
     form = CsvFormat(separator, header, decimal)
     table = read_csv(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
@@ -118,11 +118,12 @@ def _first_counts_rows(table: CsvTable) -> bool:
 
 def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) -> str:
     """The column to predict, after all that are named are found."""
-    for name in [*([] if target is None else [str(target)]), *ignored]:
+    asked = [] if target is None else [("target", str(target))]
+    for setting, name in [*asked, *(("ignore", name) for name in ignored)]:
         if name not in table.columns:
             remedy = _suggest_target(table) if table.warnings else did_you_mean(name, table.columns)
             remedy = _QUOTES if name in ("True", "False") else remedy
-            raise RequestError(f"data.args: there is no column {name!r}", remedy=remedy)
+            raise RequestError(f"data.{setting}: there is no column {name!r}", remedy=remedy)
     if target is None:
         columns = ", ".join(table.columns[:10]) + (", …" if len(table.columns) > 10 else "")
         raise RequestError(f"--data csv: which column is the target? ({columns})", remedy=_suggest_target(table))
@@ -150,15 +151,17 @@ def _with_target(table: CsvTable, target: str) -> CsvTable:
 
 
 def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
-    """Another file of the same columns."""
+    """Another file of the same columns, which are brought into the table's order."""
     others = read_csv(path, form)
-    if others.columns != table.columns:
+    if sorted(others.columns) != sorted(table.columns):
         raise RequestError(
-            f"data.args.test_file: {path.name} has other columns",
-            remedy=f"{', '.join(table.columns)}; or data.args.new={path.name}, for rows without a target",
+            f"data.test_file: {path.name} has other columns",
+            remedy=f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target",
         )
+    places = [others.columns.index(name) for name in table.columns]
+    others = others._replace(columns=table.columns, rows=[[row[at] for at in places] for row in others.rows])
     if not (found := _with_target(others, target)).rows:
-        raise RequestError(f"data.args.test_file: no row of {path} has a target", remedy=f"data.args.new={path.name}")
+        raise RequestError(f"data.test_file: no row of {path} has a target", remedy=f"data.new={path.name}")
     return found
 
 
@@ -201,7 +204,7 @@ def _read_targets(
         numbers = [to_number(cell) for cell in values]
         if None in numbers:
             word = values[numbers.index(None)]
-            raise RequestError(f"data.args.kind: column {target!r} holds {word!r}, no number", remedy="classification")
+            raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
         return [torch.tensor([float(row[at]) for row in part.rows]) for part in parts], ()
 
     def label(cell: str) -> str | float | None:

@@ -11,11 +11,11 @@ from multigpu_cli.errors import RequestError, did_you_mean
 
 
 def locate_single_file(name: str, data_dir: str | None, file: str | None, layout: str) -> Path:
-    """The file of a dataset: --data-dir itself, or the file of that folder that data.args.file names, or its only one.
+    """The file of a dataset: --data-dir itself, or the file of that folder that data.file names, or its only one.
 
     Args:
         name: of the dataset, one of FILES.
-        file: data.args.file, for a folder that holds several.
+        file: data.file, for a folder that holds several.
         layout: what is expected, for messages.
 
     Raises:
@@ -30,7 +30,7 @@ def locate_single_file(name: str, data_dir: str | None, file: str | None, layout
         return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
     if file not in (None, place.name):
         raise RequestError(
-            f"--data-dir {data_dir} together with data.args.file={file}: two different files",
+            f"--data-dir {data_dir} together with data.file={file}: two different files",
             remedy=f"the folder as --data-dir, or --set data.file={place.name}",
         )
     return place

@@ -17,6 +17,7 @@ from multigpu_cli.tasks.open_data import FROM_MODEL, uses_environments
 from multigpu_cli.tasks.registry import TASKS
 
 _CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
+_SMOOTHED = ("classification", "multi-label", "language-model")
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"
@@ -85,6 +86,22 @@ def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
             yield error
 
 
+def _check_loss_settings(spec: RunSpec) -> Iterator[RequestError]:
+    """Settings that the loss of a new run does not read; a run that was begun with them goes on."""
+    task, objects = spec.config.task, spec.user_objects
+    if spec.resume_point.manifest:
+        return
+    if objects and objects.criterion:
+        given = {"label_smoothing": task.label_smoothing, "task.class_weights": task.class_weights}
+        for key in filter(given.get, given):
+            remedy = "criterion=nn.CrossEntropyLoss(weight=…, label_smoothing=…), say"
+            yield RequestError(f"{key} does not reach the criterion", remedy=remedy)
+    elif task.label_smoothing and spec.task in TASKS and spec.task not in _SMOOTHED:
+        yield RequestError(
+            f"--label-smoothing is for --task {', '.join(_SMOOTHED)}, not {spec.task}", remedy="--label-smoothing 0"
+        )
+
+
 def check_data(spec: RunSpec) -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds."""
     config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
@@ -102,7 +119,7 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
         yield RequestError("live objects: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
     if spec.placement.strategy == "fsdp" and plan.precision == "fp16" != config.precision.amp:
         yield RequestError(f"fp16 ({plan.precision_reason}): not with --multi-gpu fsdp yet", remedy="--amp off")
-    yield from _check_class_settings(spec)
+    yield from list(_check_loss_settings(spec)) or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in describe_machine(plan).items() if pinned else ():
         if pinned[name] != now:

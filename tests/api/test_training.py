@@ -169,6 +169,8 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
         (wrong(criterion=nn.Linear(3, 1)), "parameters of its own"),
         (wrong(optimizer=torch.optim.SGD(network().parameters(), lr=1)), "optimizer: it does not move 0.weight"),
         (wrong(learning_rate=1.0), "learning_rate together with an optimizer"),
+        (wrong(settings={"label_smoothing": 0.1}), "label_smoothing does not reach the criterion"),
+        (wrong(settings={"task.class_weights": "balanced"}), "^task.class_weights does not reach the criterion"),
         (wrong(settings={"schedule": "cosine"}), "schedule together with an optimizer"),
         (wrong(scheduler=StepLR(torch.optim.SGD(network().parameters(), lr=1), 1)), "scheduler: it belongs to another"),
         (

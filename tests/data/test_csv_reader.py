@@ -82,7 +82,7 @@ def test_what_makes_no_table_is_named_with_its_line(tmp_path: Path, content: str
 
 @pytest.mark.parametrize(("name", "value"), [("separator", "::"), ("header", "0"), ("decimal", ",")])
 def test_an_unknown_way_of_writing_is_refused(tmp_path: Path, name: str, value: str) -> None:
-    assert f"data.args.{name}: {value!r}" in read_refusal(tmp_path, "a,b\n1,2\n", **{name: value})
+    assert f"data.{name}: {value!r}" in read_refusal(tmp_path, "a,b\n1,2\n", **{name: value})
 
 
 @pytest.mark.parametrize(

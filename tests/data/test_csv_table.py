@@ -199,9 +199,11 @@ def test_yes_and_no_name_columns_in_quotes(
 def test_a_number_names_a_column_too(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", "x,2019\n" + rows_of(40))
     assert open_table(file, target=2019).class_names == ("0", "1")
-    with pytest.raises(RequestError, match="there is no column '2020'") as refused:
+    with pytest.raises(RequestError, match=r"data\.target: there is no column '2020'") as refused:
         open_table(file, target=2020)
     assert "one of: 2019, x" in refused.value.remedy
+    with pytest.raises(RequestError, match=r"data\.ignore: there is no column '2020'"):
+        open_table(file, target=2019, ignore=2020)
     file = write(tmp_path / "t.csv", rows_of(40, "5{at},w{at},{odd}"))
     with pytest.raises(RequestError, match="there is no column '2'") as refused:
         open_table(file, target=2)
@@ -215,8 +217,22 @@ def test_labels_that_only_the_test_file_has_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"test\.csv:4: labels that \S*train\.csv does not have: 'K1', 'k2'\n"):
         open_table(train, target="kind", test_file="test.csv")
     write(tmp_path / "test.csv", "x,kind\n1,\n")
-    with pytest.raises(RequestError, match=r"no row of \S*test\.csv has a target"):
+    with pytest.raises(RequestError, match=r"data\.test_file: no row of \S*test\.csv has a target"):
         open_table(train, target="kind", test_file="test.csv")
+
+
+def test_a_test_file_may_have_its_columns_in_another_order(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.csv", "a,b,kind\n" + rows_of(40, "{at},1{at},k{odd}"))
+    write(tmp_path / "test.csv", "a,b,kind\n5,17,k1\n8,13,k0\n")
+    write(tmp_path / "other.csv", "kind,b,a\nk1,17,5\nk0,13,8\n")
+    same, other = (
+        tensors(open_table(train, target="kind", test_file=f"{name}.csv").test) for name in ("test", "other")
+    )
+    assert [each.tolist() for each in other] == [each.tolist() for each in same]
+    for head in ("kind,b,c", "kind,b"):
+        write(tmp_path / "other.csv", f"{head}\n{head}\n")
+        with pytest.raises(RequestError, match=r"data\.test_file: other\.csv has other columns"):
+            open_table(train, target="kind", test_file="other.csv")
 
 
 def test_a_test_file_does_not_decide_what_kind_of_target_it_is(tmp_path: Path) -> None:

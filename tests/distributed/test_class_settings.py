@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli.run import device_and_data_rules
 from tests.support.run_training import run_training
 
 ALL = (
@@ -57,7 +58,14 @@ def test_a_run_shows_them_and_keeps_them(tmp_path: Path) -> None:
     [
         ("uneven_classes:tensors", ["data.sample_weights=[1, 2]"], "data.sample_weights: 2 weights for 3 classes"),
         ("uneven_classes:tensors", ["task.class_weights={3: 1}"], "task.class_weights: '3' is no class of the data"),
+        ("uneven_classes:tensors", ["task.class_weights=[0, 0, 0]"], "task.class_weights: no class has a weight above"),
         ("uneven_classes:tensors", ["task.name=regression", "data.mixup=1"], "data.mixup is for --task classification"),
+        (
+            "uneven_classes:tensors",
+            ["task.name=regression", "label_smoothing=0.1"],
+            "--label-smoothing is for --task class",
+        ),
+        ("uneven_classes:tensors", ["task.name=from-model", "label_smoothing=0.1"], "language-model, not from-model"),
         ("user_code:tensors", ["data.cutmix=1"], "inputs are float32 (2, 6), and can't be mixed"),
         ("user_code:tensors", ["data.random_resized_crop=1"], "data.random_resized_crop: inputs are float32 (2, 6)"),
         ("user_code:tensors", ["data.rand_augment=9"], "data.rand_augment: inputs are float32 (2, 6)"),
@@ -70,3 +78,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert ended.kind == "RequestError"
     assert message in ended.error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_from_before_a_setting_was_refused_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = UNEVEN | {"label_smoothing": 0.1, "save_dir": str(tmp_path)}
+    assert run_training(epochs=1, **flags).error == ""
+    monkeypatch.setattr(device_and_data_rules, "_SMOOTHED", ("multi-label",))
+    assert run_training(epochs=2, **flags).summary["epochs"] == 2

@@ -80,7 +80,7 @@ def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows(
     assert main_multi_gpu.run([*words, "data.args.file=new.csv"]) == 2, "not enough rows to train on"
     Path("other.csv").write_text("\n".join(lines[:40]))
     assert main_multi_gpu.run([*words[:-1], "--data-dir", "other.csv"]) == 2
-    assert "--data-dir other.csv together with data.args.file=homes.csv" in capsys.readouterr().err
+    assert "--data-dir other.csv together with data.file=homes.csv" in capsys.readouterr().err
     assert main_multi_gpu.run([*words, "data.file=other.csv"]) == 2, "another scale than the run's"
     assert "other rows: --set data.test_file=FILE or data.new=FILE" in capsys.readouterr().err
     assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 0
@@ -107,7 +107,7 @@ def test_rows_of_a_table_that_has_no_target_column(capsys: pytest.CaptureFixture
     assert "these samples have no targets" in capsys.readouterr().err
     words = ["predict", "run", "--out", "2.csv", "--set"]
     assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 2
-    assert "or data.args.new=new.csv, for rows without a target" in capsys.readouterr().err
+    assert "or data.new=new.csv, for rows without a target" in capsys.readouterr().err
     Path("new.csv").write_text("color,size\nb,3\n")
     assert main_multi_gpu.run([*words, "data.args.new=new.csv"]) == 2
     assert "there is no column 'colour'" in capsys.readouterr().err
