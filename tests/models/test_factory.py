@@ -95,10 +95,10 @@ def test_a_network_that_a_library_does_not_have(library: str) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "named"),
     [
-        ("timm/resnet18", {"pretrained": True}, r"model\.args\.pretrained=True names weights to download"),
+        ("timm/resnet18", {"pretrained": True}, r"model\.pretrained=True names weights to download"),
         ("timm/resnet18.a1_in1k", {}, r"resnet18\.a1_in1k names weights to download"),
-        ("torchvision/resnet18", {"weights": "DEFAULT"}, r"model\.args\.weights='DEFAULT' names weights"),
-        ("torchvision/fcn_resnet50", {"weights_backbone": "DEFAULT"}, r"model\.args\.weights_backbone='DEFAULT'"),
+        ("torchvision/resnet18", {"weights": "DEFAULT"}, r"model\.weights='DEFAULT' names weights"),
+        ("torchvision/fcn_resnet50", {"weights_backbone": "DEFAULT"}, r"model\.weights_backbone='DEFAULT'"),
     ],
 )
 def test_nothing_is_downloaded(name: str, args: dict[str, Any], named: str) -> None:

@@ -750,17 +750,26 @@ struct NcclWork final : c10d::Work {
     future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
     inner->getFuture()->addCallback([future = future, results = results, factor](c10::ivalue::Future& done) {
       if (done.hasError()) return future->setError(done.exception_ptr());
-      Plain plain;
-      if (factor != 1)
-        for (auto& one : results) as_host(one).mul_(factor);
-      future->markCompleted(IValue(results));
+      finish(*future, results, factor);
     });
+  }
+  NcclWork(std::vector<Tensor> results_, double factor)  // of what is done already
+      : results(std::move(results_)), blocks(false) {
+    future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                      std::vector<Device>{results[0].device()});
+    finish(*future, results, factor);
+  }
+  static void finish(c10::ivalue::Future& future, const std::vector<Tensor>& results, double factor) {
+    Plain plain;
+    if (factor != 1)
+      for (auto& one : results) as_host(one).mul_(factor);
+    future.markCompleted(IValue(results));
   }
   bool isCompleted() override { return future->completed(); }
   bool isSuccess() const override { return future->completed() && !future->hasError(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (blocks) host_waits("barrier", current, current_streams[current], false);
-    inner->wait(timeout);
+    if (inner) inner->wait(timeout);
     future->waitAndThrow();
     return true;
   }
@@ -896,7 +905,8 @@ struct Nccl final : c10d::Backend {
     auto h = host(Many{out, in}, "reduce_scatter");
     auto own = opts;
     double factor = without_mean(own);
-    return work(gloo->_reduce_scatter_base(h[0], h[1], own), {out}, factor);
+    gloo->_reduce_scatter_base(h[0], h[1], own)->wait();  // gloo has no future of it
+    return c10::make_intrusive<NcclWork>(Many{out}, factor);
   }
   Works alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
                       const c10d::AllToAllOptions& opts) override {
