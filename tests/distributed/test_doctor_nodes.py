@@ -62,7 +62,7 @@ def test_a_firewall_other_data_and_a_node_out_of_reach(three: list[Host]) -> Non
     assert "to node2 (10.77.0.2): refused" in "".join(lines(said, "from node1"))
     assert "to node2 (10.77.0.2): unreachable" in "".join(lines(said, "from node3"))
     assert "to node3 (10.77.0.3): no answer" in "".join(lines(said, "from node2"))
-    assert "not checked: first what is above" in said
+    assert "not checked: the failures above come first" in said
 
 
 def test_an_interface_that_is_not_there(three: list[Host]) -> None:
