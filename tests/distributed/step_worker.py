@@ -82,7 +82,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
 def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     commit = run.state.precision.clip_and_step
 
-    def watched(
+    def keep_gradient(
         optimizer: Any, parameters: list[Tensor], max_norm: float | None, total_norm: Any = None
     ) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
@@ -92,7 +92,7 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
             }
         return commit(optimizer, parameters, max_norm, total_norm)
 
-    run.state.precision.clip_and_step = watched  # type: ignore[method-assign]
+    run.state.precision.clip_and_step = keep_gradient  # type: ignore[method-assign]
 
 
 def main(out: Path) -> None:

@@ -26,7 +26,7 @@ def text():
     return "net"
 def bare():
     return nn.ReLU()
-def scripted():
+def build_scripted():
     import torch, warnings
     with warnings.catch_warnings(action="ignore"):  # deprecated, but people have them
         return nn.Sequential(torch.jit.trace(nn.Linear(64, 10), torch.zeros(1, 64)))
@@ -63,7 +63,7 @@ def test_the_users_own(own: None) -> None:
         ("convent", {}, "unknown name 'convent'"),
         ("mlp", {"args": {"widht": 3}}, r"model\.args\.widht"),
         ("my_models_for_tests:text", {}, "returned a str, not an nn.Module"),
-        ("my_models_for_tests:scripted", {}, "the factory returned a TorchScript module"),
+        ("my_models_for_tests:build_scripted", {}, "the factory returned a TorchScript module"),
         ("my_models_for_tests:bare", {}, "no parameter is left to train"),
         ("mlp", {"freeze": ("*",)}, "no parameter is left to train"),
         ("mlp", {"freeze": ("features.*",)}, r"--freeze 'features\.\*' matches no parameter"),

@@ -116,11 +116,11 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     """As many as one worker of the first forecast takes in them; 64 at least."""
     asked: list[int] = []
 
-    def planted(config: Config, strategy: str, workers: int, steps: int, *rest: Any) -> dict[str, float]:
+    def return_figures(config: Config, strategy: str, workers: int, steps: int, *rest: Any) -> dict[str, float]:
         asked.append(steps)
         return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation", "memory"), 1.0)
 
-    monkeypatch.setattr(bench, "run_trainer", planted)
+    monkeypatch.setattr(bench, "run_trainer", return_figures)
     monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
     for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
         monkeypatch.setenv("OWN_PAUSE", pause)
@@ -139,7 +139,7 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """One worker takes 11 ms for 20 samples, two take 12.5 ms for 40, 2.5 of which nothing hides; dp takes 20 ms."""
     order: list[str] = []
 
-    def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
+    def return_figures(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
         order.append(f"{strategy} {workers}")
         shares = {"memory": 2.0**21} | {
             "data": 0.05,
@@ -149,7 +149,7 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         }
         return shares | {"step_ms": {"single": 11.0, "ddp": 12.5, "dp": 20.0}[strategy] + (len(order) - 1) // 3 - 1}
 
-    monkeypatch.setattr(bench, "run_trainer", planted)
+    monkeypatch.setattr(bench, "run_trainer", return_figures)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure.count_cores", lambda: 1)
     monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Link("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "measure_overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)
@@ -183,11 +183,11 @@ def test_sharded_workers_take_the_place_of_ddp(monkeypatch: pytest.MonkeyPatch, 
     """Its wire is not measured: what is no waiting for data is compute and wire, in table, plot and advice."""
     order: list[str] = []
 
-    def planted(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
+    def return_figures(config: Config, strategy: str, workers: int, *rest: Any) -> dict[str, float]:
         order.append(f"{strategy} {workers}")
         return {"step_ms": 10.0, "data": 0.05, "wire": 0.0, "stragglers": 0.0, "utilisation": 90.0, "memory": 2.0**21}
 
-    monkeypatch.setattr(bench, "run_trainer", planted)
+    monkeypatch.setattr(bench, "run_trainer", return_figures)
     monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure.count_cores", lambda: 1)
     monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Link("planted", 0.0, 1e30, "planted"))

@@ -85,14 +85,14 @@ def test_a_gather_and_a_scatter_send_half_as_many_bytes() -> None:
 
 
 def test_each_worker_gets_its_part_of_a_sum_and_all_parts_of_a_gather() -> None:
-    def measured(world: World) -> list[list[float]]:
+    def collect_parts(world: World) -> list[list[float]]:
         summed, gathered = torch.arange(6.0) * 10**world.rank, torch.full((6,), float(world.rank))
         reduce_scatter(summed)
         all_gather(gathered)
         return [summed.chunk(3)[world.rank].tolist(), gathered.tolist()]
 
     parts = [[0.0, 111.0], [222.0, 333.0], [444.0, 555.0]]
-    assert run_on_each_rank(3, measured) == [[part, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] for part in parts]
+    assert run_on_each_rank(3, collect_parts) == [[part, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] for part in parts]
 
 
 def test_a_pair_that_is_off_is_named() -> None:

@@ -88,7 +88,7 @@ class Scaled(Branches):
         return result
 
 
-def scaled(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def build_scaled_model(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return Scaled(int(np.prod(input_shape)), num_classes)
 
 
@@ -321,7 +321,7 @@ def test_what_the_workers_refuse_is_no_fault_either() -> None:
 
 
 def test_a_model_that_cannot_be_sharded_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcome(monkeypatch, model=f"{HERE}:scaled")
+    found = outcome(monkeypatch, model=f"{HERE}:build_scaled_model")
     sharded = found["--multi-gpu fsdp has the loss and gradients of one worker"]
     assert sharded.holds is None
     assert sharded.figures.startswith("not possible here: --multi-gpu fsdp: scale is a parameter without dimensions")
