@@ -56,6 +56,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Looked:
     return Looked(play(KILLED_TWICE, home / "round", state_size(reference)), home / "round", reference)
 
 
+@pytest.mark.slow
 def test_a_short_round(short: Looked) -> None:
     assert short.faults() == []
     assert [part.code for part in short.played] == [-9, 0]
@@ -220,6 +221,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, short: Looked, tmp_path: Path) -> None:
     plant, told = PLANTED[name]
@@ -228,6 +230,7 @@ def test_a_planted_fault_is_found(name: str, short: Looked, tmp_path: Path) -> N
     assert any(told in fault for fault in faults), faults
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_that_is_damaged_need_not_be_told(short: Looked) -> None:
     newer = replace(short.played[1], events=[], sound="step_99999999")
     assert list(damaged_and_lost(short.home / "run", [short.played[0], newer])) == []

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """def larger(a, b):
     return a if a > b else b
@@ -48,6 +50,7 @@ def mutants(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_what_is_tested_is_killed_and_the_rest_survives(tmp_path):
     root = toy(tmp_path)
     ended = mutants(root)

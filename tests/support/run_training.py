@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch._dynamo  # seconds; DDP and TensorBoard import these, and here they do so once
@@ -102,9 +103,12 @@ class Agent:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        os.write(self._told, store.port.to_bytes(2) * self._workers)
         try:
+            if self._workers == 1:  # it meets nobody
+                yield
+                return
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            os.write(self._told, store.port.to_bytes(2) * self._workers)
             yield
         finally:
             os.close(self._asked)
@@ -143,15 +147,17 @@ def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
                 _end(ranks)
             elif answers[rank][0]:
                 deadline = min(deadline, time.monotonic() + 10)
-        assert time.monotonic() < deadline or _end(ranks), f"ranks {sorted(left)} hang"
+        if time.monotonic() > deadline:
+            places = {rank: Path(f"/proc/{ranks[rank].pid}/wchan").read_text() for rank in sorted(left)}
+            _end(ranks)
+            raise AssertionError(f"ranks hang, in the kernel's function {places}")
         time.sleep(0.01)
     return answers
 
 
-def _end(ranks: list[Any]) -> bool:
+def _end(ranks: list[Any]) -> None:
     for process in ranks:
         process.kill()
-    return False
 
 
 def _rank(
