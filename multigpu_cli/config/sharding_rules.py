@@ -22,7 +22,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     refused = (
         ("--exact", config.reproducibility.exact, "leave out --exact, or use --multi-gpu ddp"),
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
-        (f"--compile {model.compile}", model.compile != "off", "--compile off"),
         ("--batch-size auto", config.batch.size == "auto", "a number, such as --batch-size 8"),
         (
             "--find-unused-parameters",
@@ -37,6 +36,12 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
+    if model.compile == "reduce-overhead":
+        yield RequestError(
+            "--compile reduce-overhead together with --multi-gpu fsdp: gathered weights lie elsewhere in each pass, "
+            "and CUDA graphs need fixed addresses",
+            remedy="--compile default, or --multi-gpu ddp",
+        )
     if optimizer not in _ELEMENTWISE:
         yield RequestError(
             f"--optimizer {optimizer} together with --multi-gpu fsdp: each worker has only some rows of a weight, and "
