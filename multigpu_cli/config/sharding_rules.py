@@ -22,7 +22,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     refused = (
         ("--exact", config.reproducibility.exact, "leave out --exact, or use --multi-gpu ddp"),
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
-        ("--batch-size auto", config.batch.size == "auto", "a number, such as --batch-size 8"),
         (
             "--find-unused-parameters",
             config.communication.find_unused_parameters,

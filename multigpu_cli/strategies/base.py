@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buffers import StepBuffers
 
@@ -54,6 +55,18 @@ class Strategy(ABC):
             loss: forward pass of a few samples, the same on every rank and at every start of the run; the caller
                 restores the buffers. Once called, it may be called again in any step.
         """
+
+    def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
+        """Run passes that are only to show whether memory suffices; outside of a step, and all ranks call it together.
+
+        Args:
+            work: passes without communication of its own; the caller discards what they leave in buffers and `.grad`.
+            accumulates: a step will have more than one pass on a worker, and `work` has two.
+
+        Raises:
+            OutOfMemory: it does not suffice on some rank; raised on all of them.
+        """
+        run_on_all_ranks(self._world, work)
 
     def begin_step(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` over all workers."""

@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
+from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
 
 
@@ -61,6 +63,7 @@ class Sharded(Strategy):
         if average is not None:  # it has no backward pass, which would free what it keeps
             _shard(average, mesh, blocks, frees_after_forward=True)
         self._model = cast(FSDPModule, model)
+        self._roots = [model] if average is None else [model, average]
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {
             name: nn.Parameter(p.detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
@@ -100,6 +103,21 @@ class Sharded(Strategy):
                 module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
+
+    def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
+        """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
+
+        Raises:
+            TrainingError: the same, of this rank alone.
+        """
+        if not can_probe():
+            return run_without_vote(self._world, work)
+        self._rounds, self._done = 2 if accumulates else 0, 0
+        try:
+            with send_nothing(self._roots):
+                return super().probe_memory(work)
+        finally:
+            self._rounds = self._order = 0
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
