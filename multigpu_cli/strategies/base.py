@@ -34,6 +34,7 @@ class Strategy(ABC):
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
         trained: the tensors that the optimizer of this process moves.
+        arrived: called when a pass comes to where it waits for all workers.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Strategy(ABC):
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
         self.trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.arrived: Callable[[], None] = lambda: None
         self._world = world or World(torch.device("cpu"))
         self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
 

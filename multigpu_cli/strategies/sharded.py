@@ -76,11 +76,13 @@ class Sharded(Strategy):
         self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of which blocks have run, one after the other
-        for place, block in enumerate(blocks):
-            model.get_submodule(block).register_forward_pre_hook(partial(self._note_pass, place))
+        for place, block in enumerate([*blocks, ""]):
+            hook = partial(self._note_arrival, place)
+            model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
 
-    def _note_pass(self, place: int, *_: object) -> None:
+    def _note_arrival(self, place: int, *_: object) -> None:
         self._order = hash((self._order, place))
+        self.arrived()
 
     def _give_rows(self, optimizer: torch.optim.Optimizer, rows: dict[Tensor, nn.Parameter]) -> None:
         """Put the rows, and their part of the state, in place of whole parameters."""

@@ -51,6 +51,13 @@ def net(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: 
     return Failing(nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes)), how, rank, at)
 
 
+def deep(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: int = 1, at: int = 6) -> nn.Module:
+    """Blocks, of which the second one fails."""
+    size = prod(input_shape)
+    blocks = [Failing(nn.Linear(size, size), how, rank if block == 1 else -1, at) for block in range(3)]
+    return nn.Sequential(nn.Flatten(), nn.Sequential(*blocks), nn.Linear(size, num_classes))
+
+
 class Forgetful(nn.Sequential):
     """From some training pass on, the bias takes no part in what it returns."""
 
