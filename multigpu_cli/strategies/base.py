@@ -86,6 +86,10 @@ class Strategy(ABC):
         """End the step: reduce what has not been reduced yet; an idle worker contributes zeros."""
         self._buffers.apply_mean_change()
 
+    def find_parameter(self, moved: Tensor) -> Tensor:
+        """The model's parameter that a tensor of the optimizer is, or is a part of."""
+        return moved
+
     def total_norm(self, local: Tensor) -> Tensor:
         """The norm () of the whole gradient, given that of the gradients of `trained`."""
         return local
@@ -117,6 +121,15 @@ class Strategy(ABC):
     def read_comm_wait(self) -> float | None:
         """Mean seconds per step, since the last call, of waiting for the reduction; None: unknown."""
         return None
+
+    def follow_trained(self, build: "Callable[[], Strategy]") -> "Strategy":
+        """The strategy for the parameters that learn from now on, in the place of this one.
+
+        Args:
+            build: makes a new one of this kind.
+        """
+        self.close()
+        return build()
 
     def close(self) -> None:  # noqa: B027 - most strategies leave nothing
         """Take back what was attached to the model, which another strategy takes over."""

@@ -71,14 +71,23 @@ class Sharded(Strategy):
         }
         moved = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self._state = ShardedState(world, parameters, [parameters[name] for name in moved])
-        self._pairs = [(parameters[name], rows[name]) for name in rows if rows[name].requires_grad]
-        self.trained = [row for _, row in self._pairs]
+        self._rows = [(parameters[name], row) for name, row in rows.items()]
+        self._find_trained()
         self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of which blocks have run, one after the other
         for place, block in enumerate([*blocks, ""]):
             hook = partial(self._note_arrival, place)
             model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
+
+    def _find_trained(self) -> None:
+        self._pairs = [(parameter, row) for parameter, row in self._rows if parameter.requires_grad]
+        self.trained = [row for _, row in self._pairs]
+
+    def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
+        """Itself: FSDP looks at `requires_grad` in each pass."""
+        self._find_trained()
+        return self
 
     def _note_arrival(self, place: int, *_: object) -> None:
         self._order = hash((self._order, place))
@@ -145,6 +154,9 @@ class Sharded(Strategy):
             gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
             row.grad = None if gradient is None else gradient.to_local()
         super().reduce_gradients(idle=idle)
+
+    def find_parameter(self, moved: Tensor) -> Tensor:
+        return next(parameter for parameter, row in self._rows if row is moved)
 
     def total_norm(self, local: Tensor) -> Tensor:
         return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
