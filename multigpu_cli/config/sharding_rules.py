@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "exact grad_compression compile batch_size find_unused_parameters model.unfreeze_at amp sync_bn optimizer"
+KEYS = "exact grad_compression compile find_unused_parameters amp sync_bn optimizer"
 """The keys that the rule reads, beside those of data and task."""
 
 _ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
@@ -22,14 +22,11 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     refused = (
         ("--exact", config.reproducibility.exact, "leave out --exact, or use --multi-gpu ddp"),
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
-        (f"--compile {model.compile}", model.compile != "off", "--compile off"),
-        ("--batch-size auto", config.batch.size == "auto", "a number, such as --batch-size 8"),
         (
             "--find-unused-parameters",
             config.communication.find_unused_parameters,
             "--freeze what takes no part in the loss, or use --multi-gpu ddp",
         ),
-        ("model.unfreeze_at", model.unfreeze_at is not None, "--freeze for the whole run, or --multi-gpu ddp"),
         ("--amp fp16", config.precision.amp == "fp16", "--amp bf16 or --amp off"),
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
         ("--task ppo", acts or config.task.name == "ppo", "--multi-gpu ddp"),
@@ -37,6 +34,12 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
+    if model.compile == "reduce-overhead":
+        yield RequestError(
+            "--compile reduce-overhead together with --multi-gpu fsdp: gathered weights lie elsewhere in each pass, "
+            "and CUDA graphs need fixed addresses",
+            remedy="--compile default, or --multi-gpu ddp",
+        )
     if optimizer not in _ELEMENTWISE:
         yield RequestError(
             f"--optimizer {optimizer} together with --multi-gpu fsdp: each worker has only some rows of a weight, and "

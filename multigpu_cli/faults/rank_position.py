@@ -31,6 +31,7 @@ class RankPosition:
     Attributes:
         steps: optimizer steps done.
         phase: one of PHASES.
+        arrivals: how often it came to where all workers wait for each other, within the phases since the last step.
         line: the innermost line of code outside of Python and installed packages.
     """
 
@@ -38,10 +39,11 @@ class RankPosition:
     steps: int
     phase: str
     line: str
+    arrivals: int = 0
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.steps, PHASES.index(self.phase)
+    def order(self) -> tuple[int, int, int]:
+        return self.steps, self.arrivals, PHASES.index(self.phase)
 
     def __str__(self) -> str:
         return f"{self.phase}, {self.steps} steps done" + (f", at {self.line}" if self.line else "")
@@ -51,6 +53,7 @@ class OwnProgress:
     """The position of this rank, updated by the training loop and read by the watchdog's thread.
 
     Attributes:
+        arrivals: see `RankPosition`.
         samples: sample numbers of the present micro-batch.
         moves: how often progress was marked.
         last_move: when it was last marked, in Unix seconds.
@@ -58,7 +61,7 @@ class OwnProgress:
     """
 
     def __init__(self) -> None:
-        self.steps, self.phase = 0, PHASES[0]
+        self.steps, self.phase, self.arrivals = 0, PHASES[0], 0
         self.samples: Tensor | None = None
         self.moves, self.last_move = 0, time.time()
         self.logs: Path | None = None

@@ -55,7 +55,14 @@ class Watchdog:
 
     def set_position(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
         """Update the position of this rank, which is progress."""
+        if steps != self._own.steps:
+            self._own.arrivals = 0
         self._own.steps, self._own.phase, self._own.samples = steps, phase, samples
+        self._own.mark()
+
+    def count_arrival(self) -> None:
+        """This rank comes to where it waits for all others in the middle of a phase, which is progress."""
+        self._own.arrivals += 1
         self._own.mark()
 
     @property
@@ -151,7 +158,8 @@ class Watchdog:
 
     def _collect_positions(self) -> list[RankPosition]:
         """The positions of all ranks that still answer, in rank order."""
-        own = RankPosition(self._world.rank, self._own.steps, self._own.phase, describe_main_thread_line())
+        here = self._own
+        own = RankPosition(self._world.rank, here.steps, here.phase, describe_main_thread_line(), here.arrivals)
         if (store := self._exits.store) is None:
             return [own]
         deadline, names = time.monotonic() + _ANSWER, [f"place-{rank}" for rank in range(self._world.size)]

@@ -53,7 +53,7 @@ def assemble_run(
             return journal, stack.enter_context(trace)
 
     journal, trace = run_on_all_ranks(world, open_files)
-    components.task.moved = watchdog.mark_progress
+    components.task.moved, components.strategy.arrived = watchdog.mark_progress, watchdog.count_arrival
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
     fp16, sharded = components.state.precision.name == "fp16", components.strategy.sharded
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)

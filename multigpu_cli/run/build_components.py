@@ -64,7 +64,8 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
         broadcast_weights(state.model, world)
         if state.average:
             state.average.module.load_state_dict(state.model.state_dict())
-    model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device))
+    blocks = _find_compiled_blocks(spec, state.model, world)
+    model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device, blocks))
     spec = _measure_buckets(spec, state.model, world)
     spec, strategy = _describe_sharding(spec, state.model), build_strategy(model, state, world, spec)
     _restore_checkpoint(state, strategy, task, spec, world)
@@ -173,6 +174,15 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
     return replace(spec, config=replace_settings(config, {"bucket_cap_mb": measure_cap(model, world)}))
 
 
+def _find_compiled_blocks(spec: RunSpec, model: nn.Module, world: World) -> list[nn.Module]:
+    """What --compile compiles by itself, since its weights are gathered by themselves; [] for the whole model."""
+    if spec.config.model.compile == "off" or spec.placement.strategy != "fsdp" or world.size == 1:
+        return []
+    from multigpu_cli.models.blocks import find_blocks_to_wrap
+
+    return [model.get_submodule(name) for name in find_blocks_to_wrap(model, spec.config.device.wrap) or [""]]
+
+
 def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
     """The request with what --multi-gpu fsdp gathers as one in its plan.
 
@@ -210,12 +220,14 @@ def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunS
         from multigpu_cli.models.blocks import find_blocks_to_wrap
         from multigpu_cli.strategies.sharded import Sharded
 
-        return Sharded(
-            model,
+        sharded = Sharded(
+            state.model,
             world,
             state.optimizer,
             state.average and state.average.module,
-            blocks=find_blocks_to_wrap(model, config.device.wrap),
+            blocks=find_blocks_to_wrap(state.model, config.device.wrap),
             keeps_weights=config.device.reshard == "step",
         )
+        sharded.callable = model
+        return sharded
     return Single(model)

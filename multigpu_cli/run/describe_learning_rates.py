@@ -13,11 +13,9 @@ _LISTED = 3  # names in a line
 def describe_groups(components: TrainComponents) -> list[tuple[str, str]]:
     """Label and value of a line for each rate, the highest first, and for what is frozen; [] where all is alike."""
     model, peak = components.state.model, components.plan.schedule.peak
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    whole = {id(rows): parameter for rows, parameter in zip(components.strategy.trained, learning, strict=True)}
     groups: dict[float, list[Tensor]] = {}
     for group in components.state.optimizer.param_groups:
-        members = [whole.get(id(moved), moved) for moved in group["params"]]  # of a sharded one it has the rows
+        members = map(components.strategy.find_parameter, group["params"])
         groups.setdefault(group.get("rate_factor", 1.0), []).extend(members)
     moved = {id(parameter) for parameters in groups.values() for parameter in parameters}
     still: list[Tensor] = [parameter for parameter in model.parameters() if id(parameter) not in moved]

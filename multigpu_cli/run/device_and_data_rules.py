@@ -68,6 +68,12 @@ def _check_sharding(config: Config) -> Iterator[RequestError]:
             f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
             remedy="a newer torch, or --multi-gpu ddp",
         )
+    if config.batch.size == "auto" and not hasattr(FSDPModule, "reset_iter_state"):
+        yield RequestError(
+            f"--batch-size auto together with --multi-gpu fsdp: torch {torch.__version__} can't go on after a pass "
+            "that ran out of memory",
+            remedy="a number, such as --batch-size 8, or torch 2.13",
+        )
 
 
 def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:

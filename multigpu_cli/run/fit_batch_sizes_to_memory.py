@@ -6,6 +6,7 @@ an evaluation is tried in the same way.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -22,7 +23,6 @@ from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS
 from multigpu_cli.runtime.out_of_memory import free_memory, is_out_of_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 
@@ -162,7 +162,10 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     """Whether forward and backward of so many samples, and the optimizer's state, fit into every rank's memory."""
     model = components.state.model
     with preserve_buffers(model):
-        fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size))
+        accumulates = _accumulates(components, size)
+        fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size), accumulates=accumulates)
+        if fits and components.strategy.sharded:  # whose probe leaves no gradients
+            _run_micro_batch(components, min(2, size))
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
     model.zero_grad(set_to_none=True)
     strategy = components.spec.placement.strategy
@@ -177,16 +180,22 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     return fits
 
 
-def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None]) -> bool:
+def _accumulates(components: TrainComponents, size: int) -> bool:
+    """Whether a worker has more than one micro-batch of that size in a step."""
+    batches, settings = components.plan.batches, components.config.batch
+    follows = settings.size == "auto" and settings.global_size is None  # the global batch, from the micro-batch
+    return (batches if follows else replace(batches, micro_batch=size)).accumulation > 1
+
+
+def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None], *, accumulates: bool = False) -> bool:
     """Whether no rank runs out of memory in it, with the optimizer's future state reserved."""
 
     def work_beside_the_state() -> None:
         _reserved = _reserve_optimizer_state(components)
         work()
 
-    run = run_without_vote if components.strategy.sharded else run_on_all_ranks
     try:
-        run(components.world, work_beside_the_state)
+        components.strategy.probe_memory(work_beside_the_state, accumulates=accumulates)
     except OutOfMemory:
         return False
     finally:

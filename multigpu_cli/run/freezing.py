@@ -42,9 +42,10 @@ def _find_first_step(components: TrainComponents) -> int:
 
 def _set_learning(components: TrainComponents, *, learns: bool) -> None:
     """DDP and the exact reduction know the parameters that learn when they are built, and from then on."""
-    components.strategy.close()
     for parameter in components.frozen:
         parameter.requires_grad_(learns)
     model = components.compiled or components.state.model
-    components.strategy = build_strategy(model, components.state, components.world, components.spec)
+    components.strategy = components.strategy.follow_trained(
+        lambda: build_strategy(model, components.state, components.world, components.spec)
+    )
     warm_up(components)

@@ -110,6 +110,8 @@ def _describe_data(request: RunRequest) -> str:
 
 def _describe_compile(request: RunRequest) -> str:
     mode = request.config.model.compile
+    if mode != "off" and request.placement.strategy == "fsdp":
+        return f"{mode}, each gathered block by itself"
     if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
         return "" if mode == "off" else mode
     return f"{mode}, inside DDP: in pieces that end with its buckets, so that these travel during backward"

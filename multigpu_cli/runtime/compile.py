@@ -2,11 +2,13 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
@@ -25,6 +27,8 @@ class CompiledModel(nn.Module):
 
     Args:
         mode: of torch.compile; with reduce-overhead a pass runs as CUDA graphs, whose memory the next pass reuses.
+        blocks: parts of the model that are compiled each by itself, in place, rather than the whole; for weights that
+            are gathered block by block, by hooks around `forward`.
         backend: of torch.compile.
 
     Attributes:
@@ -32,18 +36,28 @@ class CompiledModel(nn.Module):
         seconds: duration of the compilation; None before the first full micro-batch.
     """
 
-    def __init__(self, model: nn.Module, mode: str | None, backend: str = "inductor") -> None:
+    def __init__(
+        self, model: nn.Module, mode: str | None, *, blocks: Sequence[nn.Module] = (), backend: str = "inductor"
+    ) -> None:
         super().__init__()
         self.model = model
         self.full_batch_size: Callable[[], int] = lambda: 0
         self.seconds: float | None = None
+        compiled = partial(torch.compile, mode=mode, backend=backend, dynamic=False)
+        self._is_full = False
+        if blocks:  # at most one graph for each and size, of one function for all blocks of a class
+            limit = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
+        for block in blocks:
+            _replace_forward(block, lambda forward: self._run_full_ones(compiled(forward), forward))
         # in a tuple, so that the same parameters are not registered under a second name
-        self._fast = (torch.compile(model, mode=mode, backend=backend, dynamic=False),)
+        self._fast = (model if blocks else compiled(model),)
         self._in_graphs = mode == "reduce-overhead"
         self._first_given: list[Tensor] = []  # parameters that had no gradient before the last such pass
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if _length(inputs or tuple(named.values())) != self.full_batch_size():
+        self._is_full = _length(inputs or tuple(named.values())) == self.full_batch_size()
+        if not self._is_full:
             return self.model(*inputs, **named)
         if self._in_graphs:
             self._keep_gradients()
@@ -53,6 +67,16 @@ class CompiledModel(nn.Module):
         result = self._fast[0](*inputs, **named)
         self.seconds = time.perf_counter() - began
         return result
+
+    def _run_full_ones(self, compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward pass: compiled in full micro-batches, also where it is run again in their backward pass."""
+
+        @wraps(forward)
+        def run(*inputs: Any, **named: Any) -> Any:
+            trains = self._is_full and torch.is_grad_enabled()  # evaluations call the model itself, without gradients
+            return (compiled if trains else forward)(*inputs, **named)
+
+        return run
 
     def _keep_gradients(self) -> None:
         """Copy gradients of the last pass out of the graphs' memory, before the next pass overwrites it.
@@ -75,8 +99,13 @@ class CompiledModel(nn.Module):
         return {"seconds": self.seconds, "graph_breaks": sorted(set(reasons))}
 
 
-def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+def compile_model(
+    model: nn.Module, config: Config, device: torch.device, blocks: Sequence[nn.Module] = ()
+) -> nn.Module:
     """Wrap the model as --compile requests.
+
+    Args:
+        blocks: see `CompiledModel`.
 
     Raises:
         RequestError: no compiler is installed, or the mode is not supported with --exact.
@@ -95,7 +124,19 @@ def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.
             "--compile reduce-overhead with --exact: CUDA graphs overwrite gradients that --exact has yet to reduce",
             remedy="use --compile default, or leave out --exact",
         )
-    return CompiledModel(model, None if wanted == "default" else wanted)
+    return CompiledModel(model, None if wanted == "default" else wanted, blocks=blocks)
+
+
+def _replace_forward(block: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap a block's forward pass, inside of what checkpoints its activations.
+
+    Around it there would be one compiled graph for each block, rather than one for all blocks that are alike.
+    """
+    outer = block.forward
+    if isinstance(outer, partial) and outer.func is checkpoint:
+        block.forward = partial(checkpoint, wrap(outer.args[0]), *outer.args[1:], **outer.keywords)
+    else:
+        block.forward = wrap(outer)
 
 
 def _length(inputs: tuple[Any, ...]) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buffers import StepBuffers
 
@@ -33,6 +34,7 @@ class Strategy(ABC):
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
         trained: the tensors that the optimizer of this process moves.
+        arrived: called when a pass comes to where it waits for all workers.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Strategy(ABC):
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
         self.trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.arrived: Callable[[], None] = lambda: None
         self._world = world or World(torch.device("cpu"))
         self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
 
@@ -54,6 +57,18 @@ class Strategy(ABC):
             loss: forward pass of a few samples, the same on every rank and at every start of the run; the caller
                 restores the buffers. Once called, it may be called again in any step.
         """
+
+    def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
+        """Run passes that are only to show whether memory suffices; outside of a step, and all ranks call it together.
+
+        Args:
+            work: passes without communication of its own; the caller discards what they leave in buffers and `.grad`.
+            accumulates: a step will have more than one pass on a worker, and `work` has two.
+
+        Raises:
+            OutOfMemory: it does not suffice on some rank; raised on all of them.
+        """
+        run_on_all_ranks(self._world, work)
 
     def begin_step(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` over all workers."""
@@ -70,6 +85,10 @@ class Strategy(ABC):
     def reduce_gradients(self, *, idle: bool) -> None:
         """End the step: reduce what has not been reduced yet; an idle worker contributes zeros."""
         self._buffers.apply_mean_change()
+
+    def find_parameter(self, moved: Tensor) -> Tensor:
+        """The model's parameter that a tensor of the optimizer is, or is a part of."""
+        return moved
 
     def total_norm(self, local: Tensor) -> Tensor:
         """The norm () of the whole gradient, given that of the gradients of `trained`."""
@@ -102,6 +121,15 @@ class Strategy(ABC):
     def read_comm_wait(self) -> float | None:
         """Mean seconds per step, since the last call, of waiting for the reduction; None: unknown."""
         return None
+
+    def follow_trained(self, build: "Callable[[], Strategy]") -> "Strategy":
+        """The strategy for the parameters that learn from now on, in the place of this one.
+
+        Args:
+            build: makes a new one of this kind.
+        """
+        self.close()
+        return build()
 
     def close(self) -> None:  # noqa: B027 - most strategies leave nothing
         """Take back what was attached to the model, which another strategy takes over."""

@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
+from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
 
 
@@ -61,6 +63,7 @@ class Sharded(Strategy):
         if average is not None:  # it has no backward pass, which would free what it keeps
             _shard(average, mesh, blocks, frees_after_forward=True)
         self._model = cast(FSDPModule, model)
+        self._roots = [model] if average is None else [model, average]
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {
             name: nn.Parameter(p.detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
@@ -68,16 +71,27 @@ class Sharded(Strategy):
         }
         moved = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self._state = ShardedState(world, parameters, [parameters[name] for name in moved])
-        self._pairs = [(parameters[name], rows[name]) for name in rows if rows[name].requires_grad]
-        self.trained = [row for _, row in self._pairs]
+        self._rows = [(parameters[name], row) for name, row in rows.items()]
+        self._find_trained()
         self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of which blocks have run, one after the other
-        for place, block in enumerate(blocks):
-            model.get_submodule(block).register_forward_pre_hook(partial(self._note_pass, place))
+        for place, block in enumerate([*blocks, ""]):
+            hook = partial(self._note_arrival, place)
+            model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
 
-    def _note_pass(self, place: int, *_: object) -> None:
+    def _find_trained(self) -> None:
+        self._pairs = [(parameter, row) for parameter, row in self._rows if parameter.requires_grad]
+        self.trained = [row for _, row in self._pairs]
+
+    def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
+        """Itself: FSDP looks at `requires_grad` in each pass."""
+        self._find_trained()
+        return self
+
+    def _note_arrival(self, place: int, *_: object) -> None:
         self._order = hash((self._order, place))
+        self.arrived()
 
     def _give_rows(self, optimizer: torch.optim.Optimizer, rows: dict[Tensor, nn.Parameter]) -> None:
         """Put the rows, and their part of the state, in place of whole parameters."""
@@ -100,6 +114,21 @@ class Sharded(Strategy):
                 module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
+
+    def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
+        """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
+
+        Raises:
+            TrainingError: the same, of this rank alone.
+        """
+        if not can_probe():
+            return run_without_vote(self._world, work)
+        self._rounds, self._done = 2 if accumulates else 0, 0
+        try:
+            with send_nothing(self._roots):
+                return super().probe_memory(work)
+        finally:
+            self._rounds = self._order = 0
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
@@ -125,6 +154,9 @@ class Sharded(Strategy):
             gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
             row.grad = None if gradient is None else gradient.to_local()
         super().reduce_gradients(idle=idle)
+
+    def find_parameter(self, moved: Tensor) -> Tensor:
+        return next(parameter for parameter, row in self._rows if row is moved)
 
     def total_norm(self, local: Tensor) -> Tensor:
         return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)

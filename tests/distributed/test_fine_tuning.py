@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
@@ -80,15 +81,22 @@ def test_what_is_frozen_learns_from_its_epoch_on(flags: dict[str, Any], capfd: p
     assert shown.index("step 6/12") < said < shown.index("step 7/12")
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_the_curve_is_the_same_on_any_number_of_workers(workers: int) -> None:
-    for count, folder in ((1, "run"), (workers, "several")):
-        assert run_training(count, **RUN | LATER | {"save_dir": folder}, sets=AT).error == ""
+FSDP = {"multi_gpu": "fsdp"}
+
+
+@pytest.mark.parametrize(("workers", "flags"), [(2, {}), (3, {}), (4, {}), (3, FSDP)], ids=str)
+def test_the_curve_is_the_same_on_any_number_of_workers(workers: int, flags: dict[str, Any]) -> None:
+    flags = {"keep": 9} | flags
+    for count, folder, more in ((1, "run", {"multi_gpu": "auto"}), (workers, "several", {})):
+        assert run_training(count, **RUN | LATER | {"save_dir": folder} | flags | more, sets=AT).error == ""
     assert curve("several") == pytest.approx(curve("run"), rel=1e-4)
+    assert find_changed_weights("several", 3, 6) == {"6.weight", "6.bias"}, "in epoch 2"
+    assert find_changed_weights("several", 6, 9) == {*BODY, "6.weight", "6.bias"}, "in epoch 3"
 
 
 @pytest.mark.parametrize(
-    ("workers", "flags"), [(1, {"ema": 0.9}), (2, {"optimizer": "sgd"}), (3, {}), (2, {"exact": True, "ema": 0.9})]
+    ("workers", "flags"),
+    [(1, {"ema": 0.9}), (2, {"optimizer": "sgd"}), (3, {}), (2, {"exact": True, "ema": 0.9}), (2, FSDP | {"ema": 0.9})],
 )
 def test_a_resume_goes_on_to_the_bit_before_and_after_that_epoch(workers: int, flags: dict[str, Any]) -> None:
     flags = RUN | LATER | flags | {"checkpoint_every": "1", "keep": 99}

@@ -1,5 +1,6 @@
 """--multi-gpu fsdp is one more speed knob: the curve, the folder and the resumes are those of one process."""
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -75,6 +76,32 @@ def test_the_curve_is_that_of_one_process(name: str) -> None:
         assert read_evals(f"on{workers}") == pytest.approx(read_evals("alone"), rel=close)
         found = torch.load(f"on{workers}/best.pt", weights_only=True)["model"]
         assert {key: value.shape for key, value in found.items()} == {key: v.shape for key, v in weights.items()}
+
+
+def compile_cheaply() -> None:
+    """torch finds the graphs, which are counted in a file, and nothing is generated for them."""
+
+    def count(graph: Any, _: Any) -> Any:
+        with Path(f"graphs_{os.environ['RANK']}").open("a") as file:
+            file.write("one\n")
+        return graph.forward
+
+    real = torch.compile
+    torch.compile = lambda model, **options: real(model, **options | {"backend": count})  # type: ignore[assignment]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+def test_each_block_is_compiled_by_itself() -> None:
+    """One graph for all, with their activations computed again; short micro-batches and evaluations have none."""
+    case = GPT | {"sets": SIZES, "grad_checkpointing": True}
+    run(1, "alone", case)
+    ended = run(2, "run", case, compile="default", prepare=compile_cheaply)
+    assert not ended.error, ended.error
+    assert read_curve("run") == pytest.approx(read_curve("alone"), rel=2e-5)
+    assert read_evals("run") == pytest.approx(read_evals("alone"), rel=2e-5)
+    weights = [torch.load(f"{folder}/last.pt", weights_only=True)["model"] for folder in ("alone", "run")]
+    assert list(weights[0]) == list(weights[1])
+    assert [Path(f"graphs_{rank}").read_text() for rank in range(2)] == ["one\n"] * 2
 
 
 def test_a_killed_run_goes_on_with_fewer_workers_and_with_any_strategy() -> None:

@@ -55,6 +55,12 @@ def test_an_earlier_step_is_behind_whatever_its_phase() -> None:
     assert "rank 1 did not arrive" in hang_error(places, 2, 1, None).problem
 
 
+def test_who_waits_in_an_earlier_phase_of_a_later_pass_is_not_behind() -> None:
+    """A worker with fewer micro-batches runs padding passes, and may wait there for one that computes."""
+    places = [RankPosition(0, 7, "reduction", "", arrivals=5), RankPosition(1, 7, "forward", "", arrivals=6)]
+    assert "rank 0 did not arrive" in hang_error(places, 2, 1, None).problem
+
+
 def test_who_does_not_answer_did_not_arrive() -> None:
     error = hang_error([RankPosition(0, 7, "reduction", "")], 2, 1, None)
     assert "rank 1 did not arrive\n  rank 1: does not answer" in error.problem

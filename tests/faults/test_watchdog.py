@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults import deadline_store
@@ -217,14 +219,16 @@ def test_the_rank_that_failed_first_is_named_by_the_others(tmp_path: Path) -> No
     assert report.index("rank 0 (only lost its peers)") < report.index("--- rank 1: forward, 3 steps done")
 
 
+@pytest.mark.parametrize(("mode", "network"), [("ddp", "net"), ("fsdp", "deep")])
 def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    mode: str, network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Sharded, all are in the same forward pass, where the others wait for the weights of the next block."""
     run = tmp_path / "run"
-    sets = ["model.args.how=sleep"]
-    ended = run_training(2, model="tests.support.failing_model:net", sets=sets, save_dir=str(run), hang_timeout=1)
+    flags: dict[str, Any] = {"multi_gpu": mode, "model": f"tests.support.failing_model:{network}"}
+    ended = run_training(2, **flags, sets=["model.args.how=sleep"], save_dir=str(run), hang_timeout=1)
     said = capfd.readouterr().err
-    assert "rank 1 did not arrive\n  rank 1: forward, 3 steps done, at " in said
+    assert re.search(r"rank 1 did not arrive\n  rank 1: forward, \d steps done, at ", said), said
     assert "failing_model.py" in said
     assert ended.killed == [0, 1]
     assert summary(run)["status"] == "failed"

@@ -19,13 +19,16 @@ def test_losses_of_replicas_have_no_weights_with_dp() -> None:
         assert sum("--task from-model together with --multi-gpu dp" in str(error) for error in found) == count
 
 
-def test_a_torch_that_cannot_sum_sharded_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_do_it_with_sharded_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
 
     def refuse() -> list[str]:
-        errors = check_device(resolve({}, (), None), Placement("fsdp", (cpu,), 0, "as asked"), World(cpu))
+        request = resolve({"batch_size": "auto"}, (), None)
+        errors = check_device(request, Placement("fsdp", (cpu,), 0, "as asked"), World(cpu))
         return [str(error) for error in errors]
 
     assert refuse() == []
     monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", SimpleNamespace())
-    assert "can't sum gradients" in refuse()[0]
+    sums, tries = refuse()
+    assert "can't sum gradients" in sums
+    assert "--batch-size auto together with --multi-gpu fsdp" in tries

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 
 from multigpu_cli.monitor import journal
@@ -38,11 +39,13 @@ def for_inference() -> nn.Module:
     return ForInference(6, 3)
 
 
-@pytest.mark.parametrize(("workers", "only"), [(1, "null"), (2, "null"), (2, "1")])
-def test_micro_batches_shrink_until_they_fit(workers: int, only: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "only", "mode"), [(1, "null", "auto"), (2, "null", "auto"), (2, "1", "auto"), (2, "1", "fsdp")]
+)
+def test_micro_batches_shrink_until_they_fit(workers: int, only: str, mode: str) -> None:
     """Alike on all ranks, also where it strikes one of them only."""
     plenty = run_training(workers, **RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
-    shrunk = run_training(workers, **RUN | GREEDY, sets=[f"model.args.rank={only}"])
+    shrunk = run_training(workers, **RUN | GREEDY | {"multi_gpu": mode}, sets=[f"model.args.rank={only}"])
     assert shrunk.error == plenty.error == ""
     assert shrunk.summary["global_batch_size"] == 20
     assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
@@ -73,9 +76,14 @@ def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
     assert seen == ended.summary["steps"] == 6, "one change a step: neither the rehearsal's nor that of the lost step"
 
 
-@pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
-def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str) -> None:
+@pytest.mark.parametrize(
+    ("every", "mode"),
+    [("1", "auto"), ("1000", "auto"), ("1", "fsdp")],
+    ids=["after a checkpoint", "before the first", "sharded"],
+)
+def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str, mode: str) -> None:
     late: dict[str, Any] = {"sets": ["model.args.after=6", "model.args.limit=7", "model.args.rank=1"]}
+    late |= {"multi_gpu": mode}
     first = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late)
     assert "rank 1 ran out of memory at step" in first.error
     again = run_training(2, **RUN | GREEDY, checkpoint_every=every, **late, attempt=1)
@@ -145,13 +153,18 @@ def test_an_evaluation_stops_where_smaller_batches_are_not_wanted(flags: dict[st
         (8, 1, 16, 8, "measured: 16 does not fit"),
         (20, 1, 20, 16, "the largest that is of use here"),
         (99, 2, 15, 8, "the largest that is of use here"),
+        (3, "fsdp", 20, 2, "measured: 4 does not fit"),
     ],
 )
 def test_auto_finds_the_largest_that_fits(
-    limit: int, workers: int, share: int, found: int, because: str, capfd: pytest.CaptureFixture[str]
+    limit: int, workers: int | str, share: int, found: int, because: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = RUN | GREEDY | {"batch_size": "auto", "global_batch_size": share, "screen": "verbose"}
-    ended = run_training(workers, **flags, sets=[f"model.args.limit={limit}"])
+    sets = [f"model.args.limit={limit}"]
+    if workers == "fsdp":  # two, of which one runs out of memory in the backward pass
+        workers, flags = 2, flags | {"multi_gpu": "fsdp"}
+        sets += ["model.args.rank=1", "model.args.backward=true"]
+    ended = run_training(int(workers), **flags, sets=sets)
     assert ended.error == ""
     [start] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "start"]
     assert start["plan"]["batch_size"] == found

@@ -56,6 +56,8 @@ def test_the_plan_says_how_the_network_is_compiled() -> None:
     for workers, exact, said in ((2, False, pieces), (2, True, "default"), (1, False, "default")):
         rows = dict(spec(workers, compile="default", exact=exact).plan.rows())
         assert rows["torch.compile"] == said
+    sharded = prepare_spec(resolve(OWN | {"compile": "default"}, [], None), SINGLE._replace(strategy="fsdp"), ALONE)
+    assert sharded.plan.compiled == "default, each gathered block by itself"
     assert "torch.compile" not in dict(spec().plan.rows())
 
 

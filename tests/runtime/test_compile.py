@@ -1,10 +1,13 @@
+from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.models.build import checkpoint_activations
 from multigpu_cli.runtime.compile import CompiledModel
 
 
@@ -61,6 +64,28 @@ def test_samples_may_come_by_name_or_in_a_mapping() -> None:
     by_name(input=torch.randn(4, 3))
     mapped({"a": torch.ones(4), "b": torch.ones(4)})
     assert graphs() == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+def test_blocks_of_one_kind_share_a_graph_that_only_full_micro_batches_in_training_run() -> None:
+    """Also where their activations are checkpointed, and where there are more kinds than torch compiles by itself."""
+    widths = [3, *range(3, 12)]
+    kinds = [nn.Sequential(nn.Linear(one, other), nn.Tanh()) for one, other in pairwise(widths)]
+    network = nn.Sequential(*kinds, *(nn.Sequential(nn.Linear(11, 11), nn.Tanh()) for _ in range(3)))
+    plain = deepcopy(network)
+    checkpoint_activations(network)
+    compiled = CompiledModel(network, None, blocks=list(network), backend="eager")
+    compiled.full_batch_size = lambda: 4
+    for length in (4, 3, 4):
+        inputs = torch.randn(length, 3)
+        for model in (compiled, plain):
+            model(inputs).sum().backward()
+        with torch.no_grad():
+            network(torch.randn(4, 3))
+    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert graphs() == len(kinds) + 1
+    assert list(network.state_dict()) == list(plain.state_dict())
 
 
 def test_its_parameters_are_the_networks() -> None:

@@ -51,6 +51,13 @@ def net(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: 
     return Failing(nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), num_classes)), how, rank, at)
 
 
+def deep(input_shape: Sequence[int], num_classes: int, how: str = "raise", rank: int = 1, at: int = 6) -> nn.Module:
+    """Blocks, of which the second one fails."""
+    size = prod(input_shape)
+    blocks = [Failing(nn.Linear(size, size), how, rank if block == 1 else -1, at) for block in range(3)]
+    return nn.Sequential(nn.Flatten(), nn.Sequential(*blocks), nn.Linear(size, num_classes))
+
+
 class Forgetful(nn.Sequential):
     """From some training pass on, the bias takes no part in what it returns."""
 
@@ -90,7 +97,7 @@ def choosy(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 
 
 class Dropping(nn.Module):
-    """Leaves out one of its blocks in each training pass after the first: which one depends on the samples."""
+    """Leaves out one of its blocks in each training pass after the first two: which one depends on the samples."""
 
     def __init__(self, features: int, num_classes: int) -> None:
         super().__init__()
@@ -99,7 +106,7 @@ class Dropping(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes += self.training
-        left_out = int(float(inputs.sum().abs()) * 100) % 3 if self.training and self.passes > 1 else -1
+        left_out = int(float(inputs.sum().abs()) * 100) % 3 if self.training and self.passes > 2 else -1
         found = inputs.flatten(1)
         for place, block in enumerate(self.blocks):
             found = found if place == left_out else found + block(found).tanh()
