@@ -1,5 +1,6 @@
 """A worker that runs out of memory while its sharded model is tried leaves no trace, and no other worker waiting."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def probe_and_step(world: World, place: str, *, keeps_weights: bool, accumulates
             average.module(samples(2)[0])
 
     raised, block = [], model.get_submodule("0.1")
-    hang = {"forward": block.register_forward_hook, "backward": block.register_full_backward_pre_hook}
+    hang: dict[str, Callable[..., Any]] = {"forward": block.register_forward_hook, "backward": block.register_full_backward_pre_hook}
     for _ in range(2):
         hook = hang[place](refuse) if place and world.rank == 1 else None
         try:
