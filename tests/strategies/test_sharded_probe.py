@@ -46,7 +46,10 @@ def probe_and_step(world: World, place: str, *, keeps_weights: bool, accumulates
             average.module(samples(2)[0])
 
     raised, block = [], model.get_submodule("0.1")
-    hang: dict[str, Callable[..., Any]] = {"forward": block.register_forward_hook, "backward": block.register_full_backward_pre_hook}
+    hang: dict[str, Callable[..., Any]] = {
+        "forward": block.register_forward_hook,
+        "backward": block.register_full_backward_pre_hook,
+    }
     for _ in range(2):
         hook = hang[place](refuse) if place and world.rank == 1 else None
         try:
