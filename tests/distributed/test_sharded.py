@@ -12,6 +12,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.monitor import journal
+from multigpu_cli.run import assemble_run, train_log
 from multigpu_cli.tasks.base import Evaluation
 from multigpu_cli.tasks.classification import Classification
 from tests.support.run_training import Ended, run_training
@@ -190,6 +191,21 @@ def test_the_table_of_rates_speaks_of_whole_parameters(capfd: pytest.CaptureFixt
     shown = capfd.readouterr().out
     assert "2 tensors, 51 parameters: 6.weight, 6.bias\n" in shown
     assert "1 tensor, 96 parameters: 2.weight\n" in shown.split(" frozen ")[1]
+
+
+def know_the_peak() -> None:
+    """Of this CPU, and of nothing else, a peak rate of 1 TFLOP/s."""
+    for module in (assemble_run, train_log):
+        module.peak_flops = lambda device, precision: 1e12  # type: ignore[attr-defined]
+
+
+def test_the_flops_of_a_sample_are_those_of_one_process() -> None:
+    def count_flops(workers: int, folder: str) -> float:
+        assert not run(workers, folder, GPT | {"sets": SIZES, "max_steps": 2}, prepare=know_the_peak).error
+        line = read_events(folder, "train")[-1]
+        return float(line["mfu"] * workers * 1e12 / line["samples_per_second"])
+
+    assert count_flops(2, "two") == pytest.approx(count_flops(1, "one"))
 
 
 def test_the_plan_says_what_is_gathered() -> None:
