@@ -122,9 +122,14 @@ class Functions:
             same_inputs: as for `setup_distributed_data_parallel`.
 
         Raises:
-            RequestError: the strategy is unknown, or a GPU does not exist.
+            RequestError: the strategy is unknown or fsdp, or a GPU does not exist.
         """
         mode, wrapped = TrainingMode.named(strategy), False
+        if mode is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
+            raise RequestError(
+                "setup_multi_gpu_training: no model is wrapped for fsdp",
+                remedy="train_with_multi_gpu(…, strategy='fsdp'), or torch's own fully_shard",
+            )
         if mode is TrainingMode.DATA_PARALLEL:
             model, wrapped = self.setup_data_parallel(model, device_ids)
         elif mode is not TrainingMode.SINGLE_GPU:

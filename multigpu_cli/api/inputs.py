@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
-from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_sample, get_tokens
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import SampleOrder
@@ -79,10 +79,15 @@ class UserInputs:
         """The settings, with the optimizer's learning rate, and with a task where there is no criterion.
 
         Raises:
-            RequestError: the settings and the optimizer both give a learning rate.
+            RequestError: the settings and the optimizer both give a learning rate, or the weights will be sharded.
         """
         more = dict(config.settings)
         if self.optimizer is not None:
+            if TrainingMode.named(config.training_mode) is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
+                raise RequestError(
+                    "an optimizer of your own together with fsdp: it has whole weights, and each process some rows",
+                    remedy="settings={'optimizer': 'adamw'} or 'sgd', without an optimizer; or strategy='ddp'",
+                )
             own = {"base_lr", "optimizer", "optimizer.args", "weight_decay", "schedule", "warmup_epochs"} & more.keys()
             if own or config.learning_rate is not None:
                 raise RequestError(
@@ -148,6 +153,11 @@ def _check(inputs: UserInputs) -> None:
     if not isinstance(inputs.model, nn.Module):
         raise RequestError(f"model: a {type(inputs.model).__name__} is not an nn.Module")
     refuse_torchscript(inputs.model, "model: it is")
+    if any(hasattr(p, "device_mesh") for p in inputs.model.parameters()):
+        raise RequestError(
+            "model: its weights are divided over processes, as fully_shard leaves them",
+            remedy="a model made anew, with the whole weights, such as those of best.pt",
+        )
     if not any(p.requires_grad for p in inputs.model.parameters()):
         raise RequestError("model: no parameter requires a gradient")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):

@@ -20,13 +20,13 @@ def optimize_batch_size_for_multi_gpu(
 
     Returns:
         base_batch_size, batch_per_gpu, effective_batch_size (samples per optimizer step), gpu_count, scaling_factor,
-        strategy (single, dp or ddp), learning_rate_factor: linear for SGD and sqrt for Adam's family.
+        strategy (single, dp, ddp or fsdp), learning_rate_factor: linear for SGD and sqrt for Adam's family.
     """
     if base_batch_size < 1 or gpu_count < 1:
         raise RequestError(f"base_batch_size={base_batch_size}, gpu_count={gpu_count}: at least 1 each")
     mode = TrainingMode.named(strategy)
     count = 1 if mode is TrainingMode.SINGLE_GPU else gpu_count
-    name = "single" if count == 1 else "dp" if mode is TrainingMode.DATA_PARALLEL else "ddp"
+    name = "single" if count == 1 else "ddp" if mode is TrainingMode.AUTO else mode.value
     return {
         "base_batch_size": base_batch_size,
         "batch_per_gpu": base_batch_size,

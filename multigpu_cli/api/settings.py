@@ -24,10 +24,11 @@ class TrainingMode(Enum):
     SINGLE_GPU = "none"
     DATA_PARALLEL = "dp"
     DISTRIBUTED_DATA_PARALLEL = "ddp"
+    FULLY_SHARDED_DATA_PARALLEL = "fsdp"
 
     @classmethod
     def named(cls, strategy: "str | TrainingMode") -> "TrainingMode":
-        """From any of the names in use: auto, none, dp, DataParallel, ddp, DistributedDataParallel, …
+        """From any of the names in use: auto, none, dp, DataParallel, ddp, DistributedDataParallel, fsdp, …
 
         Raises:
             RequestError: there is no such strategy.

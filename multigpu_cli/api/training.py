@@ -60,7 +60,8 @@ def train_with_multi_gpu(
         optimizer: over the model's parameters, any of torch's but LBFGS; None is AdamW with a scaled rate.
         criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one per sample. None is
             cross-entropy for (n,) classes and (n, t) next tokens, squared error for real numbers.
-        strategy: auto, none, dp or DataParallel, ddp or DistributedDataParallel.
+        strategy: auto, none, dp or DataParallel, ddp or DistributedDataParallel, fsdp. With fsdp an optimizer is
+            refused; under torchrun the model stays sharded, and best.pt has its whole weights.
         gradient_accumulation_steps: micro-batches (of the loader's batch size) per optimizer step.
         val_loader, test_loader: data to evaluate after each epoch, and at the end.
         scheduler: of the optimizer, stepped after each `scheduler_step`: "epoch" or "step".
@@ -145,7 +146,7 @@ def evaluate_with_multi_gpu(
     Args:
         model, criterion, device_ids, settings: as for `train_with_multi_gpu`.
         test_loader: its dataset, batch size and collate_fn are used.
-        strategy: as for `train_with_multi_gpu`; DataParallel is not used to evaluate.
+        strategy: as for `train_with_multi_gpu`; neither DataParallel nor fsdp is used to evaluate.
 
     Returns:
         success, test_loss, accuracy (per cent; None without classes), samples, gpu_info, gpu_utilization,

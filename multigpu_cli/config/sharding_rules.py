@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "exact grad_compression compile find_unused_parameters amp sync_bn optimizer"
+KEYS = "exact grad_compression compile find_unused_parameters sync_bn optimizer"
 """The keys that the rule reads, beside those of data and task."""
 
 _ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
@@ -27,7 +27,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
             config.communication.find_unused_parameters,
             "--freeze what takes no part in the loss, or use --multi-gpu ddp",
         ),
-        ("--amp fp16", config.precision.amp == "fp16", "--amp bf16 or --amp off"),
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
         ("--task ppo", acts or config.task.name == "ppo", "--multi-gpu ddp"),
     )

@@ -24,6 +24,7 @@ from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.run.run import Run, RunControl, RunLog
 from multigpu_cli.run.step_observer import StepObserver
+from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -90,12 +91,10 @@ def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
 
 
 def _count_flops(components: TrainComponents) -> float | None:
-    """FLOPs of a sample, where the device's peak rate is known; counting costs a forward and backward pass.
-
-    Not of a sharded model: the counter does not see through the gathering of its weights.
-    """
-    if components.strategy.sharded or peak_flops(components.plan.device, components.state.precision.name) is None:
+    """FLOPs of a sample, where some device's peak rate is known; counting costs a forward and backward pass."""
+    known = peak_flops(components.plan.device, components.state.precision.name) is not None
+    if not all_reduce_max(components.world, [known])[0]:  # all ranks count or none, since the passes may communicate
         return None
-    from multigpu_cli.run.profile_micro_batch import profile_micro_batch  # late: it loads torch's counter
+    from multigpu_cli.run.profile_micro_batch import count_flops_per_sample  # late: it loads torch's counter
 
-    return profile_micro_batch(components, components.plan.batches.micro_batch).flops_per_sample
+    return count_flops_per_sample(components, components.plan.batches.micro_batch)

@@ -121,10 +121,6 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
-    if spec.placement.strategy == "fsdp" and spec.user_objects:
-        yield RequestError("live objects: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
-    if spec.placement.strategy == "fsdp" and plan.precision == "fp16" != config.precision.amp:
-        yield RequestError(f"fp16 ({plan.precision_reason}): not with --multi-gpu fsdp yet", remedy="--amp off")
     yield from list(_check_loss_settings(spec)) or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in describe_machine(plan).items() if pinned else ():

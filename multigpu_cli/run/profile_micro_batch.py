@@ -40,8 +40,7 @@ class MicroBatchProfile:
 
 def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchProfile:
     """Run a micro-batch of `size` samples; weights and buffers stay as they were, gradients are cleared."""
-    model = components.state.model
-    batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
+    model, batch = components.state.model, _first_batch(components, size)
     known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     known |= {_storage(leaf) for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)}
     activations: dict[int, int] = {}
@@ -51,10 +50,27 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchPro
             activations[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with preserve_buffers(model), _FlopCounter() as counter, saved_tensors_hooks(pack, _unchanged):
+    with saved_tensors_hooks(pack, _unchanged):
+        flops = _count_flops(components, batch)
+    return MicroBatchProfile(len(batch.sample_indices), flops, sum(activations.values()))
+
+
+def count_flops_per_sample(components: TrainComponents, size: int) -> float:
+    """As `MicroBatchProfile.flops_per_sample`, also of a sharded model, whose ranks call it together."""
+    batch = _first_batch(components, size)
+    return _count_flops(components, batch) / len(batch.sample_indices)
+
+
+def _first_batch(components: TrainComponents, size: int) -> Batch:
+    return first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
+
+
+def _count_flops(components: TrainComponents, batch: Batch) -> int:
+    model = components.state.model
+    with preserve_buffers(model), _FlopCounter() as counter:
         forward_backward(components, batch, 1.0, last=False, observer=counter)
     model.zero_grad(set_to_none=True)
-    return MicroBatchProfile(len(batch.sample_indices), counter.get_total_flops(), sum(activations.values()))
+    return int(counter.get_total_flops())
 
 
 class _FlopCounter(FlopCounterMode):

@@ -123,6 +123,9 @@ class Precision:
         elif divisor is not None:
             torch._foreach_div_(gradients, divisor)
         if scaled:
+            found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for found_here in found.values():  # what this rank's gradients have; they may be a part of the whole
+                found_here.copy_(skipped)
             self._scaler.step(optimizer)
             self._scaler.update()
         elif fused and not on_host:

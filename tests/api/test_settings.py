@@ -86,7 +86,9 @@ def test_what_it_can_not_do_it_refuses(fields: dict[str, Any], said: str) -> Non
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("DataParallel", "dp"), ("DDP", "ddp"), ("single_gpu", "none")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("DataParallel", "dp"), ("DDP", "ddp"), ("FSDP", "fsdp"), ("single_gpu", "none")]
+)
 def test_strategies_have_many_names(name: str, mode: str) -> None:
     assert TrainingMode.named(name).value == mode
 

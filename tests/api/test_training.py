@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
@@ -79,6 +80,40 @@ def test_ranks_share_the_work_of_one_whatever_they_drew_before(tmp_path: Path) -
     drawn = [number for line in traces[0].splitlines() for number in json.loads(line)["samples"]]
     assert len(drawn) == 80
     assert drawn[:40] != drawn[40:]
+
+
+def train_sharded(folder: str, **more: Any) -> nn.Module:
+    """Whose first weights differ from rank to rank."""
+    model = network(more.pop("seed", 0))
+    train_with_multi_gpu(
+        model, loader(20), num_epochs=2, val_loader=loader(10), global_batch_size=16, save_dir=folder, **QUIET, **more
+    )
+    return model
+
+
+def read_best(folder: Path) -> list[float]:
+    return torch.cat([value.flatten() for value in torch.load(folder / "best.pt")["model"].values()]).tolist()
+
+
+def test_a_model_of_ones_own_is_sharded_and_its_whole_weights_are_in_best_pt(tmp_path: Path) -> None:
+    def run(world: World) -> str:
+        model = train_sharded(str(tmp_path / "three"), strategy="fsdp", seed=world.rank)
+        with pytest.raises(RequestError) as raised:
+            evaluate_with_multi_gpu(model, loader(10), **QUIET)
+        return str(raised.value)
+
+    alone = weights(train_sharded(str(tmp_path / "alone")))
+    assert ["its weights are divided over processes" in said for said in run_on_each_rank(3, run)] == [True] * 3
+    assert read_best(tmp_path / "three") == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_processes_that_are_started_shard_copies_and_the_model_gets_the_whole_weights(tmp_path: Path) -> None:
+    alone, model = (
+        train_sharded(str(tmp_path / name), **more)
+        for name, more in (("alone", {}), ("two", {"strategy": "fsdp", "world_size": 2}))
+    )
+    assert weights(model) == pytest.approx(weights(alone), abs=1e-6)
 
 
 @pytest.mark.parametrize("each", ["epoch", "step"])
@@ -165,6 +200,7 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
     [
         (wrong(device_ids=[0, 1]), r"device_ids 0,1: there is no GPU 0,1 \(no GPU is visible\)"),
         (wrong(strategy="horovod"), "strategy 'horovod'"),
+        (wrong(strategy="fsdp", world_size=2), "an optimizer of your own together with fsdp"),
         (wrong(criterion=nn.CrossEntropyLoss(reduction="sum")), "reduction='sum'"),
         (wrong(criterion=nn.Linear(3, 1)), "parameters of its own"),
         (wrong(optimizer=torch.optim.SGD(network().parameters(), lr=1)), "optimizer: it does not move 0.weight"),

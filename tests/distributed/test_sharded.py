@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.monitor import journal
+from multigpu_cli.run import assemble_run, device_and_data_rules, train_log
+from multigpu_cli.runtime import precision
+from multigpu_cli.runtime.precision import PrecisionChoice
 from multigpu_cli.tasks.base import Evaluation
 from multigpu_cli.tasks.classification import Classification
 from tests.support.run_training import Ended, run_training
@@ -190,6 +194,42 @@ def test_the_table_of_rates_speaks_of_whole_parameters(capfd: pytest.CaptureFixt
     shown = capfd.readouterr().out
     assert "2 tensors, 51 parameters: 6.weight, 6.bias\n" in shown
     assert "1 tensor, 96 parameters: 2.weight\n" in shown.split(" frozen ")[1]
+
+
+def allow_fp16_on_cpu() -> None:
+    for module in (precision, device_and_data_rules):
+        module.choose_precision = lambda wanted, device: PrecisionChoice("fp16", "a test")  # type: ignore[attr-defined]
+    torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**23)  # type: ignore[misc]
+
+
+def test_a_loss_scale_that_is_too_high_skips_the_same_steps_as_in_one_process() -> None:
+    """All workers skip them, and all halve the scale, also those whose rows have no infinity."""
+    case = {"model": "mlp", "sets": ["model.args.width=16"], "amp": "fp16", "epochs": 6}
+    for workers, folder in ((1, "alone"), (3, "run")):
+        ended = run(workers, folder, case, prepare=allow_fp16_on_cpu)
+        assert not ended.error, ended.error
+    scale, expected = (
+        torch.load(f"{folder}/checkpoints/step_00000018/state.pt", weights_only=True)["precision"]
+        for folder in ("run", "alone")
+    )
+    assert scale == expected
+    assert scale["scale"] < 2.0**23
+    assert read_evals("run") == pytest.approx(read_evals("alone"), rel=1e-2)
+
+
+def know_the_peak() -> None:
+    """Of this CPU, and of nothing else, a peak rate of 1 TFLOP/s."""
+    for module in (assemble_run, train_log):
+        module.peak_flops = lambda device, precision: 1e12  # type: ignore[attr-defined]
+
+
+def test_the_flops_of_a_sample_are_those_of_one_process() -> None:
+    def count_flops(workers: int, folder: str) -> float:
+        assert not run(workers, folder, GPT | {"sets": SIZES, "max_steps": 2}, prepare=know_the_peak).error
+        line = read_events(folder, "train")[-1]
+        return float(line["mfu"] * workers * 1e12 / line["samples_per_second"])
+
+    assert count_flops(2, "two") == pytest.approx(count_flops(1, "one"))
 
 
 def test_the_plan_says_what_is_gathered() -> None:

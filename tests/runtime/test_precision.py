@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers import build_optimizer, set_rate
 from multigpu_cli.runtime import precision
+from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision, choose_precision
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
@@ -30,6 +33,28 @@ def test_what_was_asked_for_is_taken(wanted: str) -> None:
 def test_fp16_on_cpu_is_a_wrong_request() -> None:
     with pytest.raises(RequestError, match="--amp fp16 needs a GPU"):
         choose_precision("fp16", CPU)
+
+
+def test_an_overflow_in_the_rows_of_one_rank_skips_the_step_of_all() -> None:
+    def work(world: World) -> list[Any]:
+        rows = nn.Parameter(torch.ones(2))
+        optimizer, scaled = (
+            build_optimizer(nn.ParameterList([rows]), OptimizerConfig(name="sgd")),
+            Precision("fp16", CPU),
+        )
+        set_rate(optimizer, 0.1)
+        seen = []
+        for overflow in (True, False):
+            scaled.backward(rows.sum())
+            assert rows.grad is not None
+            rows.grad[0] *= float("inf") if overflow and world.rank == 1 else 1
+            _, skipped = scaled.clip_and_step(
+                optimizer, [rows], None, lambda own: all_reduce_sum(world, own.square()).sqrt()
+            )
+            seen += [float(skipped), scaled.state_dict()["scale"], rows[0].item() < 1]
+        return seen
+
+    assert run_on_each_rank(2, work) == [[1.0, 2.0**15, False, 0.0, 2.0**15, True]] * 2
 
 
 @pytest.mark.parametrize(("native", "name"), [(True, "bf16"), (False, "fp16")])
