@@ -46,5 +46,5 @@ def _set_learning(components: TrainComponents, *, learns: bool) -> None:
     for parameter in components.frozen:
         parameter.requires_grad_(learns)
     model = components.compiled or components.state.model
-    components.strategy = build_strategy(model, components.state, components.world, components.spec)
+    components.strategy = build_strategy(model, components.state.average, components.world, components.spec)
     warm_up(components)

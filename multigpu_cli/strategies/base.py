@@ -47,6 +47,9 @@ class Strategy(ABC):
         self._world = world or World(torch.device("cpu"))
         self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
 
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most strategies keep no state
+        """Get to know the optimizer, which moves `trained`, before its state is gathered or scattered."""
+
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Do what is needed before the first step so that a resumed run continues with the same bits.
 

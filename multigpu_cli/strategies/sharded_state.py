@@ -3,7 +3,7 @@
 Both ways go tensor by tensor, so that no process holds more than one whole tensor on its device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ class ShardedState:
 
     Args:
         parameters: the model's, by every name that it has.
-        moved: those of the optimizer, in the order of its state.
+
+    Attributes:
+        moved: those of the optimizer, by their number in its state.
     """
 
-    def __init__(self, world: World, parameters: Mapping[str, DTensor], moved: Sequence[DTensor]) -> None:
-        self._world, self._parameters, self._moved = world, parameters, dict(enumerate(moved))
+    def __init__(self, world: World, parameters: Mapping[str, DTensor]) -> None:
+        self._world, self._parameters = world, parameters
+        self.moved: Mapping[int, DTensor] = {}
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in host memory, on rank 0; {} on the others."""
@@ -66,7 +69,7 @@ class ShardedState:
     def _find_parameter(self, path: Path, value: Tensor) -> DTensor | None:
         """The parameter that a tensor is divided like; None for one that every rank has whole, such as a buffer."""
         if path[0] == "optimizer":
-            return self._moved.get(path[2]) if path[1] == "state" and value.ndim else None
+            return self.moved.get(path[2]) if path[1] == "state" and value.ndim else None
         if path[0] in ("model", "average"):
             return self._parameters.get(str(path[1]).removeprefix("module." if path[0] == "average" else ""))
         return None
