@@ -32,6 +32,7 @@ from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
+from multigpu_cli.runtime.host_memory import return_freed_tensors
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 from multigpu_cli.runtime.world import World
@@ -63,6 +64,8 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     shards = spec.placement.strategy == "fsdp" and world.size > 1
     precision, first = Precision(spec.plan.precision, world.device), partial(first_batch, loaders.train, 2)
     build = build_model_to_shard if shards else build_whole_model
+    if shards:
+        return_freed_tensors()
     built = run_on_all_ranks(world, lambda: build(spec, world, task, first))
     if (spec.user_objects or spec.begins_from_weights) and not shards:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
