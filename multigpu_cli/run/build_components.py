@@ -186,9 +186,10 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
 
     device = spec.config.device
     blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
-    freed = "each pass" if device.reshard == "forward" else "the step"
-    words = f"by {blocks}; gathered weights are freed after {freed}"
-    words = words if spec.plan.batches.workers > 1 else "none: one process holds everything"
+    freed, workers = "each pass" if device.reshard == "forward" else "the step", spec.plan.batches.workers
+    groups = f" within groups of {device.shard_size} workers" if device.shard_size not in (None, workers) else ""
+    words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
+    words = words if workers > 1 else "none: one process holds everything"
     return replace(spec, plan=replace(spec.plan, sharding=words, first_weights=start))
 
 
@@ -222,6 +223,7 @@ def build_strategy(
             world,
             average=average and average.module,
             source=source,
+            shard_size=config.device.shard_size,
             blocks=find_blocks_to_wrap(model, config.device.wrap),
             keeps_weights=config.device.reshard == "step",
         )

@@ -1,12 +1,13 @@
 """The interface of strategies: what the training loop needs from any way to share the work."""
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
@@ -33,6 +34,7 @@ class Strategy(ABC):
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
         trained: the tensors that the optimizer of this process moves.
+        groups: process groups of its own, beside the one of all workers.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Strategy(ABC):
     loss_factor: float = 1.0
     reduces_first: bool = False
     sharded: bool = False
+    groups: Sequence[dist.ProcessGroup] = ()
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model

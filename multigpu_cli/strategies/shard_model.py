@@ -5,6 +5,8 @@ The others' model may lie on the meta device.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,27 @@ from torch.distributed.tensor import DTensor
 
 from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.world import World
+
+
+def create_mesh(world: World, shard_size: int | None) -> DeviceMesh:
+    """All workers in one group; or in groups of `shard_size` workers with successive ranks, which replicate each other.
+
+    Each of these has all rows, and a worker has the same rows as those at the same place in other groups.
+    """
+    kind = world.device.type
+    everyone = cast(dist.ProcessGroup, dist.group.WORLD)
+    if shard_size is None or shard_size == world.size:
+        return DeviceMesh.from_group(everyone, kind)
+    ranks, timeout = torch.arange(world.size).view(-1, shard_size), _read_timeout(everyone, world.device)
+    shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=names)
+
+
+def _read_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    backend: Any = group._get_backend(device)
+    return backend.options._timeout if hasattr(backend, "options") else None
 
 
 class ModelSharder:

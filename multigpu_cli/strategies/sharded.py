@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +18,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.shard_model import ModelSharder
+from multigpu_cli.strategies.shard_model import ModelSharder, create_mesh
 from multigpu_cli.strategies.sharded_state import ShardedState
 
 
@@ -36,6 +34,7 @@ class Sharded(Strategy):
         blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
         keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
         source: the rank whose weights all get; None: nobody's, since a state is loaded before the first pass.
+        shard_size: workers of each group that has all rows; None: all workers are one.
 
     Raises:
         RequestError: the weights can't be divided.
@@ -54,12 +53,14 @@ class Sharded(Strategy):
         blocks: Sequence[str] = (),
         keeps_weights: bool = False,
         source: int | None = 0,
+        shard_size: int | None = None,
     ) -> None:
         super().__init__(model, world)
         _check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
         self._keeps_weights = keeps_weights
-        mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
+        mesh = create_mesh(world, shard_size)
+        self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
         self._model = cast(FSDPModule, model)
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -67,7 +68,7 @@ class Sharded(Strategy):
             name: nn.Parameter(parameters[name].detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
             for name, p in whole.items()
         }
-        self._state = ShardedState(world, parameters)
+        self._state = ShardedState(world, parameters, mesh)
         self._rows_of: dict[Tensor, nn.Parameter] = {parameter: rows[name] for name, parameter in whole.items()}
         self._parts = {row: parameters[name] for name, row in rows.items()}
         self._pairs = [(parameter, row) for row, parameter in self._parts.items() if row.requires_grad]
@@ -132,7 +133,8 @@ class Sharded(Strategy):
         super().reduce_gradients(idle=idle)
 
     def total_norm(self, local: Tensor) -> Tensor:
-        return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
+        square = all_reduce_sum(self._world, local.double().square()) / self._state.replicas
+        return square.sqrt().to(local.dtype)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """See `Strategy`.

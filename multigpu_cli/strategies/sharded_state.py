@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.world import World
@@ -22,13 +23,17 @@ class ShardedState:
 
     Args:
         parameters: the model's, by every name that it has.
+        mesh: of the workers that share the rows, and perhaps, before that, of their replicas.
 
     Attributes:
         moved: those of the optimizer, by their number in its state.
+        replicas: workers that hold the same rows.
     """
 
-    def __init__(self, world: World, parameters: Mapping[str, DTensor]) -> None:
+    def __init__(self, world: World, parameters: Mapping[str, DTensor], mesh: DeviceMesh) -> None:
         self._world, self._parameters = world, parameters
+        self._place, self._places = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        self.replicas = world.size // self._places
         self.moved: Mapping[int, DTensor] = {}
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -43,10 +48,15 @@ class ShardedState:
         return dict(_map_tensors(outline, lambda path, tensor: self._receive(path, tensor, state, source)))
 
     def take_rows(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's rows, as `fully_shard` divides them."""
-        parts = whole.chunk(self._world.size)
-        rows = parts[self._world.rank] if self._world.rank < len(parts) else whole[:0]
-        return rows.clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
+        """A copy of this rank's rows."""
+        begin, end = self._find_rows(whole)
+        return whole[begin:end].clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
+
+    def _find_rows(self, whole: Tensor) -> tuple[int, int]:
+        """The first of this rank's rows, and the one after its last, as `fully_shard` divides them."""
+        length = -(-whole.shape[0] // self._places)
+        begin = min(length * self._place, whole.shape[0])
+        return begin, min(begin + length, whole.shape[0])
 
     def _gather(self, path: Path, value: Tensor) -> Tensor | None:
         like = self._find_parameter(path, value)
@@ -78,7 +88,7 @@ class ShardedState:
 def _as_dtensor(rows: Tensor, like: DTensor) -> DTensor:
     """Rows of this rank as a part of a tensor of the parameter's shape."""
     return DTensor.from_local(
-        rows, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
