@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from types import MappingProxyType
@@ -100,18 +100,23 @@ def _without_compiler() -> None:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, factors: Mapping[str, float] = MappingProxyType({})
+    model: nn.Module,
+    config: OptimizerConfig,
+    factors: Mapping[str, float] = MappingProxyType({}),
+    moved: Sequence[Tensor] | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW or SGD with Nesterov momentum 0.9; weight decay on matrices and kernels only, not on biases and norms.
 
     Args:
         factors: name of a parameter → what its rate is multiplied by, where that is not 1.
+        moved: what this process moves in place of each parameter that learns, in their order; None: these themselves.
 
     Raises:
         RequestError: torch's optimizer does not accept optimizer.args.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = _groups(model, config.weight_decay, factors)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad] if moved is None else moved
+    groups = _groups(dict(zip(names, trained, strict=True)), config.weight_decay, factors)
     kind, offered = _KINDS[config.name]
     offered = offered | {"fused": kind is not SGD or not any(map(_has_no_fused_sgd, trained))}
     _without_compiler()
@@ -145,15 +150,14 @@ def _as_built_here(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(parameter).copy_(value)
 
 
-def _groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) -> list[dict[str, Any]]:
+def _groups(trained: Mapping[str, Tensor], weight_decay: float, factors: Mapping[str, float]) -> list[dict[str, Any]]:
     """Parameter groups by share of the rate, the full rate first, and matrices before the others.
 
     Checkpoints hold the optimizer's state in this order.
     """
     groups: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): [], (1.0, False): []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups.setdefault((factors.get(name, 1.0), parameter.ndim >= 2), []).append(parameter)
+    for name, parameter in trained.items():
+        groups.setdefault((factors.get(name, 1.0), parameter.ndim >= 2), []).append(parameter)
     return [
         {"params": members, "weight_decay": weight_decay if matrices else 0.0}
         | ({"rate_factor": factor} if factor != 1 else {})

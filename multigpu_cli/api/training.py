@@ -20,7 +20,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import is_of_transformers
-from multigpu_cli.run.build_components import adapt_live
+from multigpu_cli.run.build_model import adapt_live
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
 from multigpu_cli.runtime.model_call import unbind_call

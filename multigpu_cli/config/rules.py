@@ -197,6 +197,7 @@ def _sharding(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     if config.device.multi_gpu == "fsdp":
         acts = config.data.name.partition(":")[0] in facts.environments
         yield from sharding_rules.find_sharding_errors(config, acts=acts)
+        yield from sharding_rules.find_group_errors(config.device.shard_size, config.device.nproc_per_node or 1)
 
 
 def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -238,7 +239,7 @@ RULES = (
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
-    Rule("multi_gpu data task " + sharding_rules.KEYS, _sharding),
+    Rule("multi_gpu shard_size nproc_per_node data task " + sharding_rules.KEYS, _sharding),
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
     Rule("data data_dir", _data_place),

@@ -74,6 +74,9 @@ class DeviceConfig:
         "fsdp: free gathered weights after each pass, or step",
         free=True,
     )
+    shard_size: int | None = setting(
+        "shard_size", None, integer(2), "fsdp: shard within groups of N workers, replicate between them", free=True
+    )
     wrap: tuple[str, ...] = setting(
         "strategy.wrap",
         (),

@@ -1,4 +1,4 @@
-"""The settings that do not go together with --multi-gpu fsdp, or not yet."""
+"""The settings that do not go together with --multi-gpu fsdp, or not yet, and groups that do not fit the workers."""
 
 from collections.abc import Iterator
 
@@ -30,6 +30,8 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
         ("--task ppo", acts or config.task.name == "ppo", "--multi-gpu ddp"),
     )
+    if config.reproducibility.exact and config.device.shard_size:
+        yield RequestError("--exact: not with --shard-size yet", remedy="leave out one of them")
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
@@ -44,4 +46,14 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
             f"--optimizer {optimizer} together with --multi-gpu fsdp: each worker has only some rows of a weight, and "
             "this optimizer needs all of them",
             remedy=f"--optimizer {' or '.join(_ELEMENTWISE)}, or --multi-gpu ddp",
+        )
+
+
+def find_group_errors(shard_size: int | None, workers: int) -> Iterator[RequestError]:
+    """A --shard-size that does not divide the workers; one worker alone has nothing to shard."""
+    if shard_size and workers > 1 and workers % shard_size:
+        sizes = [str(size) for size in range(2, workers + 1) if workers % size == 0]
+        yield RequestError(
+            f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}",
+            remedy=f"--shard-size {' or '.join(sizes)}; with {workers} all workers are one group",
         )

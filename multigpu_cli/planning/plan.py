@@ -26,6 +26,7 @@ class Plan:
         unused_flags: flags that were given and have no effect in this run.
         batch_size_reason: the reason for the micro-batch, if --batch-size did not give it.
         sharding: what is gathered as one with --multi-gpu fsdp; empty otherwise, and before the model is built.
+        first_weights: who builds the weights of a sharded model, with the reason; empty otherwise.
         compiled: how the model is compiled; empty if it is not.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
     """
@@ -48,6 +49,7 @@ class Plan:
     unused_flags: list[str]
     batch_size_reason: str = ""
     sharding: str = ""
+    first_weights: str = ""
     compiled: str = ""
     model_call: str = ""
 
@@ -65,6 +67,7 @@ class Plan:
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
             *([("sharding", self.sharding)] if self.sharding else []),
+            *([("first weights", self.first_weights)] if self.first_weights else []),
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
             ("starts", self.resume_reason),
@@ -101,6 +104,7 @@ class Plan:
             "precision": self.precision,
             "threads": self.threads,
             "sharding": self.sharding,
+            "first_weights": self.first_weights,
             "model_call": self.model_call,
             "contents": self.description,
             "resume": self.resume_reason,

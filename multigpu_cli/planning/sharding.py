@@ -19,16 +19,23 @@ class Sharding:
         blocks: bytes of the weights of each.
         rest: bytes of the weights in no block.
         keeps_weights: gathered weights stay to the end of the step (--reshard step).
+        group_size: workers that share the weights, where other groups replicate these (--shard-size); None: all.
     """
 
     blocks: Sequence[int]
     rest: int
     keeps_weights: bool = False
+    group_size: int | None = None
 
     @property
     def groups(self) -> tuple[int, ...]:
         """Bytes of the weights that are gathered at once, of each group."""
         return (*self.blocks, *([self.rest] if self.rest else []))
+
+    def split_workers(self, workers: int) -> tuple[int, int]:
+        """Workers of each group, and the number of groups; all in one where they can't be divided so."""
+        size = self.group_size if self.group_size and workers % self.group_size == 0 else workers
+        return size, workers // size
 
     def gathers(self, passes: int) -> int:
         """How often a step gathers the weights: before and after the forward pass of each micro-batch, or once."""
@@ -60,7 +67,9 @@ def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: i
         passes: micro-batches of a step on each worker.
     """
     share = (workers - 1) / workers
-    sent = share * (sharding.gathers(passes) * sum(sharding.groups) + memory.gradients)
+    size, replicas = sharding.split_workers(workers)
+    sent = (size - 1) / size * (sharding.gathers(passes) * sum(sharding.groups) + memory.gradients)
+    sent += 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
     sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
     return ShardedRow(
         workers=workers, passes=passes, memory=sharded, sent=sent, sent_by_ddp=2 * share * memory.gradients
@@ -69,14 +78,14 @@ def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: i
 
 def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) -> Memory:
     """The memory of each of several workers; see the head of this file."""
-    whole = sum(sharding.groups)
+    whole, (size, _) = sum(sharding.groups), sharding.split_workers(workers)
     weights = whole if sharding.keeps_weights else sharding.rest + 2 * max(sharding.blocks, default=0)
     waiting = sharding.rest if passes == 1 else 0
     return replace(
         memory,
-        weights=memory.weights - whole + _divide(whole, workers),  # each worker has all buffers
-        gradients=_divide(memory.gradients, workers) if passes == 1 else memory.gradients,
-        optimizer=_divide(memory.optimizer, workers),
+        weights=memory.weights - whole + _divide(whole, size),  # each worker has all buffers
+        gradients=_divide(memory.gradients, size) if passes == 1 else memory.gradients,
+        optimizer=_divide(memory.optimizer, size),
         unsharded=weights + waiting,
         in_turn=passes == 1,
     )

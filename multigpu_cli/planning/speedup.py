@@ -84,6 +84,11 @@ class Interconnect:
         here, machines = self.per_machine, -(-workers // self.per_machine)
         return self.inside.all_reduce(size, here) + self.between.all_reduce(size / here, machines)
 
+    def all_reduce_between(self, size: float, group: int, groups: int) -> float:
+        """Seconds for tensors of `size` bytes, each of one worker of every group."""
+        link = self.between if self.between is not None and group * groups > self.per_machine else self.inside
+        return link.all_reduce(size, groups)
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -128,14 +133,16 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes
     if workers == 1:
         return 0.0
     after = network.all_reduce(work.after, workers) if work.after else 0.0
-    whole = sum(network.all_reduce(size, workers) for size in work.messages)
+    group, groups = work.sharding.split_workers(workers) if work.sharding else (workers, 1)
+    whole = sum(network.all_reduce(size, group) for size in work.messages)
+    between = network.all_reduce_between(sum(work.messages) / group, group, groups)
     if not network.inside.overlaps:
         seconds = whole + after if work.reduction is None else work.reduction
-        return seconds * (1 if work.sharding is None else (work.sharding.gathers(passes) + 1) / 2)
+        return between + seconds * (1 if work.sharding is None else (work.sharding.gathers(passes) + 1) / 2)
     if work.sharding:
         gathers = work.sharding.gathers(passes)
         ahead = whole / 2 * -(-gathers // 2) - passes * work.forward
-        back = whole / 2 * (gathers // 2 + 1) - passes * work.backward
+        back = whole / 2 * (gathers // 2 + 1) + between - passes * work.backward
         return max(0.0, ahead) + max(0.0, back) + after
     done, reduced = 0.0, 0.0
     for size in work.messages:

@@ -1,40 +1,45 @@
 """Builds model, optimizer, task, strategy and loaders, before any file of the run is touched."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
-from multigpu_cli.checkpoint.weights import check_extra_state
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model, build_model, is_of_transformers, prepare_model
+from multigpu_cli.models.build import is_of_transformers
 from multigpu_cli.models.rate_factors import compute_rate_factors
 from multigpu_cli.optimizers import EMAModel, build_optimizer
+from multigpu_cli.run.build_model import (
+    BuiltModel,
+    build_model_to_shard,
+    build_whole_model,
+    explain_initial_weights,
+)
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.try_first_batch import try_first_batch
+from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
+from multigpu_cli.runtime.host_memory import return_freed_tensors
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
-from multigpu_cli.runtime.seeding import seed_weights
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
-from multigpu_cli.tasks.open_data import FROM_MODEL
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -56,48 +61,62 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
 
 def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) -> TrainComponents:
     """Build the model and what trains it, and load the checkpoint."""
-    state, call = run_on_all_ranks(world, lambda: _build_state(spec, world, task, loaders.train))
-    spec = replace(spec, plan=replace(spec.plan, model_call=call))
-    if spec.user_objects or spec.begins_from_weights:
+    shards = spec.placement.strategy == "fsdp" and world.size > 1
+    precision, first = Precision(spec.plan.precision, world.device), partial(first_batch, loaders.train, 2)
+    build = build_model_to_shard if shards else build_whole_model
+    if shards:
+        return_freed_tensors()
+    built = run_on_all_ranks(world, lambda: build(spec, world, task, first))
+    if (spec.user_objects or spec.begins_from_weights) and not shards:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
-        broadcast_weights(state.model, world)
-        if state.average:
-            state.average.module.load_state_dict(state.model.state_dict())
-    blocks = _find_compiled_blocks(spec, state.model, world)
-    model = run_on_all_ranks(world, lambda: compile_model(state.model, spec.config, world.device, blocks))
-    spec = _measure_buckets(spec, state.model, world)
-    spec, strategy = _describe_sharding(spec, state.model), build_strategy(model, state, world, spec)
+        broadcast_weights(built.model, world)
+    average = _copy_for_average(spec.config, built.model, shards=shards)
+    blocks = _find_compiled_blocks(spec, built.model, world)
+    model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))
+    spec = _measure_buckets(spec, built.model, world)
+    source, start = explain_initial_weights(world, built) if shards else (0, "")
+    spec = _describe_sharding(spec, built.model, start)
+    strategy = build_strategy(model, average, world, spec, source=source)
+    state = run_on_all_ranks(world, lambda: _build_state(spec, built, average, precision, strategy))
+    strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
-    task.equal_passes, state.precision.keeps_casts = strategy.sharded, not strategy.sharded
+    call = run_without_vote(world, lambda: _try_sharded(spec, task, state, first)) if shards else built.call
+    spec = replace(spec, plan=replace(spec.plan, model_call=call))
+    task.equal_passes, precision.keeps_casts = strategy.sharded, not strategy.sharded
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
 
-def _build_state(spec: RunSpec, world: World, task: Task, train: BatchStream) -> tuple[TrainState, str]:
-    """Everything that is built without communication, so that an error on one rank can be raised on all.
-
-    Returns:
-        the state, and in words how the model is called.
-    """
-    config, source = spec.config, spec.source
-    live = spec.user_objects
-    model = prepare_model(adapt_live(config, live), config.model, spec.model) if live else init_model(config, source)
-    weights = None
-    if spec.begins_from_weights and world.is_main:  # the others get them from there
-        weights = load_initial_weights(model, Path(str(config.model.init_from)), partial=config.model.init_partial)
-    model.to(world.device).train()
-    precision = Precision(spec.plan.precision, world.device)
-    task.check_model(model, precision)
-    call = try_first_batch(spec, task, model, precision, first_batch(train, 2))
-    check_extra_state(model, spec.model)
+def _copy_for_average(config: Config, model: nn.Module, *, shards: bool) -> EMAModel | None:
+    """The exponential moving average of --ema; where it will be sharded, without memory for its weights."""
     ema = config.optimizer.ema
-    average = None if ema == "off" else EMAModel(model, float(ema))
+    if ema == "off":
+        return None
+    if shards:
+        from multigpu_cli.models.on_meta import copy_to_meta
+
+        model = copy_to_meta(model)
+    return EMAModel(model, float(ema))
+
+
+def _build_state(
+    spec: RunSpec, built: BuiltModel, average: EMAModel | None, precision: Precision, strategy: Strategy
+) -> TrainState:
+    """The optimizer, over what the strategy has this process move, and what else a checkpoint covers."""
+    config, live, model = spec.config.optimizer, spec.user_objects, built.model
     optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(
-        model, config.optimizer, compute_rate_factors(model, config.optimizer)
+        model, config, compute_rate_factors(model, config), strategy.trained
     )
     scheduler = live.scheduler if live else None
-    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights), call
+    weights = built.initial_weights
+    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
+
+
+def _try_sharded(spec: RunSpec, task: Task, state: TrainState, first: Callable[[], Batch]) -> str:
+    """Try the first batch with a model that is on no device whole: all ranks do it together."""
+    task.check_model(state.model, state.precision)
+    return smoke_test_batch(spec, task, state.model, state.precision, first())
 
 
 def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
@@ -110,27 +129,6 @@ def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
             remedy="a task that leaves `evaluate` as it is, or --multi-gpu ddp",
         )
     return task
-
-
-def adapt_live(config: Config, live: "UserObjects") -> nn.Module:
-    """The user's own model, as tasks call it; a criterion may want the whole output of one of transformers."""
-    whole = live.criterion is not None or config.task.name == FROM_MODEL
-    return adapt_model(live.model, whole_output=whole)
-
-
-def init_model(config: Config, source: DataSource) -> nn.Module:
-    """The model with weights drawn from the seed; the dataset's own model if the user named none."""
-    task = config.task.name or source.task
-    offered = {
-        "input_shape": source.input_shape,
-        "num_classes": source.num_classes or source.num_outputs,
-        "task": task,
-        "mode": config.data.mode,
-        "seed": config.reproducibility.seed,
-    } | dict(source.model_kwargs)
-    seed_weights(config.reproducibility.seed)
-    name = config.model.name or source.model
-    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL)
 
 
 def _build_loaders(spec: RunSpec, world: World, task: Task, on_failure: ExitStack) -> Loaders:
@@ -183,8 +181,11 @@ def _find_compiled_blocks(spec: RunSpec, model: nn.Module, world: World) -> list
     return [model.get_submodule(name) for name in find_blocks_to_wrap(model, spec.config.device.wrap) or [""]]
 
 
-def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
+def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     """The request with what --multi-gpu fsdp gathers as one in its plan.
+
+    Args:
+        start: where the first weights come from.
 
     Raises:
         RequestError: strategy.wrap matches nothing.
@@ -195,14 +196,21 @@ def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
 
     device = spec.config.device
     blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
-    freed = "each pass" if device.reshard == "forward" else "the step"
-    words = f"by {blocks}; gathered weights are freed after {freed}"
-    words = words if spec.plan.batches.workers > 1 else "none: one process holds everything"
-    return replace(spec, plan=replace(spec.plan, sharding=words))
+    freed, workers = "each pass" if device.reshard == "forward" else "the step", spec.plan.batches.workers
+    groups = f" within groups of {device.shard_size} workers" if device.shard_size not in (None, workers) else ""
+    words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
+    words = words if workers > 1 else "none: one process holds everything"
+    return replace(spec, plan=replace(spec.plan, sharding=words, first_weights=start))
 
 
-def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunSpec) -> Strategy:
-    """What shares a step's work over the devices, for the parameters that learn now."""
+def build_strategy(
+    model: nn.Module, average: AveragedModel | None, world: World, spec: RunSpec, *, source: int | None = 0
+) -> Strategy:
+    """What shares a step's work over the devices, for the parameters that learn now.
+
+    Args:
+        source: the rank that has the weights, where only one has; None: none has.
+    """
     config, placement, live = spec.config, spec.placement, spec.user_objects
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction
@@ -220,12 +228,14 @@ def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunS
         from multigpu_cli.models.blocks import find_blocks_to_wrap
         from multigpu_cli.strategies.sharded import Sharded
 
+        whole = model.model if isinstance(model, CompiledModel) else model
         sharded = Sharded(
-            state.model,
+            whole,
             world,
-            state.optimizer,
-            state.average and state.average.module,
-            blocks=find_blocks_to_wrap(state.model, config.device.wrap),
+            average=average and average.module,
+            source=source,
+            shard_size=config.device.shard_size,
+            blocks=find_blocks_to_wrap(whole, config.device.wrap),
             keeps_weights=config.device.reshard == "step",
         )
         sharded.callable = model

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sharding_rules import find_sharding_errors
+from multigpu_cli.config.sharding_rules import find_group_errors, find_sharding_errors
 from multigpu_cli.data.class_weights import resolve_class_weights, resolve_sample_weights
 from multigpu_cli.data.fingerprint import describe_differences
 from multigpu_cli.errors import RequestError, combine_errors
@@ -34,7 +34,7 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
     if placement.strategy == "fsdp":
-        yield from _check_sharding(config)
+        yield from _check_sharding(config, max(world.size, placement.num_processes_to_launch))
     if placement.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.task.name == FROM_MODEL:
@@ -58,11 +58,12 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
 
 
-def _check_sharding(config: Config) -> Iterator[RequestError]:
+def _check_sharding(config: Config, workers: int) -> Iterator[RequestError]:
     """What --multi-gpu fsdp does not take, now that the settings of a checkpoint are known too."""
     from torch.distributed.fsdp import FSDPModule  # late: seconds, for this strategy only
 
     yield from find_sharding_errors(config, acts=uses_environments(config))
+    yield from find_group_errors(config.device.shard_size, workers)
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         yield RequestError(
             f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",

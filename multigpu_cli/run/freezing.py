@@ -46,6 +46,6 @@ def _set_learning(components: TrainComponents, *, learns: bool) -> None:
         parameter.requires_grad_(learns)
     model = components.compiled or components.state.model
     components.strategy = components.strategy.follow_trained(
-        lambda: build_strategy(model, components.state, components.world, components.spec)
+        lambda: build_strategy(model, components.state.average, components.world, components.spec)
     )
     warm_up(components)

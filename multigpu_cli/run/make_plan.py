@@ -129,7 +129,7 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
         unused |= {"optimizer.rates", "optimizer.layer_decay"}
     ddp_arguments: list[str] = []
     if request.placement.strategy != "fsdp":
-        unused |= {"reshard", "strategy.wrap"}
+        unused |= {"reshard", "shard_size", "strategy.wrap"}
     if request.placement.strategy != "ddp":
         unused |= {"grad_compression", "bucket_cap_mb", "find_unused_parameters"}
         ddp_arguments = sorted(live.ddp) if live else []

@@ -56,7 +56,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
     if lost := restore_best_file(run):
         run.log_fault("checkpoint", lost)
     run.observer.watchdog.start(run.progress.step, logs)
-    disable_collective_timeout(world)
+    disable_collective_timeout(world, run.strategy.groups)
     if log.console.rank_output:
         log.console.rank_output.start(logs, world.attempt)
     log.console.details(lambda: _detail_rows(run))

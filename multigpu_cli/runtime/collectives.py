@@ -29,10 +29,14 @@ def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def disable_collective_timeout(world: World) -> None:
-    """Let collectives wait without limit: the watchdog knows whether the rank they wait for makes progress."""
-    if world.size > 1:
-        _set_pg_timeout(timedelta(days=7))
+def disable_collective_timeout(world: World, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    """Let collectives wait without limit: the watchdog knows whether the rank they wait for makes progress.
+
+    Args:
+        groups: some ranks' own, beside the one of all.
+    """
+    for group in (None, *groups) if world.size > 1 else ():
+        _set_pg_timeout(timedelta(days=7), group)
 
 
 def all_gather(world: World, values: Tensor) -> list[Tensor]:

@@ -1,12 +1,13 @@
 """The interface of strategies: what the training loop needs from any way to share the work."""
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
@@ -35,6 +36,7 @@ class Strategy(ABC):
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
         trained: the tensors that the optimizer of this process moves.
         arrived: called when a pass comes to where it waits for all workers.
+        groups: process groups of its own, beside the one of all workers.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Strategy(ABC):
     loss_factor: float = 1.0
     reduces_first: bool = False
     sharded: bool = False
+    groups: Sequence[dist.ProcessGroup] = ()
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
@@ -49,6 +52,9 @@ class Strategy(ABC):
         self.arrived: Callable[[], None] = lambda: None
         self._world = world or World(torch.device("cpu"))
         self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most strategies keep no state
+        """Get to know the optimizer, which moves `trained`, before its state is gathered or scattered."""
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Do what is needed before the first step so that a resumed run continues with the same bits.

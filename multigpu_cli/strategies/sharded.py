@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from multigpu_cli.errors import RequestError, TrainingError
@@ -21,6 +19,7 @@ from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.shard_model import ModelSharder, create_mesh
 from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
 
@@ -31,11 +30,13 @@ class Sharded(Strategy):
     The optimizer works on this rank's rows as ordinary tensors: fused kernels take no DTensors.
 
     Args:
-        model: whole, and the same on every rank; it is sharded in place.
-        optimizer: over the model's parameters; it is given the rows in their place.
-        average: a copy of the model, such as its exponential moving average; sharded alike.
+        model: whole on the rank `source`, perhaps on the meta device on the others; it is sharded in place.
+        optimizer: over the model's parameters, see `attach_optimizer`; None: it is built later, over `trained`.
+        average: a copy of the model, such as its exponential moving average; sharded alike, and given its weights.
         blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
         keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
+        source: the rank whose weights all get; None: nobody's, since a state is loaded before the first pass.
+        shard_size: workers of each group that has all rows; None: all workers are one.
 
     Raises:
         RequestError: the weights can't be divided.
@@ -48,32 +49,34 @@ class Sharded(Strategy):
         self,
         model: nn.Module,
         world: World,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         average: nn.Module | None = None,
         *,
         blocks: Sequence[str] = (),
         keeps_weights: bool = False,
+        source: int | None = 0,
+        shard_size: int | None = None,
     ) -> None:
         super().__init__(model, world)
         _check_can_be_sharded(model)
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
         self._keeps_weights = keeps_weights
-        mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
-        _shard(model, mesh, blocks, frees_after_forward=not keeps_weights)
-        if average is not None:  # it has no backward pass, which would free what it keeps
-            _shard(average, mesh, blocks, frees_after_forward=True)
+        mesh = create_mesh(world, shard_size)
+        self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
+        ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
         self._model = cast(FSDPModule, model)
         self._roots = [model] if average is None else [model, average]
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {
-            name: nn.Parameter(p.detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
-            for name, p in model.named_parameters()
+            name: nn.Parameter(parameters[name].detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
+            for name, p in whole.items()
         }
-        moved = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        self._state = ShardedState(world, parameters, [parameters[name] for name in moved])
-        self._rows = [(parameters[name], row) for name, row in rows.items()]
+        self._state = ShardedState(world, parameters, mesh)
+        self._rows_of: dict[Tensor, nn.Parameter] = {parameter: rows[name] for name, parameter in whole.items()}
+        self._parts: dict[Tensor, DTensor] = {row: parameters[name] for name, row in rows.items()}
         self._find_trained()
-        self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
+        if optimizer is not None:
+            self.attach_optimizer(optimizer)
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of which blocks have run, one after the other
         for place, block in enumerate([*blocks, ""]):
@@ -81,7 +84,7 @@ class Sharded(Strategy):
             model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
 
     def _find_trained(self) -> None:
-        self._pairs = [(parameter, row) for parameter, row in self._rows if parameter.requires_grad]
+        self._pairs = [(parameter, row) for row, parameter in self._parts.items() if parameter.requires_grad]
         self.trained = [row for _, row in self._pairs]
 
     def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
@@ -93,16 +96,18 @@ class Sharded(Strategy):
         self._order = hash((self._order, place))
         self.arrived()
 
-    def _give_rows(self, optimizer: torch.optim.Optimizer, rows: dict[Tensor, nn.Parameter]) -> None:
-        """Put the rows, and their part of the state, in place of whole parameters."""
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the rows, and their part of the state, in place of whole parameters, if it has been built over these."""
         for group in optimizer.param_groups:
-            group["params"] = [rows[parameter] for parameter in group["params"]]
-        for parameter in list(optimizer.state):
+            group["params"] = [self._rows_of.get(parameter, parameter) for parameter in group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if parameter in self._rows_of]:
             state = optimizer.state.pop(parameter)
-            optimizer.state[rows[parameter]] = {
+            optimizer.state[self._rows_of[parameter]] = {
                 key: self._state.take_rows(value) if isinstance(value, Tensor) and value.ndim else value
                 for key, value in state.items()
             }
+        moved = [self._parts[row] for group in optimizer.param_groups for row in group["params"]]
+        self._state.moved = dict(enumerate(moved))
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Keep the pass, which every worker can run at any time, as the padding pass."""
@@ -156,10 +161,11 @@ class Sharded(Strategy):
         super().reduce_gradients(idle=idle)
 
     def find_parameter(self, moved: Tensor) -> Tensor:
-        return next(parameter for parameter, row in self._rows if row is moved)
+        return self._parts[moved]
 
     def total_norm(self, local: Tensor) -> Tensor:
-        return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
+        square = all_reduce_sum(self._world, local.double().square()) / self._state.replicas
+        return square.sqrt().to(local.dtype)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """See `Strategy`.
@@ -176,18 +182,6 @@ class Sharded(Strategy):
 
     def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
         return self._state.scatter(state, source)
-
-
-def _shard(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool) -> None:
-    """Shard in place: each block by itself, and the rest of the model."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # rows are cut along the first dim
-    for module in [*map(model.get_submodule, blocks), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=frees_after_forward)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setting reaches the modules inside
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _check_can_be_sharded(model: nn.Module) -> None:

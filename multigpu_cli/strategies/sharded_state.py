@@ -3,13 +3,14 @@
 Both ways go tensor by tensor, so that no process holds more than one whole tensor on its device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.world import World
@@ -22,11 +23,18 @@ class ShardedState:
 
     Args:
         parameters: the model's, by every name that it has.
-        moved: those of the optimizer, in the order of its state.
+        mesh: of the workers that share the rows, and perhaps, before that, of their replicas.
+
+    Attributes:
+        moved: those of the optimizer, by their number in its state.
+        replicas: workers that hold the same rows.
     """
 
-    def __init__(self, world: World, parameters: Mapping[str, DTensor], moved: Sequence[DTensor]) -> None:
-        self._world, self._parameters, self._moved = world, parameters, dict(enumerate(moved))
+    def __init__(self, world: World, parameters: Mapping[str, DTensor], mesh: DeviceMesh) -> None:
+        self._world, self._parameters = world, parameters
+        self._place, self._places = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        self.replicas = world.size // self._places
+        self.moved: Mapping[int, DTensor] = {}
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in host memory, on rank 0; {} on the others."""
@@ -40,10 +48,15 @@ class ShardedState:
         return dict(_map_tensors(outline, lambda path, tensor: self._receive(path, tensor, state, source)))
 
     def take_rows(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's rows, as `fully_shard` divides them."""
-        parts = whole.chunk(self._world.size)
-        rows = parts[self._world.rank] if self._world.rank < len(parts) else whole[:0]
-        return rows.clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
+        """A copy of this rank's rows."""
+        begin, end = self._find_rows(whole)
+        return whole[begin:end].clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
+
+    def _find_rows(self, whole: Tensor) -> tuple[int, int]:
+        """The first of this rank's rows, and the one after its last, as `fully_shard` divides them."""
+        length = -(-whole.shape[0] // self._places)
+        begin = min(length * self._place, whole.shape[0])
+        return begin, min(begin + length, whole.shape[0])
 
     def _gather(self, path: Path, value: Tensor) -> Tensor | None:
         like = self._find_parameter(path, value)
@@ -66,7 +79,7 @@ class ShardedState:
     def _find_parameter(self, path: Path, value: Tensor) -> DTensor | None:
         """The parameter that a tensor is divided like; None for one that every rank has whole, such as a buffer."""
         if path[0] == "optimizer":
-            return self._moved.get(path[2]) if path[1] == "state" and value.ndim else None
+            return self.moved.get(path[2]) if path[1] == "state" and value.ndim else None
         if path[0] in ("model", "average"):
             return self._parameters.get(str(path[1]).removeprefix("module." if path[0] == "average" else ""))
         return None
@@ -75,7 +88,7 @@ class ShardedState:
 def _as_dtensor(rows: Tensor, like: DTensor) -> DTensor:
     """Rows of this rank as a part of a tensor of the parameter's shape."""
     return DTensor.from_local(
-        rows, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "gpu_ids": [0, 1],
     "nproc_per_node": 2,
     "reshard": "step",
+    "shard_size": 4,
     "strategy.wrap": ["layers.*"],
     "data": "har",
     "data.args": {"shape": [3, 8, 8]},

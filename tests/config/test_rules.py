@@ -58,6 +58,7 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ({"multi_gpu": "dp", "sync_bn": True}, ["--sync-bn", "--multi-gpu dp"]),
         ({"multi_gpu": "none", "max_restarts": "2"}, ["--max-restarts", "--multi-gpu none"]),
         ({"multi_gpu": "fsdp", "exact": True}, ["--exact: not with --multi-gpu fsdp yet", "leave out --exact"]),
+        ({"multi_gpu": "fsdp", "exact": True, "shard_size": "2"}, ["--exact: not with --shard-size yet"]),
         ({"multi_gpu": "fsdp", "grad_compression": "fp16"}, ["--grad-compression fp16: not with --multi-gpu fsdp"]),
         ({"multi_gpu": "fsdp", "compile": "reduce-overhead"}, ["CUDA graphs need fixed", "--compile default"]),
         ({"multi_gpu": "fsdp", "find_unused_parameters": True}, ["--find-unused-parameters: not with", "--freeze"]),

@@ -44,10 +44,10 @@ def start_command(command: Sequence[str], folder: Path, **environ: str) -> subpr
     )
 
 
-def wait_for_exit(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def wait_for_exit(process: subprocess.Popen[str], seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
     """Wait for its end, with all it said; whatever hangs is killed, children too."""
     try:
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

@@ -144,6 +144,21 @@ def test_a_ddp_run_goes_on_sharded() -> None:
     assert read_evals("run")[-1] == pytest.approx(read_evals("whole")[-1], rel=1e-9)
 
 
+def test_groups_that_replicate_each_other_have_the_curve_of_one_process() -> None:
+    """From 4 workers in two groups on to 2, which are one, and to 3 with none."""
+    case = DOUBLE | {"sets": ["model.args.network=own"], "ema": 0.9}
+    run(1, "whole", case)
+    first = run(4, "run", case, shard_size=2, max_steps=4)
+    assert not first.error
+    assert " within groups of 2 workers; " in read_events("run", "start")[0]["plan"]["sharding"]
+    refused = run(3, "run", case, shard_size=2)
+    assert (refused.kind, "3 workers can't be divided into groups of 2" in refused.error) == ("RequestError", True)
+    assert not run(2, "run", case, shard_size=2, max_steps=6).error
+    assert not run(3, "run", case).error
+    assert read_curve("run") == pytest.approx(read_curve("whole"), rel=1e-9)
+    assert read_evals("run")[-1] == pytest.approx(read_evals("whole")[-1], rel=1e-9)
+
+
 def test_a_signal_to_one_rank_stops_all_and_a_checkpoint_is_there() -> None:
     ended = run(3, "run", epochs=400, log_interval=1000, environ={"OWN_DEED": "1:30:SIGTERM"})
     assert (ended.summary["status"], ended.error, ended.killed) == ("stopped", "", [])
@@ -199,7 +214,7 @@ def test_the_table_of_rates_speaks_of_whole_parameters(capfd: pytest.CaptureFixt
 def allow_fp16_on_cpu() -> None:
     for module in (precision, device_and_data_rules):
         module.choose_precision = lambda wanted, device: PrecisionChoice("fp16", "a test")  # type: ignore[attr-defined]
-    torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**23)  # type: ignore[misc]
+    torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**23)  # type: ignore[misc, assignment]
 
 
 def test_a_loss_scale_that_is_too_high_skips_the_same_steps_as_in_one_process() -> None:

@@ -49,6 +49,18 @@ def test_one_worker_holds_everything_and_sends_nothing() -> None:
     assert (row.memory, row.sent, row.sent_by_ddp) == (WHOLE, 0, 0)
 
 
+def test_groups_that_replicate_each_other_hold_and_send_their_own_parts() -> None:
+    """Eight workers in groups of four: parts of a quarter, whose gradients go once more around between two groups."""
+    grouped = replace(BLOCKS, group_size=4)
+    assert shard_memory(WHOLE, grouped, 8, 1) == shard_memory(WHOLE, BLOCKS, 4, 1)
+    assert forecast_sharded(WHOLE, grouped, 8, 1).sent == 3 * 750 + 2 * (1 / 2) * 1000 / 4
+    assert shard_memory(WHOLE, grouped, 2, 1) == shard_memory(WHOLE, BLOCKS, 2, 1), "too few for such a group"
+    work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), sharding=replace(grouped, group_size=2))
+    network = Interconnect(Link("fast", 0.0, 1000.0, "a test"), Link("slow", 0.0, 100.0, "a test"), per_machine=2)
+    gather = 0.5  # a half of 1,000 bytes, to the neighbour
+    assert exposed_seconds(work, network, 4) == pytest.approx(max(0, gather - 2) + max(0, 2 * gather + 5 - 4))
+
+
 def test_gathering_hides_behind_the_passes_where_links_work_beside_the_device() -> None:
     """A hundred bytes a second: a gather of 1,000 bytes between two workers takes 5 seconds, and so does a scatter."""
     work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), sharding=BLOCKS)

@@ -107,6 +107,18 @@ def test_workers_together_do_what_one_does(share: str, keeps_weights: bool) -> N
     assert all(other["state"] == {} and other["norms"] == first["norms"] for other in others)
 
 
+@pytest.mark.parametrize("share", ["uneven", "idle"])
+def test_groups_that_replicate_each_other_do_what_one_worker_does(share: str) -> None:
+    """Each holds its part within its group, and the others' gradients count too."""
+    plan = BatchPlan(**vars(SHARES[share]) | {"workers": 4})
+    expected = train(World(CPU), BatchPlan(**vars(plan) | {"workers": 1}), Tied)
+    found, *others = run_on_each_rank(4, lambda world: train(world, plan, Tied, shard_size=2))
+    assert_alike(found["state"], expected["state"])
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert all(other["norms"] == found["norms"] for other in others)
+    assert found["held"] + others[0]["held"] == others[1]["held"] + others[2]["held"] == expected["held"]
+
+
 def test_momentum_that_was_there_before_sharding_is_divided_too() -> None:
     plan = SHARES["even"]
     expected = train(World(CPU), BatchPlan(**vars(plan) | {"workers": 1}), convolutions, "sgd")

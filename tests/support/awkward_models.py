@@ -126,3 +126,32 @@ class Telling(nn.Module):
 
 def telling(input_shape: Sequence[int], num_classes: int, *, plain: bool = True) -> nn.Module:
     return nn.Sequential(OrderedDict(layers=Telling(prod(input_shape), num_classes, ["a", 1.5] if plain else Note())))
+
+
+class Shy(nn.Module):
+    """A network that is not the same on the meta device.
+
+    Args:
+        how: "silent": torch's initialiser does nothing there, and a buffer is in no state dict; "reads": its factory
+            looks at a number; "keeps": it has a tensor that is no buffer; "draws": on the CPU, whatever the device.
+    """
+
+    def __init__(self, features: int, num_classes: int, how: str) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(features, 8), nn.Linear(8, num_classes)
+        nn.init.trunc_normal_(self.layer.weight, std=0.3)
+        nn.init.orthogonal_(self.head.weight)
+        scale = torch.rand(8)
+        self.register_buffer("scale", scale, persistent=how != "silent")
+        self.rate = float(scale[0]) if how == "reads" else 0.5
+        self.kept = scale * 2 if how == "keeps" else None
+        self.order = torch.randperm(8, device="cpu").tolist() if how == "draws" else list(range(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.layer(inputs.flatten(1))[:, self.order] * self.scale * self.rate
+        logits: Tensor = self.head(features if self.kept is None else features + self.kept)
+        return logits
+
+
+def shy(input_shape: Sequence[int], num_classes: int, how: str) -> nn.Module:
+    return Shy(prod(input_shape), num_classes, how)

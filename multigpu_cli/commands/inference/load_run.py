@@ -17,7 +17,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.vocabulary import deserialize_vocabulary
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.build_components import init_model
+from multigpu_cli.run.build_model import init_model
 from multigpu_cli.tasks.open_data import open_data
 
 

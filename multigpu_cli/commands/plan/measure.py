@@ -161,7 +161,8 @@ def measure_sharding(components: TrainComponents) -> Sharding | None:
         sizes.append(sum(parameter.nbytes for parameter in own))
         counted |= own
     *blocks, rest = sizes
-    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=device.reshard == "step")
+    kept, size = device.reshard == "step", device.shard_size
+    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size)
 
 
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:

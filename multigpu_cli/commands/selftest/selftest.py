@@ -42,7 +42,7 @@ from multigpu_cli.tasks.registry import TASKS
 
 _WORKERS = 2
 _LONGEST_WAIT = 120.0  # seconds in a collective; a test is not worth ten minutes
-_OF_A_LAUNCH = {"multi_gpu", "gpu_ids", "nproc_per_node", "max_restarts", "grad_accum_steps", "max_steps"}
+_OF_A_LAUNCH = {"multi_gpu", "gpu_ids", "nproc_per_node", "shard_size", "max_restarts", "grad_accum_steps", "max_steps"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""A sharded model starts from the seed's own weights, and no rank but one ever holds all of them."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.blocks import find_blocks_to_wrap
+from multigpu_cli.run import build_model
+from multigpu_cli.run.build_components import build_components
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.runtime.choose_strategy_and_devices import Placement
+from multigpu_cli.runtime.world import World
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
+from tests.support.world import CPU
+
+SHY = {"model": "tests.support.awkward_models:shy", "ema": "0.9"}
+LATE = {"model": "tests.run.test_build_components:Late", "data": "tests.run.test_build_components:Pictures"}
+GPT = {"model": "gpt", "data": "tests.support.user_code:sentences", "task": "language-model", "ema": "0.9"}
+SMALL = ("model.args.depth=12", "model.args.width=64", "model.args.heads=2")
+HF = {"model": "transformers", "data": "tests.support.user_code:sentences", "task": "language-model"}
+TINY = tuple(
+    f"model.args.{name}"
+    for name in ("architecture=llama", "hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2",
+                 "num_key_value_heads=1", "intermediate_size=16")
+)  # fmt: skip
+ONE, EACH = "rank 0 builds the weights in host memory", "each rank builds the whole model in host memory: "
+CASES: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
+    "gpt": (GPT, SMALL, ONE),
+    "silent": (SHY, ("model.args.how=silent",), ONE),
+    "reads": (SHY, ("model.args.how=reads",), f"{EACH}on the meta device its factory raises RuntimeError"),
+    "keeps": (SHY, ("model.args.how=keeps",), f"{EACH}it has tensors that are neither parameters nor buffers"),
+    "draws": (SHY, ("model.args.how=draws",), f"{EACH}its factory draws random numbers"),
+    "lazy": (LATE, (), f"{EACH}its first pass creates weights"),
+    "llama": (HF, TINY, ONE),
+}
+
+
+def components(world: World, folder: Path, flags: dict[str, str], sets: tuple[str, ...]) -> TrainComponents:
+    config = resolve({"save_dir": str(folder / str(world.rank)), "multi_gpu": "fsdp"} | flags, sets, None)
+    strategy = "fsdp" if world.size > 1 else "single"
+    return build_components(prepare_spec(config, Placement(strategy, (CPU,), 0, "a test"), world), world)
+
+
+def start(world: World, folder: Path, flags: dict[str, str], sets: tuple[str, ...]) -> tuple[str, list[str], str]:
+    """A fingerprint of the first weights, of their average and of the buffers; the names; and the plan's words."""
+    built = components(world, folder, flags, sets)
+    with closing(built.loaders):
+        state = built.state
+        live = {"model": state.model.state_dict(), "average": state.average.state_dict() if state.average else {}}
+        whole = built.strategy.gather_state(live)
+        tensors: dict[str, Tensor] = {}
+        for part, values in (*whole.items(), ("buffers", dict(state.model.named_buffers()))):
+            tensors |= {f"{part}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
+        return fingerprint(tensors), sorted(tensors), built.plan.first_weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_weights_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    flags, sets, words = CASES[name]
+    alone = start(World(CPU), tmp_path, flags, sets)
+    sharded = run_on_each_rank(3, lambda world: start(world, tmp_path, flags, sets))
+    assert sharded[0][:2] == alone[:2]
+    assert alone[2] == ""
+    assert all(found[2].startswith(words) for found in sharded), sharded[0][2]
+
+
+def measure_most_bytes(world: World, folder: Path) -> tuple[int, int, int]:
+    """The most bytes of tensors while the model is built, its rows, and its largest group."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        built = components(world, folder, GPT, SMALL)
+    with closing(built.loaders):
+        added = most = 0
+        for event in profiled.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                added += event.nbytes()
+                most = max(most, added)
+        model = built.state.model
+        blocks = [model.get_submodule(name) for name in find_blocks_to_wrap(model)]
+        sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        return most, sum(row.nbytes for row in built.strategy.trained), max(*sizes, total - sum(sizes))
+
+
+def test_no_rank_but_one_holds_more_than_a_block_beside_its_rows(tmp_path: Path) -> None:
+    """Weights and their average are rows here; a group is gathered for the first batch."""
+    whole, *others = run_on_each_rank(4, lambda world: measure_most_bytes(world, tmp_path))
+    for most, rows, group in others:
+        assert 2 * rows < most < 2 * rows + 4 * group
+        assert whole[0] > 4 * rows, "else this measures nothing"
+
+
+def test_where_a_checkpoint_has_all_weights_nobody_builds_them(in_tmp_path: None) -> None:
+    flags: dict[str, Any] = {"multi_gpu": "fsdp", "epochs": 2, "batch_size": 8, "save_dir": "run"} | SHY
+    sets = ["model.args.how=keep"]
+    whole = run_training(2, **flags | {"save_dir": "whole"}, sets=sets)
+    run_training(2, **flags, sets=sets, max_steps=1)
+    plan = run_training(2, **flags, sets=sets, dry_run=True).summary
+    assert plan["first_weights"] == "no rank builds the weights: the checkpoint has them"
+    assert run_training(2, **flags, sets=sets).summary["fingerprint"] == whole.summary["fingerprint"]
+    run_training(2, **flags | {"save_dir": "other"}, sets=["model.args.how=silent"], max_steps=1)
+    plan = run_training(2, **flags | {"save_dir": "other"}, sets=["model.args.how=silent"], dry_run=True).summary
+    assert plan["first_weights"].startswith("rank 0 builds the weights"), "a buffer is in no checkpoint"
+
+
+def test_ranks_that_build_other_networks_are_told_so() -> None:
+    def work(world: World) -> str:
+        model = torch.nn.Linear(3, 3 + world.rank)
+        try:
+            build_model.explain_initial_weights(world, build_model.BuiltModel(model))
+        except RequestError as error:
+            return str(error)
+        return ""
+
+    assert all("rank 1 built other parameters or buffers than rank 0" in each for each in run_on_each_rank(2, work))
