@@ -76,13 +76,12 @@ def load_trained_weights(path: Path) -> TrainedWeights:
         )
     if damage := find_damage(folder):
         raise RequestError(f"{folder}: {damage}", remedy="use an older checkpoint of that run, or its best.pt")
-    checkpoint = Checkpoint(folder, read_manifest(folder))
-    settings, model = checkpoint.manifest["settings"], checkpoint.manifest["pins"]["model"]
-    average = {
-        name.removeprefix("module."): value for name, value in (checkpoint.state("average")["average"] or {}).items()
-    }
+    manifest = read_manifest(folder)
+    found = Checkpoint(folder, manifest).state("model", "average")
+    average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
     average.pop("n_averaged", None)
-    return TrainedWeights(folder / "state.pt", average or checkpoint.state("model")["model"], settings, model)
+    state = average or found["model"]
+    return TrainedWeights(folder / "state.pt", state, manifest["settings"], manifest["pins"]["model"])
 
 
 def _from_file(file: Path) -> TrainedWeights:
