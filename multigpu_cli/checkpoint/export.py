@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.serialize import deserialize, serialize
-from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.checkpoint.weights import extra_state, is_state_dict
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.model_call import Arguments, bind_arguments
@@ -75,11 +76,12 @@ def load_trained_weights(path: Path) -> TrainedWeights:
         )
     if damage := find_damage(folder):
         raise RequestError(f"{folder}: {damage}", remedy="use an older checkpoint of that run, or its best.pt")
-    manifest, file = read_manifest(folder), folder / "state.pt"
-    found = deserialize(file.read_bytes(), str(file))
+    manifest = read_manifest(folder)
+    found = Checkpoint(folder, manifest).state("model", "average")
     average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
     average.pop("n_averaged", None)
-    return TrainedWeights(file, average or found["model"], manifest["settings"], manifest["pins"]["model"])
+    state = average or found["model"]
+    return TrainedWeights(folder / "state.pt", state, manifest["settings"], manifest["pins"]["model"])
 
 
 def _from_file(file: Path) -> TrainedWeights:
@@ -111,8 +113,6 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
     }
     with _draft(target) as draft:
         if target.suffix == ".safetensors":
-            from safetensors import torch as safetensors  # an optional dependency
-
             publish(draft, safetensors.save(own, metadata={"format": "pt"}))
             found = safetensors.load(draft.read_bytes())
         else:

@@ -10,12 +10,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.best import BEST
 from multigpu_cli.checkpoint.files import compute_sha256
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, is_piece, read_manifest
+from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import format_differences, format_shape, read_weights
 from multigpu_cli.config.paths import find_weight_file
 from multigpu_cli.errors import RequestError, pluralize
@@ -139,30 +142,33 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
 
 
 def _read_file(file: Path) -> dict[str, Any]:
-    if damage := _find_damage(file):
-        raise RequestError(f"--init-from {file}: {damage}", remedy="another checkpoint of that run, or its best.pt")
+    if checkpoint := _open_checkpoint(file):
+        return dict(checkpoint.state("model")["model"])
     return _read_safetensors(file) if file.suffix == ".safetensors" else read_weights(file, "--init-from")
 
 
-def _find_damage(file: Path) -> str | None:
-    """What is wrong with a file of one of our checkpoints, whose manifest has its checksum; None of any other."""
+def _open_checkpoint(file: Path) -> Checkpoint | None:
+    """The checkpoint in pieces of which a file is one; None of any other file.
+
+    Raises:
+        RequestError: the file is of a checkpoint that is damaged.
+    """
     folder = file.parent
-    if file.name not in ("state.pt", BEST) or not (folder / MANIFEST).is_file():
+    if not (file.name in ("state.pt", BEST) or is_piece(file.name)) or not (folder / MANIFEST).is_file():
         return None
-    if damage := find_damage(folder):
-        return damage
-    listed = read_manifest(folder).get("best", {}).get("sha256")
-    return "does not match its checksum" if file.name == BEST and compute_sha256(file) != listed else None
+    damage = find_damage(folder)
+    manifest = {} if damage else read_manifest(folder)
+    if file.name == BEST and not damage and compute_sha256(file) != manifest.get("best", {}).get("sha256"):
+        damage = "does not match its checksum"
+    if damage:
+        raise RequestError(f"--init-from {file}: {damage}", remedy="another checkpoint of that run, or its best.pt")
+    checkpoint = Checkpoint(folder, manifest)
+    return checkpoint if checkpoint.in_pieces and file.name != BEST else None
 
 
 def _read_safetensors(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise RequestError(f"--init-from {file}: there is no such file", remedy="check the path")
-    try:
-        from safetensors import SafetensorError  # an extra, that not everybody has
-        from safetensors import torch as safetensors
-    except ImportError as missing:
-        raise RequestError(f"--init-from {file}: needs safetensors", remedy="pip install safetensors") from missing
     try:
         return dict(safetensors.load_file(file))
     except (SafetensorError, OSError, ValueError) as error:

@@ -95,16 +95,26 @@ def _signature() -> str:
     return f"{os.uname().nodename} {os.getpid()}"
 
 
-def check_owner(folder: Path) -> None:
-    """Check that the run folder still belongs to this process: it may have been removed and used by another run.
+def read_owner(folder: Path) -> str:
+    """The id of the process that holds the lock, or did last, as this machine sees it; "" where there is none."""
+    try:
+        return (folder / ".lock").read_text()
+    except OSError:
+        return ""
+
+
+def check_owner(folder: Path, owner: str = "") -> None:
+    """Check that the run folder still belongs to this run: it may have been removed and used by another one.
+
+    Args:
+        owner: the process that holds the lock, if it is not this one.
 
     Raises:
         OSError: the folder was removed, or another process holds its lock.
     """
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed; create it again", str(folder))
-    lock = folder / ".lock"
-    if lock.exists() and (owner := lock.read_text()) and owner != _signature():
+    if (found := read_owner(folder)) and found != (owner or _signature()):
         raise OSError(errno.EBUSY, f"{folder} now belongs to another run")
 
 

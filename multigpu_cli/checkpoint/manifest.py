@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 
 MANIFEST = "manifest.json"
+
+FindDamage = Callable[[Path], str | None]
+"""What is wrong with a checkpoint; None if nothing is."""
 
 
 def parse_step(folder: Path) -> int:
@@ -32,24 +36,59 @@ def _sum(manifest: dict[str, Any]) -> str:
     return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def list_pieces(manifest: dict[str, Any]) -> list[str]:
+    """The files of a checkpoint that hold the rows of one rank each; none where state.pt has everything."""
+    return [name for name in manifest["files"] if is_piece(name)]
+
+
+def is_piece(name: str) -> bool:
+    """Whether a file of a checkpoint holds the rows of one rank, by its name."""
+    return re.fullmatch(r"rank_\d+\.safetensors", name) is not None
+
+
 def find_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
     """What is wrong with a checkpoint: a file that is missing, truncated or modified; None if it is intact.
 
     Args:
         moved: called after each chunk is read.
     """
+    return find_quick_damage(folder, moved) or find_damaged_piece(folder, moved=moved)
+
+
+def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
+    """What is wrong with a checkpoint as far as one rank can tell quickly: the content of pieces is not read."""
     try:
         manifest = read_manifest(folder)
     except (OSError, ValueError, TypeError) as error:
         return f"{MANIFEST} can't be read ({type(error).__name__})"
     if manifest.pop("sha256", None) != _sum(manifest):
         return f"{MANIFEST} does not match its own checksum"
+    pieces = list_pieces(manifest)
     for name, listed in manifest["files"].items():
         file = folder / name
+        if Path(name).name != name:
+            return f"{MANIFEST} lists {name}, which is no file of its folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != listed["size"]:
             return f"{name} has {file.stat().st_size} bytes instead of {listed['size']}"
-        if compute_sha256(file, moved) != listed["sha256"]:
+        if name not in pieces and compute_sha256(file, moved) != listed["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def find_damaged_piece(folder: Path, share: int = 0, shares: int = 1, *, moved: Moved = ignore_progress) -> str | None:
+    """Whether a piece of a checkpoint was modified; each of `shares` readers looks at some of them.
+
+    Args:
+        share: number of this reader.
+    """
+    manifest = read_manifest(folder)
+    for name in list_pieces(manifest)[share::shares]:
+        try:
+            intact = compute_sha256(folder / name, moved) == manifest["files"][name]["sha256"]
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+        if not intact:
             return f"{name} does not match its checksum"
     return None

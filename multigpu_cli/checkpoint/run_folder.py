@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import is_locked, locked_error, still_locked_error, wait_until_unlocked
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, FindDamage, find_quick_damage, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint
 from multigpu_cli.config.resume_rules import is_same_run
@@ -70,7 +70,12 @@ def resume_exists(resume: str) -> bool:
 
 
 def choose_resume_point(
-    config: Config, *, attempt: int, begun: Sequence[str] = (), elsewhere: bool = False
+    config: Config,
+    *,
+    attempt: int,
+    begun: Sequence[str] = (),
+    elsewhere: bool = False,
+    find_damage: FindDamage = find_quick_damage,
 ) -> ResumePoint:
     """Choose the run folder and the checkpoint to resume from; nothing is written.
 
@@ -78,6 +83,7 @@ def choose_resume_point(
         attempt: how often the launcher has restarted this process.
         begun: run folders of earlier attempts of this launch; only these are continued.
         elsewhere: another node has the checkpoint that --resume names.
+        find_damage: what to look at; as it is, the content of pieces is not.
 
     Raises:
         RequestError: --resume names no checkpoint, or is "never" for a folder that holds a run; another run is using
@@ -86,7 +92,7 @@ def choose_resume_point(
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
     if resume not in ("auto", "never"):
-        return _from_path(Path(resume), save_dir, attempt, elsewhere=elsewhere)
+        return _from_path(Path(resume), save_dir, attempt, find_damage, elsewhere=elsewhere)
     if save_dir is not None:
         folder = Path(save_dir)
         _check_folder(folder)
@@ -95,12 +101,12 @@ def choose_resume_point(
                 f"--resume never, but {folder} already holds a run",
                 remedy="use another --save-dir, or --resume auto to continue that run",
             )
-        return _in_folder(folder, attempt)
+        return _in_folder(folder, attempt, find_damage)
     home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
     if ours := next((run for run in begun if Path(run).parent == home), None):
-        return _in_folder(Path(ours), attempt)
-    if resume == "auto" and (unfinished := _newest_unfinished(home, config)):
-        return _in_folder(unfinished, attempt)
+        return _in_folder(Path(ours), attempt, find_damage)
+    if resume == "auto" and (unfinished := _newest_unfinished(home, config, find_damage)):
+        return _in_folder(unfinished, attempt, find_damage)
     run_id = time.strftime("%Y%m%d-%H%M%S-") + uuid4().hex[:4]
     return ResumePoint(str(home / run_id), None, None, None, [], "a new run")
 
@@ -131,11 +137,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return found | {"save_dir": str(folder)} if "save_dir" in found else found
 
 
-def _in_folder(folder: Path, attempt: int) -> ResumePoint:
+def _in_folder(folder: Path, attempt: int, find_damage: FindDamage) -> ResumePoint:
     # waits first, since the other process may still replace the checkpoints
     if not wait_until_unlocked(folder, patience=_PATIENCE if attempt else 0):
         raise still_locked_error(folder) if attempt else locked_error(folder)
-    newest, notes = Store(folder / "checkpoints", 1).find_newest()
+    newest, notes = Store(folder / "checkpoints", 1).find_newest(find_damage)
     if newest is None and notes:
         raise _no_intact_error(folder, [note.removeprefix("skipped ") for note in notes])
     if newest is None and (read_summary(folder) or {}).get("status") == "completed":
@@ -165,16 +171,18 @@ def _resume_from(folder: Path, found: Checkpoint, summary: dict[str, Any] | None
     return ResumePoint(str(folder), str(found.folder), found.manifest, summary, notes, reason)
 
 
-def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: bool) -> ResumePoint:
+def _from_path(
+    path: Path, save_dir: str | None, attempt: int, find_damage: FindDamage, *, elsewhere: bool
+) -> ResumePoint:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     folder = Path(save_dir) if save_dir else run
     own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
     if own_step and read_rewind_checkpoint(folder) == path.name:
-        return _in_folder(folder, attempt)  # the command was repeated
+        return _in_folder(folder, attempt, find_damage)  # the command was repeated
     if not elsewhere and not resume_exists(str(path)):
         raise _not_found_error(path, [])
     if save_dir and not path.resolve().is_relative_to(folder.resolve()):
-        own = _in_folder(folder, attempt)
+        own = _in_folder(folder, attempt, find_damage)
         if own.checkpoint:  # the command was repeated after a stop: resume the new run, not PATH once more
             return own
     if (path / MANIFEST).is_file():
@@ -184,7 +192,7 @@ def _from_path(path: Path, save_dir: str | None, attempt: int, *, elsewhere: boo
             )
         start = _resume_from(folder, Checkpoint(path, read_manifest(path)), None, [])
         return replace(start, rewind_from=str(path)) if own_step else start
-    newest, notes = Store(path / "checkpoints", 1).find_newest()
+    newest, notes = Store(path / "checkpoints", 1).find_newest(find_damage)
     if newest is None:
         raise _not_found_error(path, notes)
     return _resume_from(folder, newest, read_summary(folder) if folder == path else None, notes)
@@ -205,13 +213,13 @@ def rewind_run(start: ResumePoint, store: Store) -> None:
         publish(Path(start.folder) / BEGAN, Path(start.rewind_from).name.encode())
 
 
-def _newest_unfinished(home: Path, config: Config) -> Path | None:
+def _newest_unfinished(home: Path, config: Config, find_damage: FindDamage) -> Path | None:
     """The newest run of the same configuration that has a checkpoint, has not completed and is not running now."""
     runs = sorted((path for path in home.glob("*") if holds_run(path)), key=lambda path: path.stat().st_mtime)
     for folder in reversed(runs):
         if is_locked(folder):
             continue
-        newest, _ = Store(folder / "checkpoints", 1).find_newest()
+        newest, _ = Store(folder / "checkpoints", 1).find_newest(find_damage)
         completed = (read_summary(folder) or {}).get("status") == "completed"
         if newest and not completed and is_same_run(config, newest.manifest["settings"]):
             return folder

@@ -30,7 +30,7 @@ def serialize_to_file(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, s
     Raises:
         OSError: a write failed; torch itself would only report an inconsistent archive.
     """
-    summed = _HashingFile(file)
+    summed = HashingFile(file)
     try:
         torch.save(state, summed)  # type: ignore[arg-type]  # it calls write and flush only
     except RuntimeError as error:
@@ -41,8 +41,8 @@ def serialize_to_file(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, s
 
 
 def count_tensor_bytes(state: Any) -> int:
-    """The size of the tensors in a state; tied ones count once."""
-    storages = (tensor.untyped_storage() for tensor in iterate_tensors(state))
+    """The size of the tensors in a state; tied ones count once, outlines not at all."""
+    storages = (tensor.untyped_storage() for tensor in iterate_tensors(state) if not tensor.is_meta)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -51,14 +51,14 @@ def iterate_tensors(state: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
-class _HashingFile:
+class HashingFile:
     """A file that counts and hashes what is written, and keeps the error of a failed write."""
 
     def __init__(self, file: BinaryIO | ProgressFile) -> None:
         self._file, self.size, self.sum = file, 0, sha256()
         self.error: OSError | None = None
 
-    def write(self, piece: bytes) -> int:
+    def write(self, piece: bytes | memoryview) -> int:
         try:
             self._file.write(piece)
         except OSError as error:

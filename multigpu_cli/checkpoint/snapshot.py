@@ -90,6 +90,8 @@ class TrainState:
     def begin_capture(self, into: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> "Snapshot":
         """Copy what may change at any time; tensors that only the optimizer changes are left to `Snapshot.finish`.
 
+        Outlines, on the meta device, stay as they are.
+
         Args:
             into: an earlier capture that is no longer read; reusing its memory is several times faster than allocating
                 new pages.
@@ -166,6 +168,8 @@ def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor
         volatile: addresses of the tensors that are copied at once; the others are added to `later`.
     """
     if isinstance(value, Tensor):
+        if value.is_meta:
+            return value
         fits = isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype
         target = into if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
         if value.data_ptr() in volatile:

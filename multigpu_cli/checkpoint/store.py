@@ -3,12 +3,24 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from multigpu_cli.checkpoint.best import BEST, BestWeights, add_best
 from multigpu_cli.checkpoint.files import Moved, flush_folder, ignore_progress, publish, publish_stream
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest, sign_manifest
+from multigpu_cli.checkpoint.manifest import (
+    MANIFEST,
+    FindDamage,
+    find_damage,
+    find_damaged_piece,
+    find_quick_damage,
+    list_pieces,
+    parse_step,
+    read_manifest,
+    sign_manifest,
+)
+from multigpu_cli.checkpoint.pieces import Pieces
 from multigpu_cli.checkpoint.serialize import count_tensor_bytes, deserialize, serialize_to_file
+from multigpu_cli.runtime.tensor_tree import map_tensors, name_tensor
 
 
 @dataclass(frozen=True)
@@ -22,10 +34,37 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.manifest["step"])
 
-    def state(self) -> dict[str, Any]:
-        """The saved state; only tensors and plain values."""
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the ranks' rows are in files of their own, so that a reader can take what it needs."""
+        return bool(list_pieces(self.manifest))
+
+    def outline(self) -> dict[str, Any]:
+        """What state.pt holds; tensors that are in pieces are on the meta device."""
         file = self.folder / "state.pt"
         return dict(deserialize(file.read_bytes(), str(file)))
+
+    def open_pieces(self) -> Pieces:
+        return Pieces(self.folder, list_pieces(self.manifest))
+
+    def state(self, *parts: str) -> dict[str, Any]:
+        """The saved state, or these parts of it; only tensors, whole, and plain values."""
+        outline = self.outline()
+        outline = {part: outline[part] for part in parts} if parts else outline
+        pieces = self.open_pieces()
+        return dict(
+            map_tensors(outline, lambda path, found: pieces.read(name_tensor(path), found) if found.is_meta else found)
+        )
+
+
+class Peers(Protocol):
+    """What the other ranks do for a checkpoint of which each writes its rows."""
+
+    def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
+        """Write this rank's rows, and wait for those of the others; returns size and SHA-256 of each file."""
+
+    def find_damaged_pieces(self) -> dict[str, str] | None:
+        """What is wrong with pieces of old checkpoints, by the name of their folder; None if a rank did not answer."""
 
 
 class Store:
@@ -38,44 +77,75 @@ class Store:
     """
 
     def __init__(self, folder: Path, keep: int, moved: Moved = ignore_progress) -> None:
-        self.folder, self.keep, self._moved = folder, keep, moved
+        self.folder, self.keep, self.moved = folder, keep, moved
 
-    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any], best: BestWeights | None = None) -> int:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        facts: dict[str, Any],
+        best: BestWeights | None = None,
+        peers: Peers | None = None,
+    ) -> int:
         """Write one checkpoint and remove the oldest; returns the size of its state in bytes.
 
         Args:
             facts: further entries of the manifest (pins, world size, versions).
             best: the best weights so far, which are stored with it.
+            peers: the other ranks, if each writes its own rows.
 
         Raises:
             OSError: it could not be written; the other checkpoints are unchanged.
         """
-        self.folder.mkdir(exist_ok=True)  # but not its parent: if that was removed, this run must not write there
-        self.sweep()
-        draft, final = self.folder / f".draft_step_{step:08d}", self.folder / f"step_{step:08d}"
+        self.sweep(but=self._name_draft(step) if peers else None)  # there another rank may have begun
+        draft, final = self.open_draft(step), self.folder / f"step_{step:08d}"
         try:
-            draft.mkdir()
-            size, total = _write(draft / "state.pt", state, self._moved)
-            listed = {"state.pt": {"size": size, "sha256": total}}
-            if best and add_best(draft, best, self.list_folders(), self._moved):
+            listed = {"state.pt": _write(draft / "state.pt", state, self.moved)}
+            listed |= peers.add_pieces(draft) if peers else {}
+            if best and add_best(draft, best, self.list_folders(), self.moved):
                 # not among the listed files: the state is complete without it
                 facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
-            publish(draft / MANIFEST, sign_manifest({"step": step, "files": listed} | facts), self._moved)
+            publish(draft / MANIFEST, sign_manifest({"step": step, "files": listed} | facts), self.moved)
             if final.exists():  # the same step once more, after a resume from an older checkpoint
                 self._remove(final)
             draft.rename(final)
         except OSError:
-            shutil.rmtree(draft, ignore_errors=True)  # frees the space for the next one
+            self.discard_draft(step)  # frees the space for the next one
             raise
         flush_folder(self.folder)
-        past = [folder for folder in self.list_folders() if 0 <= parse_step(folder) <= step]  # later ones are damaged
-        for old in past[self.keep :]:
-            self._remove(old)
-        return size
+        damaged = peers.find_damaged_pieces() if peers else None
+        for old in self.list_old(step):
+            self._remove(old, damaged)
+        return sum(file["size"] for file in listed.values())
 
-    def _remove(self, folder: Path) -> None:
-        """Remove a checkpoint; a damaged one is only renamed, so that it can be examined."""
-        if find_damage(folder, self._moved) is None:
+    def open_draft(self, step: int) -> Path:
+        """The folder where a checkpoint is written, which several ranks may make at once."""
+        self.folder.mkdir(exist_ok=True)  # but not its parent: if that was removed, this run must not write there
+        draft = self._name_draft(step)
+        draft.mkdir(exist_ok=True)
+        return draft
+
+    def discard_draft(self, step: int) -> None:
+        shutil.rmtree(self._name_draft(step), ignore_errors=True)
+
+    def _name_draft(self, step: int) -> Path:
+        return self.folder / f".draft_step_{step:08d}"
+
+    def list_old(self, step: int) -> list[Path]:
+        """The checkpoints that go once that of this step is there; later ones are damaged, and stay."""
+        past = [folder for folder in self.list_folders() if 0 <= parse_step(folder) < step]
+        return past[self.keep - 1 :]
+
+    def _remove(self, folder: Path, damaged_pieces: dict[str, str] | None = None) -> None:
+        """Remove a checkpoint; a damaged one is only renamed, so that it can be examined.
+
+        Args:
+            damaged_pieces: what ranks that share the work have found, by the folder's name; None: nobody has looked.
+        """
+        damage = find_quick_damage(folder, self.moved) or (
+            find_damaged_piece(folder, moved=self.moved) if damaged_pieces is None else damaged_pieces.get(folder.name)
+        )
+        if damage is None:
             shutil.rmtree(folder)
         else:
             self._rename(folder, "damaged")
@@ -91,12 +161,13 @@ class Store:
             if parse_step(folder) > step:
                 self._rename(folder, "replaced")
 
-    def sweep(self) -> None:
-        """Remove the drafts of a killed run."""
+    def sweep(self, but: Path | None = None) -> None:
+        """Remove the drafts of a killed run, but not this one."""
         for draft in self.folder.glob(".draft_*"):
-            shutil.rmtree(draft)
+            if draft != but:
+                shutil.rmtree(draft)
 
-    def find_newest(self) -> tuple[Checkpoint | None, list[str]]:
+    def find_newest(self, find_damage: FindDamage = find_damage) -> tuple[Checkpoint | None, list[str]]:
         """The newest intact checkpoint, and why newer ones were skipped (they are left in place)."""
         skipped = []
         for folder in self.list_folders():
@@ -111,10 +182,10 @@ class Store:
         return sorted(self.folder.glob("step_*"), key=parse_step, reverse=True)
 
 
-def _write(file: Path, state: dict[str, Any], moved: Moved) -> tuple[int, str]:
+def _write(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:
     """Write a state; returns size and SHA-256 of the file."""
     results: list[tuple[int, str]] = []
     publish_stream(
         file, lambda draft: results.append(serialize_to_file(state, draft)), count_tensor_bytes(state), moved
     )
-    return results[0]
+    return dict(zip(("size", "sha256"), results[0], strict=True))

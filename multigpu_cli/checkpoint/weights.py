@@ -114,6 +114,11 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
             f"{flag} {path} holds no weights".lstrip(),
             remedy=f"a state dict, or a file with one under {', '.join(map(repr, _PLACES))}",
         )
+    if any(value.is_meta for value in state.values() if isinstance(value, Tensor)):
+        raise RequestError(
+            f"{flag} {path} only outlines weights whose rows are in other files of its checkpoint".lstrip(),
+            remedy="name the folder of the checkpoint, or best.pt of the run",
+        )
     return state
 
 

@@ -18,7 +18,7 @@ from multigpu_cli.tasks.registry import TASKS
 
 _DATA = {"data", "data.args", "data.inputs", "data_dir"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
-    ".safetensors": ("safetensors",),
+    ".safetensors": (),
     ".pt": (),
     ".pt2": (),
     ".onnx": ("onnx", "onnxscript", "onnxruntime"),

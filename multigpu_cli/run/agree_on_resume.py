@@ -3,7 +3,9 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from multigpu_cli.checkpoint.manifest import find_damaged_piece, find_quick_damage, list_pieces, read_manifest
 from multigpu_cli.checkpoint.run_folder import (
     CheckpointNotFound,
     NoIntactCheckpoint,
@@ -31,7 +33,10 @@ def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
         TrainingError: an earlier attempt is still active in the folder.
     """
     begun = _find_earlier_folders(world)
-    start = _apply_notes(_agree(config, world, begun), world)
+    damaged: dict[str, str] = {}
+    while damage := _find_damaged_piece(start := _agree(config, world, begun, damaged), world):
+        damaged[_name_content(start.manifest)] = damage
+    start = _apply_notes(start, world)
     if start.folder in begun and world.local_rank == 0:
         record_run(world.agent_dir, world.attempt, start.folder)
     return start
@@ -46,8 +51,39 @@ def _find_earlier_folders(world: World) -> list[str]:
     return next(filter(None, all_gather_object(world, earlier)), [])
 
 
-def _agree(config: Config, world: World, begun: list[str]) -> ResumePoint:
-    choose = partial(choose_resume_point, config, attempt=world.attempt, begun=begun)
+def all_ranks_see(start: ResumePoint, world: World) -> bool:
+    """Whether each rank finds the checkpoint on its own machine, or on a disk that all share."""
+    return all(all_gather_object(world, _sees(start)))
+
+
+def _sees(start: ResumePoint) -> bool:
+    try:
+        return _name_content(read_manifest(Path(start.checkpoint or ""))) == _name_content(start.manifest)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _name_content(manifest: dict[str, Any] | None) -> str:
+    """The checksum of a manifest, and so of all that it lists: the same wherever a copy of the checkpoint lies."""
+    return str((manifest or {}).get("sha256"))
+
+
+def _find_damaged_piece(start: ResumePoint, world: World) -> str | None:
+    """What is wrong with the pieces of the chosen checkpoint: those who see it each read a share of them."""
+    if not start.manifest or not list_pieces(start.manifest):
+        return None
+    readers = [rank for rank, sees in enumerate(all_gather_object(world, _sees(start))) if sees]
+    damage = None
+    if world.rank in readers:
+        damage = find_damaged_piece(Path(str(start.checkpoint)), readers.index(world.rank), len(readers))
+    return next(filter(None, all_gather_object(world, damage)), None)
+
+
+def _agree(config: Config, world: World, begun: list[str], damaged: dict[str, str]) -> ResumePoint:
+    def find_damage(folder: Path) -> str | None:
+        return find_quick_damage(folder) or damaged.get(_name_content(read_manifest(folder)))
+
+    choose = partial(choose_resume_point, config, attempt=world.attempt, begun=begun, find_damage=find_damage)
     if world.size == world.local_size:
         return ResumePoint(**run_on_main_rank(world, lambda: choose().as_dict()))
     first_on_node = world.local_rank == 0

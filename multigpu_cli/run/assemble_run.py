@@ -23,6 +23,7 @@ from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.run.run import Run, RunControl, RunLog
+from multigpu_cli.run.sharded_save import agree_on_owner
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
@@ -59,6 +60,9 @@ def assemble_run(
     fp16, sharded = components.state.precision.name == "fp16", components.strategy.sharded
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
+    owner = agree_on_owner(world, folder) if sharded else ""
+    if sharded and not owner:
+        console.note(f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone")
     return Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
@@ -69,7 +73,7 @@ def assemble_run(
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,
         ),
-        checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), progress.step),
+        checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), progress.step, owner=owner),
         log=RunLog(journal, board, console, progress_bar, _watch_gpu(world.device, stack), _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from multigpu_cli.checkpoint.manifest import read_manifest
+from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.config.resume_rules import replace_settings
@@ -21,6 +21,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import is_of_transformers
 from multigpu_cli.models.rate_factors import compute_rate_factors
 from multigpu_cli.optimizers import EMAModel, build_optimizer
+from multigpu_cli.run.agree_on_resume import all_ranks_see
 from multigpu_cli.run.build_model import (
     BuiltModel,
     build_model_to_shard,
@@ -31,6 +32,7 @@ from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import smoke_test_batch
+from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.host_memory import return_freed_tensors
 from multigpu_cli.runtime.precision import Precision
@@ -148,18 +150,30 @@ def first_batch(loader: BatchStream, size: int) -> Batch:
 
 
 def _restore_checkpoint(state: TrainState, strategy: Strategy, task: Task, spec: RunSpec, world: World) -> None:
-    """One rank reads the checkpoint and sends it to the others, so only one machine needs the file."""
+    """Load the checkpoint, and what follows from it."""
     point = spec.resume_point
     if not point.checkpoint:
         return
-    path, reads = Path(point.checkpoint), world.rank == point.checkpoint_rank
-    read = run_on_all_ranks(world, lambda: Checkpoint(path, read_manifest(path)).state() if reads else None)
-    saved: dict[str, Any] = strategy.scatter_state(read, source=point.checkpoint_rank)
+    saved = _read_checkpoint(point, strategy, world)
     state.restore(saved, point.checkpoint)
     if not spec.same_length:  # with more epochs, a run that stopped early goes on
         state.progress.stopped_early, state.progress.stale_epochs = False, 0
     if saved.get("task"):
         state.restore_warning = task.load_state(saved["task"], world)
+
+
+def _read_checkpoint(point: ResumePoint, strategy: Strategy, world: World) -> dict[str, Any]:
+    """The state that this rank loads: each reads its rows, if all see pieces; else one reads for all."""
+    checkpoint, reads = (
+        Checkpoint(Path(str(point.checkpoint)), point.manifest or {}),
+        world.rank == point.checkpoint_rank,
+    )
+    if checkpoint.in_pieces and all_ranks_see(point, world):
+        outline = run_on_all_ranks(world, lambda: checkpoint.outline() if reads else None)
+        shared: dict[str, Any] = broadcast_object(world, outline, source=point.checkpoint_rank)
+        return run_on_all_ranks(world, lambda: strategy.read_state(shared, checkpoint.open_pieces().read))
+    read = run_on_all_ranks(world, lambda: checkpoint.state() if reads else None)
+    return strategy.scatter_state(read, source=point.checkpoint_rank)
 
 
 def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:

@@ -1,7 +1,9 @@
 """When checkpoints are due, and how one is written while training goes on."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from multigpu_cli.checkpoint.best import BestWeights
 from multigpu_cli.checkpoint.lock import check_owner
+from multigpu_cli.checkpoint.pieces import Rows
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
@@ -16,9 +19,15 @@ from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
+from multigpu_cli.run.sharded_save import ShardedSave
+from multigpu_cli.runtime.collectives import all_reduce_max
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
+
+
+_ROWS = "rows"  # where a snapshot has the rows that this rank writes
 
 
 class CheckpointSchedule:
@@ -53,7 +62,8 @@ class Checkpointer:
         best: host copy of the best weights, until they are written with a checkpoint.
         best_in_flight: the best weights that are being written.
         best_sha256: of the best weights that were written, on rank 0.
-        snapshot: the state that was written last, or is being written.
+        snapshot: what this rank wrote last, or is writing.
+        owner: what the lock of the run folder says, if all ranks of a sharded run see it, and so write their rows.
     """
 
     store: Store
@@ -64,10 +74,11 @@ class Checkpointer:
     best_in_flight: dict[str, Tensor] | None = None
     best_sha256: str = ""
     snapshot: dict[str, Any] | None = None
+    owner: str = ""
 
 
 def save_checkpoint(run: "Run") -> None:
-    """Copy the state on rank 0, and write it in the background while training goes on.
+    """Copy the state, and write it in the background while training goes on: rank 0, or each rank its rows.
 
     best.pt is written before the checkpoint is published, so it is never older than the checkpoint says.
     """
@@ -79,18 +90,20 @@ def save_checkpoint(run: "Run") -> None:
         state, sharded = run.state, run.strategy.sharded
         check_replicas(state.model, run.world, run.progress.step, state.optimizer, sharded=sharded)
         more, began = run.task.state(run.world), time.perf_counter()
+        _finish_pending_on_all_ranks(run)
+        whole, rows = _collect_state(run, more)
         if run.world.is_main:
-            finish_pending_checkpoint(run)
-        whole = _gather_state(run, more)
-        if run.world.is_main:
-            _save_on_main_rank(run, whole, began)
+            _save_on_main_rank(run, whole, rows, began)
+        elif checkpointer.owner:
+            _save_rows(run, rows)
     checkpointer.schedule.mark_saved()
 
 
-def _save_on_main_rank(run: "Run", state: dict[str, Any], began: float) -> None:
+def _save_on_main_rank(run: "Run", state: dict[str, Any], rows: dict[str, Rows], began: float) -> None:
     checkpointer, watchdog = run.checkpointer, run.observer.watchdog
-    step, best, snapshot = run.progress.step, checkpointer.best, _begin_capture(run, state)
+    step, best, snapshot = run.progress.step, checkpointer.best, _begin_capture(run, state, rows)
     best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
+    peers = _prepare_sharded_save(run, snapshot, rows) if checkpointer.owner else None
     stalled = time.perf_counter() - began
 
     def write() -> None:
@@ -105,7 +118,8 @@ def _save_on_main_rank(run: "Run", state: dict[str, Any], began: float) -> None:
             "versions": {"torch": torch.__version__},
         }
         so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
-        size = checkpointer.store.save(step, snapshot.state, facts, so_far)
+        whole = {name: value for name, value in snapshot.state.items() if name != _ROWS}
+        size = checkpointer.store.save(step, whole, facts, so_far, peers)
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited
         run.log.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
@@ -113,8 +127,37 @@ def _save_on_main_rank(run: "Run", state: dict[str, Any], began: float) -> None:
             f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
         )
 
-    checkpointer.writer.submit(snapshot.finish, write)
+    checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)
     stalled = time.perf_counter() - began
+
+
+def _write_or_abandon(write: Callable[[], None], peers: ShardedSave) -> None:
+    try:
+        write()
+    except OSError:
+        peers.abandon()
+        raise
+
+
+def _save_rows(run: "Run", rows: dict[str, Rows]) -> None:
+    """What a rank other than 0 does for a checkpoint to which each writes its rows."""
+    snapshot = _begin_capture(run, {"model": {}}, rows)
+    run.checkpointer.writer.submit(snapshot.finish, _prepare_sharded_save(run, snapshot, rows).take_part)
+
+
+def _prepare_sharded_save(run: "Run", snapshot: Snapshot, rows: dict[str, Rows]) -> ShardedSave:
+    copied = {name: Rows(tensor, rows[name].begin) for name, tensor in snapshot.state[_ROWS].items()}
+    return ShardedSave(run.world, run.checkpointer.store, run.checkpointer.owner, run.progress.step, copied)
+
+
+def _finish_pending_on_all_ranks(run: "Run") -> None:
+    """Wait for the previous checkpoint; rank 0 for the others first, by a collective, which fails if one is gone."""
+    if run.checkpointer.owner:
+        if not run.world.is_main:
+            run.checkpointer.writer.wait()  # rank 0 was told of an error
+        all_reduce_max(run.world, [0.0])
+    if run.world.is_main:
+        finish_pending_checkpoint(run)
 
 
 def finish_pending_checkpoint(run: "Run") -> None:
@@ -127,30 +170,43 @@ def finish_pending_checkpoint(run: "Run") -> None:
     checkpointer.best_in_flight = None
 
 
-def _gather_state(run: "Run", task: dict[str, Any]) -> dict[str, Any]:
-    """The whole state for a checkpoint, with this attempt's seconds in its totals; all ranks call it together."""
+def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
+    """The state for a checkpoint, with this attempt's seconds in its totals; all ranks call it together.
+
+    Returns:
+        what rank 0 writes, and the rows that this rank writes, none unless all do.
+    """
     progress = run.progress
     before, progress.train_seconds = progress.train_seconds, progress.train_seconds + run.observer.timer.seconds
     state = run.state.state_dict(task)
     progress.train_seconds = before
-    return run.strategy.gather_state(state)
+    if not run.checkpointer.owner:
+        return run.strategy.gather_state(state), {}
+    outline, rows = run.strategy.split_state(state)
+    return outline, {name: Rows(*each) for name, each in rows.items()}
 
 
-def _begin_capture(run: "Run", state: dict[str, Any]) -> Snapshot:
+def _begin_capture(run: "Run", state: dict[str, Any], rows: dict[str, Rows]) -> Snapshot:
     """A copy of the state in the previous checkpoint's memory, unless it was gathered, and so copied, already."""
-    if run.strategy.sharded:
+    if run.strategy.sharded and not run.checkpointer.owner:
         return Snapshot(state)
-    snapshot = run.state.begin_capture(run.checkpointer.snapshot, state)
+    own = {_ROWS: {name: each.tensor for name, each in rows.items()}} if run.checkpointer.owner else {}
+    snapshot = run.state.begin_capture(run.checkpointer.snapshot, state | own)
     run.checkpointer.snapshot = snapshot.state
     return snapshot
 
 
 def wait_for_last_checkpoint(run: "Run") -> None:
-    """Wait for the last checkpoint.
+    """Wait for the last checkpoint; all ranks call it together.
 
     Raises:
-        TrainingError: it could not be written; earlier ones are as they were.
+        TrainingError: it could not be written; earlier ones are as they were. The same on all ranks.
     """
+    run_on_all_ranks(run.world, lambda: None if run.world.is_main else _check_written(run))
+    run_on_all_ranks(run.world, lambda: _check_written(run))
+
+
+def _check_written(run: "Run") -> None:
     if error := run.checkpointer.writer.wait():
         raise TrainingError(
             f"the last checkpoint could not be written to {run.folder}: {error}",

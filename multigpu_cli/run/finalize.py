@@ -35,7 +35,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
     """End a completed run: publish the weights, and evaluate the test split once, with the best ones."""
     if run.checkpointer.saved_step != run.progress.step:  # a user's own loop may end at any step
         save_checkpoint(run)
-    run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
+    wait_for_last_checkpoint(run)
     model = run.state.eval_model()
     state = run.strategy.gather_state({"model": model.state_dict()}).get("model", {})
     mark = run_on_main_rank(run.world, lambda: fingerprint(state))
@@ -64,7 +64,7 @@ def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def finish_stopped(run: Run) -> dict[str, Any]:
     """End a run that was asked to stop: wait for its checkpoint."""
-    run_on_all_ranks(run.world, lambda: wait_for_last_checkpoint(run))
+    wait_for_last_checkpoint(run)
     run.observer.watchdog.record_stop()
     return {}
 

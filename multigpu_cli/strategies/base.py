@@ -4,7 +4,7 @@ from abc import ABC
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,15 @@ from torch import Tensor, nn
 
 from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
+from multigpu_cli.runtime.tensor_tree import map_tensors, name_tensor
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.buffers import StepBuffers
+
+
+class ReadRows(Protocol):
+    """Reads rows `begin` to `end` of a tensor, or all of it, from a checkpoint in pieces."""
+
+    def __call__(self, name: str, outline: Tensor, begin: int = 0, end: int | None = None, /) -> Tensor: ...
 
 
 class Strategy(ABC):
@@ -119,6 +126,25 @@ class Strategy(ABC):
         """
         received: dict[str, Any] = broadcast_object(self._world, state, source=source)
         return received
+
+    def split_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+        """A state as files of several ranks hold it; all ranks call it together, and nothing is copied.
+
+        Returns:
+            the state, with an outline (of the whole's shape, on the meta device) of each tensor that is divided; and by
+            name the rows of these that this rank writes, with the number of the first. Of replicas one alone has any.
+        """
+        return state, {}
+
+    def read_state(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+        """A state for the `load_state_dict` of model, average and optimizer; each rank reads what it needs.
+
+        Args:
+            outline: what `split_state` returned.
+        """
+        return dict(
+            map_tensors(outline, lambda path, found: read(name_tensor(path), found) if found.is_meta else found)
+        )
 
     def rollback_buffers(self, skipped: Tensor) -> None:
         """Restore the buffers to the step's start if the optimizer skipped it; `skipped` is () 1.0 or 0.0."""

@@ -18,7 +18,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import ReadRows, Strategy
 from multigpu_cli.strategies.shard_model import ModelSharder, create_mesh
 from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
@@ -173,15 +173,26 @@ class Sharded(Strategy):
         Raises:
             TrainingError: workers ran different blocks since the start; on all ranks.
         """
+        self._check_order()
+        return self._state.gather(state)
+
+    def split_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+        """See `Strategy`; raises as `gather_state` does."""
+        self._check_order()
+        return self._state.split(state)
+
+    def read_state(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+        return self._state.read(outline, read)
+
+    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
+        return self._state.scatter(state, source)
+
+    def _check_order(self) -> None:
         if len(set(all_gather_object(self._world, self._order))) > 1:
             raise TrainingError(
                 "the workers ran different blocks of the model, so that one gathered the weights of another's block",
                 remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
             )
-        return self._state.gather(state)
-
-    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
-        return self._state.scatter(state, source)
 
 
 def _check_can_be_sharded(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ class Job:
         flags: of the front door, beside the common ones.
         steps: optimizer steps.
         every: steps between checkpoints.
+        multi_gpu: of launches with several workers.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Job:
     steps: int = 300
     every: int = 10
     exact: bool = False
+    multi_gpu: str = "ddp"
 
     def settings(self, folder: Path) -> dict[str, Any]:
         """All flags of the run, but those that say how it is launched."""
@@ -57,8 +59,8 @@ class Job:
             return alone(multi_gpu="none", **flags)
         if launcher == "torchrun":
             agent = [*TORCHRUN, SIGNALS, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
-            return [*agent, alone()[1], "--multi-gpu", "ddp", *options(flags)]
-        return alone(multi_gpu="ddp", nproc_per_node=workers, max_restarts=restarts, **flags)
+            return [*agent, alone()[1], "--multi-gpu", self.multi_gpu, *options(flags)]
+        return alone(multi_gpu=self.multi_gpu, nproc_per_node=workers, max_restarts=restarts, **flags)
 
 
 class Attempt:

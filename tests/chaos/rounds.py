@@ -23,6 +23,7 @@ JOBS = (
     Job("convnet", {"model": "convnet", "set": ["model.args.width=8"]}, steps=260),
     Job("exact", {"model": "mlp"}, exact=True),
     Job("loaders", {"model": "mlp", "data": "tests.chaos.items:digits", "num_workers": 1}),
+    Job("fsdp", {"model": "mlp"}, multi_gpu="fsdp"),
 )
 
 
@@ -211,8 +212,9 @@ def mount(disk: Path, wanted: bool) -> Iterator[None]:
 
 
 def state_size(run: Path) -> int:
-    """Bytes of a run's newest checkpoint."""
-    return (checkpoints(run)[0] / "state.pt").stat().st_size
+    """Bytes of a run's newest checkpoint; in pieces, of the one that each of three workers would write."""
+    pieces = [file.stat().st_size for file in checkpoints(run)[0].glob("rank_*.safetensors")]
+    return sum(pieces) // 3 or (checkpoints(run)[0] / "state.pt").stat().st_size
 
 
 def train_undisturbed(job: Job, home: Path, workers: int) -> Path:

@@ -17,6 +17,7 @@ from multigpu_cli.models.build import adapt_model
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import factories
 from tests.support.malicious_files import poison, poison_and_sign
+from tests.support.pieces import save_in_pieces
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
 FACTS = {"settings": {"seed": 1}, "pins": {"model": "mlp"}, "world_size": 1}
@@ -46,6 +47,17 @@ def test_a_checkpoint_means_its_own_weights_or_their_average(tmp_path: Path) -> 
     found = load_trained_weights(run_in(tmp_path / "averaged", average=average) / "checkpoints/step_00000010")
     assert list(found.state) == ["w"]
     assert bool((found.state["w"] == 9).all())
+
+
+def test_a_checkpoint_in_pieces_is_read_whole(tmp_path: Path) -> None:
+    average = {"n_averaged": torch.tensor(3), "module.w": torch.full((2, 3), 9.0)}
+    for name, also in (("plain", None), ("averaged", average)):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_in_pieces(Store(folder / "checkpoints", 3), 10, {"model": STATE, "average": also})
+    found = load_trained_weights(tmp_path / "plain").state
+    assert {key: value.tolist() for key, value in found.items()} == {key: v.tolist() for key, v in STATE.items()}
+    assert load_trained_weights(tmp_path / "averaged").state["w"].tolist() == [[9.0] * 3] * 2
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.export import export_weights
@@ -21,8 +22,8 @@ from multigpu_cli.checkpoint.weights import fingerprint, save_weights
 from multigpu_cli.config.paths import find_weight_file
 from multigpu_cli.errors import RequestError
 from tests.support.awkward_models import Note
+from tests.support.pieces import flip_byte, save_in_pieces
 
-safetensors = pytest.importorskip("safetensors.torch")
 PREFIXES = ["module.", "_orig_mod.", "model.", "network."]
 
 
@@ -184,6 +185,27 @@ def test_a_checkpoint_is_compared_with_its_checksum(tmp_path: Path) -> None:
     for named in (folder, folder / "state.pt"):
         with pytest.raises(RequestError, match=r"state\.pt does not match its checksum"):
             read_initial_weights(named)
+
+
+def test_any_file_of_a_checkpoint_in_pieces_means_all_of_its_weights(tmp_path: Path) -> None:
+    state = network().state_dict()
+    folder = save_in_pieces(
+        Store(tmp_path / "checkpoints", 3), 10, {"model": state, "optimizer": {"other": torch.ones(3)}}
+    )
+    for named in (folder, folder / "state.pt", folder / "rank_1.safetensors"):
+        found = read_initial_weights(named)
+        assert list(found) == list(state)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+    flip_byte(folder / "rank_0.safetensors")
+    with pytest.raises(RequestError, match=r"rank_0\.safetensors does not match its checksum"):
+        read_initial_weights(folder / "rank_1.safetensors")
+
+
+def test_state_pt_without_its_pieces_is_refused(tmp_path: Path) -> None:
+    folder = save_in_pieces(Store(tmp_path / "checkpoints", 3), 10, {"model": network().state_dict()})
+    (folder / "state.pt").rename(tmp_path / "state.pt")
+    with pytest.raises(RequestError, match="only outlines weights whose rows are in other files"):
+        read_initial_weights(tmp_path / "state.pt")
 
 
 def spoil(kind: str, folder: Path) -> str:

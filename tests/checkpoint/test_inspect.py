@@ -11,6 +11,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import poison, poison_and_sign
+from tests.support.pieces import flip_byte, save_in_pieces
 
 STATE = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1, "best": {}}}
 
@@ -53,6 +54,16 @@ def test_steps_are_listed_in_order_beyond_eight_digits(run: Path) -> None:
         Store(run / "checkpoints", 10).save(step, STATE, {"world_size": 2})
     steps = [(entry.step, entry.resumes) for entry in list_checkpoints(run) if entry.step]
     assert steps == [(10, False), (20, False), (30, False), (99_999_999, False), (100_000_000, True)]
+
+
+def test_pieces_are_counted_and_looked_at(run: Path) -> None:
+    folder = save_in_pieces(Store(run / "checkpoints", 10), 40, {"model": {"weight": torch.arange(64.0)}})
+    entry = next(entry for entry in list_checkpoints(run) if entry.step == 40)
+    assert (entry.state, entry.resumes, entry.world_size) == ("whole", True, 3)
+    assert entry.bytes == sum(file.stat().st_size for file in folder.iterdir())
+    flip_byte(folder / "rank_2.safetensors")
+    assert reason(run, "40") == "rank_2.safetensors does not match its checksum"
+    assert [entry.step for entry in list_checkpoints(run) if entry.resumes] == [30]
 
 
 def test_a_damaged_one_says_why_and_an_older_one_is_marked(run: Path) -> None:

@@ -16,9 +16,10 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.agree_on_resume import agree_on_resume_point
+from multigpu_cli.run.agree_on_resume import agree_on_resume_point, all_ranks_see
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.world import World
+from tests.support.pieces import flip_byte, save_in_pieces
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 
@@ -117,6 +118,29 @@ def test_checkpoints_of_which_no_node_has_a_whole_one_are_refused(
         assert found[0][:2] == ["run/checkpoints/step_00000005", int(damaged == "node0")]
     else:
         assert "run has 1 checkpoint, and none is intact" in found[0]
+
+
+def test_pieces_are_looked_at_before_a_checkpoint_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped byte is found by whichever rank reads that file, and counts for all."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for step in (5, 7):
+        folder = save_in_pieces(Store(Path("run/checkpoints"), 3), step, {"model": {"weight": torch.arange(6.0)}})
+    Path("run/config.yaml").write_text("")
+    flip_byte(folder / "rank_1.safetensors")
+    point = resolve({"resume": str(folder)}, [], None)
+
+    def work(world: World) -> list[Any]:
+        start = agree_on_resume_point(RUN, world)
+        try:
+            agree_on_resume_point(point, world)
+        except RequestError as refused:
+            return [start.checkpoint, *start.warnings, all_ranks_see(start, world), refused.problem]
+        return [start.checkpoint]
+
+    damage = "rank_1.safetensors does not match its checksum"
+    expected = ["run/checkpoints/step_00000005", f"skipped {folder}: {damage}", True, f"--resume {folder}: {damage}"]
+    assert run_on_each_rank(2, work) == [expected, expected]
 
 
 @pytest.mark.parametrize(("resume", "refused"), [("run", False), ("elsewhere", True)])

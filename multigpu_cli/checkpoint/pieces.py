@@ -1,0 +1,151 @@
+"""The tensors that the ranks of a sharded run divide by rows: one .safetensors file for each rank, read by slices.
+
+In state.pt such a tensor is an outline: one of its shape and dtype on the meta device, which takes no memory.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from multigpu_cli.checkpoint.files import Moved, ignore_progress, publish_stream
+from multigpu_cli.checkpoint.serialize import HashingFile
+from multigpu_cli.errors import RequestError
+
+_FORMATS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor that are next to each other.
+
+    Attributes:
+        tensor: (rows, …), in host memory.
+        begin: the number of the first in the whole tensor.
+    """
+
+    tensor: Tensor
+    begin: int
+
+
+def write_piece(file: Path, rows: Mapping[str, Rows], moved: Moved = ignore_progress) -> dict[str, Any]:
+    """Write one rank's rows; returns the size and SHA-256 of the file, as a manifest lists them.
+
+    Tensor by tensor, unlike the library, which makes a second copy of everything in memory first.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    held = {name: each for name, each in rows.items() if each.tensor.numel()}
+    order = sorted(held, key=lambda name: (-held[name].tensor.itemsize, name))  # so that each begins at a multiple
+    header = _describe(held, order)
+    size = len(header) + sum(held[name].tensor.nbytes for name in order)
+    digests: list[str] = []
+
+    def write(draft: Any) -> None:
+        summed = HashingFile(draft)
+        summed.write(header)
+        for name in order:
+            summed.write(_as_bytes(held[name].tensor).flatten().numpy().data)
+        digests.append(summed.sum.hexdigest())
+
+    publish_stream(file, write, size, moved)
+    return {"size": size, "sha256": digests[0]}
+
+
+def _describe(rows: Mapping[str, Rows], order: Iterable[str]) -> bytes:
+    """The beginning of a .safetensors file: the header's length, and format, shape and place of each tensor."""
+    begins = {name: rows[name].begin for name in order}
+    header: dict[str, Any] = {"__metadata__": {"begins": json.dumps(begins)}}
+    end = 0
+    for name in order:
+        tensor = rows[name].tensor
+        shape = list(tensor.shape if tensor.dtype in _FORMATS else _as_bytes(tensor).shape)
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _FORMATS.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """(…, bytes of an element) uint8."""
+    return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+class Pieces:
+    """Reads tensors, or some rows of them, from the files of all ranks; nothing is read before it is asked for.
+
+    Args:
+        folder: of a checkpoint that `find_damage` has found intact.
+        names: its files with rows.
+
+    Raises:
+        RequestError: a file has none, although its checksum is right.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self._folder = folder
+        self._parts: defaultdict[str, list[tuple[int, int, Any]]] = defaultdict(list)
+        for name in names:
+            with _refuse(folder / name):
+                file = safe_open(folder / name, framework="pt")
+                begins = json.loads(file.metadata()["begins"])
+                for tensor in file.keys():  # noqa: SIM118 - the file is no dict
+                    begin, rows = int(begins[tensor]), file.get_slice(tensor)
+                    self._parts[tensor].append((begin, begin + rows.get_shape()[0], rows))
+
+    def read(self, name: str, outline: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+        """Rows `begin` to `end` of a tensor, or all of it.
+
+        Args:
+            outline: the whole tensor's shape and dtype.
+
+        Raises:
+            RequestError: rows are missing or there twice, or they are of another tensor.
+        """
+        end = outline.shape[0] if end is None else end
+        self._check_complete(name, outline)
+        empty = torch.empty((0, *outline.shape[1:]), dtype=outline.dtype)
+        return torch.cat([empty, *self._read_parts(name, outline, begin, end)])
+
+    def _read_parts(self, name: str, outline: Tensor, begin: int, end: int) -> Iterator[Tensor]:
+        for first, last, rows in self._parts[name]:
+            if (low := max(begin, first)) < (high := min(end, last)):
+                with _refuse(self._folder):
+                    found: Tensor = rows[low - first : high - first]
+                    if outline.dtype not in _FORMATS:
+                        found = found.view(outline.dtype).squeeze(-1)
+                if found.dtype != outline.dtype or found.shape[1:] != outline.shape[1:]:
+                    raise _refusal(self._folder, f"{name} is of another shape or format than in state.pt")
+                yield found
+
+    def _check_complete(self, name: str, outline: Tensor) -> None:
+        """Whether each row is there once."""
+        parts = self._parts[name]
+        parts.sort(key=lambda part: part[:2])
+        borders = [0, *(border for first, last, _ in parts for border in (first, last)), outline.shape[0]]
+        if outline.numel() and any(borders[place] != borders[place + 1] for place in range(0, len(borders), 2)):
+            held = ", ".join(f"{first} to {last}" for first, last, _ in parts) or "none"
+            raise _refusal(self._folder, f"of the {outline.shape[0]} rows of {name} its files have {held}")
+
+
+@contextmanager
+def _refuse(place: Path) -> Iterator[None]:
+    """Turn the library's errors inside the context into a refusal of the checkpoint."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise _refusal(place, f"no rows of a checkpoint can be read from it ({type(error).__name__})") from error
+
+
+def _refusal(place: Path, problem: str) -> RequestError:
+    return RequestError(f"{place}: {problem}", remedy="an older checkpoint of that run, or its best.pt")

@@ -1,0 +1,261 @@
+"""Checkpoints of --multi-gpu fsdp: each rank writes its rows, and any number of ranks reads what it needs."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch import Tensor
+
+from multigpu_cli.checkpoint import manifest as manifest_module
+from multigpu_cli.checkpoint.export import load_trained_weights
+from multigpu_cli.checkpoint.files import compute_sha256
+from multigpu_cli.checkpoint.inspect import list_checkpoints
+from multigpu_cli.checkpoint.manifest import read_manifest
+from multigpu_cli.checkpoint.store import Checkpoint, Store
+from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.monitor import journal
+from multigpu_cli.run import sharded_save
+from tests.support.pieces import flip_byte
+from tests.support.run_training import Ended, run_training
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+RUN: dict[str, Any] = {
+    "multi_gpu": "fsdp", "model": "tests.support.user_code:Double", "sets": ["model.args.network=own"], "ema": 0.9,
+    "global_batch_size": 26, "batch_size": 4, "epochs": 3, "log_interval": 1, "lr": 0.01, "schedule": "constant",
+    "warmup_epochs": 0, "save_dir": "run", "checkpoint_every": "2", "keep": "99",
+}  # fmt: skip
+LAST = 9  # steps of a whole run
+
+
+def run(workers: int, folder: str = "run", **flags: Any) -> Ended:
+    where = {"multi_gpu": "fsdp"} if workers > 1 else {"multi_gpu": "none"}
+    return run_training(workers, **RUN | where | {"save_dir": folder} | flags)
+
+
+def read_events(folder: str, kind: str) -> list[dict[str, Any]]:
+    return [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == kind]
+
+
+def read_losses(folder: str) -> list[float]:
+    return list({event["step"]: event["loss"] for event in read_events(folder, "train")}.values())
+
+
+def name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def open_checkpoint(folder: str, step: int) -> Checkpoint:
+    path = Path(folder, "checkpoints", name(step))
+    return Checkpoint(path, read_manifest(path))
+
+
+def on_rank(rank: int, work: Callable[[], object]) -> Callable[[], object]:
+    """What one rank's process does before it trains."""
+    return lambda: work() if os.environ.get("RANK", "0") == str(rank) else None
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+
+
+def test_what_three_ranks_write_any_number_goes_on_from_with_any_strategy() -> None:
+    """3 → 3, 2, 1 processes and ddp, and from one process's file back to three."""
+    whole = run(3, "whole")
+    assert not whole.error
+    last = open_checkpoint("whole", LAST)
+    files = ["best_weights.pt", "manifest.json", *(f"rank_{rank}.safetensors" for rank in range(3)), "state.pt"]
+    assert sorted(path.name for path in last.folder.iterdir()) == files
+    assert set(last.manifest["files"]) == {*files[2:]}
+    written = read_events("whole", "checkpoint")
+    assert [event["step"] for event in written] == [2, 4, 6, 8, 9]
+    assert written[-1]["bytes"] == sum((last.folder / file).stat().st_size for file in files[2:])
+    assert fingerprint(load_trained_weights(last.folder).state) == whole.summary["fingerprint"]
+    assert {entry.state for entry in list_checkpoints(Path("whole"))} == {"whole"}
+
+    cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("three", 3, {}), ("two", 2, {}), ("one", 1, {}), ("ddp", 2, {"multi_gpu": "ddp"}),
+    )  # fmt: skip
+    for folder, workers, flags in cases:
+        rewind("whole", folder, 4)
+        ended = run(workers, folder, **flags)
+        assert (ended.error, read_events(folder, "resume")[-1]["step"]) == ("", 4)
+        assert read_losses(folder) == pytest.approx(read_losses("whole"), rel=1e-12)
+        assert open_checkpoint(folder, LAST).in_pieces == (folder in ("three", "two"))
+    parts = ("model", "average", "optimizer")
+    assert_same(open_checkpoint("three", LAST).state(*parts), last.state(*parts))
+
+    rewind("one", "back", 8)
+    assert not open_checkpoint("back", 8).in_pieces
+    assert not run(3, "back").error
+    assert open_checkpoint("back", LAST).in_pieces
+    assert read_losses("back") == pytest.approx(read_losses("whole"), rel=1e-12)
+
+
+def rewind(folder: str, to: str, step: int) -> None:
+    """A copy of a run that was killed after this step's checkpoint."""
+    shutil.copytree(folder, to)
+    Path(to, "summary.json").unlink()
+    for later in Path(to, "checkpoints").iterdir():
+        if later.name > name(step):
+            shutil.rmtree(later)
+
+
+def tear(folder: Path) -> None:
+    file = folder / "rank_1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGE: dict[Callable[[Path], None], str] = {
+    tear: "rank_1.safetensors has",
+    lambda folder: (folder / "rank_0.safetensors").unlink(): "rank_0.safetensors is missing",
+    lambda folder: flip_byte(folder / "rank_1.safetensors"): "rank_1.safetensors does not match its checksum",
+    lambda folder: flip_byte(folder / "state.pt"): "state.pt does not match its checksum",
+}
+
+
+def test_damaged_pieces_are_named_and_kept_and_an_older_checkpoint_is_taken() -> None:
+    """A torn piece, one that is missing, and flipped bytes, each in another checkpoint; 2 is the last good one."""
+    assert not run(2, "run").error
+    Path("run/summary.json").unlink()
+    losses = read_losses("run")
+    for damage, step in zip(DAMAGE, (9, 8, 6, 4), strict=True):
+        damage(Path("run/checkpoints", name(step)))
+    ended = run(2, "run", max_steps=8)
+    assert not ended.error
+    assert Path(ended.summary["resumed_from"]).name == name(2)
+    told = [event["action"] for event in read_events("run", "fault") if event["kind"] == "damaged checkpoint"]
+    assert [words in action for words, action in zip(DAMAGE.values(), told, strict=True)] == [True] * 4
+    kept = {path.name for path in Path("run/checkpoints").iterdir()}
+    assert kept == {name(2), name(4), name(6), name(8), name(9), *(f"damaged_{name(step)}" for step in (4, 6, 8))}
+    assert read_losses("run")[:8] == pytest.approx(losses[:8], rel=1e-12)
+    for step in (2, 4, 6, 8):
+        flip_byte(Path("run/checkpoints", name(step), "rank_0.safetensors"))
+    ended = run(2, "run")
+    assert ended.kind in ("RequestError", "NoIntactCheckpoint")
+    assert "run has 5 checkpoints, and none is intact" in ended.error
+
+
+def test_each_rank_reads_a_share_of_the_pieces_to_verify_them() -> None:
+    assert not run(3, "run", max_steps=4).error
+
+    def note() -> None:
+        def compute(file: Path, moved: Any = lambda: None) -> str:
+            with open("hashed.txt", "a") as log:
+                log.write(f"{os.environ['RANK']} {file.name}\n")
+            return compute_sha256(file, moved)
+
+        manifest_module.compute_sha256 = compute  # type: ignore[attr-defined]
+
+    assert not run(2, "run", max_steps=5, prepare=note).error
+    hashed = [line.split() for line in Path("hashed.txt").read_text().splitlines()]
+    pieces = sorted((file, rank) for rank, file in hashed if file != "state.pt")
+    assert pieces == [("rank_0.safetensors", "0"), ("rank_1.safetensors", "1"), ("rank_2.safetensors", "0")]
+
+
+def test_a_full_disk_on_one_rank_costs_one_checkpoint() -> None:
+    """As for rank 0: said in words, nothing is left over, training goes on, and the next one is there."""
+    deeds = on_rank(1, lambda: os.environ.update(FAULTS="6:full,10:room"))
+    case = {"model": "tests.support.disk_fault_model:net", "sets": [], "batch_size": 13, "log_interval": 1}
+    ended = run(2, "run", prepare=deeds, **case)
+    assert (ended.error, ended.summary["status"]) == ("", "completed")
+    faults = [event["action"] for event in read_events("run", "fault")]
+    assert faults, "nobody says so"
+    assert all(words.startswith("a checkpoint was not written (rank 1: [Errno 27]") for words in faults), faults
+    assert [path for path in Path("run").rglob("*") if "draft" in path.name] == []
+    written = [event["step"] for event in read_events("run", "checkpoint")]
+    assert (written[-1], len(written) + len(faults)) == (LAST, 5)
+    assert {entry.state for entry in list_checkpoints(Path("run"))} == {"whole"}
+
+
+def test_a_full_disk_at_the_end_is_an_error_on_all_ranks() -> None:
+    deeds = on_rank(1, lambda: os.environ.update(FAULTS="10:full"))
+    case = {"model": "tests.support.disk_fault_model:net", "sets": [], "batch_size": 13}
+    ended = run(2, "run", prepare=deeds, **case)
+    assert "the last checkpoint could not be written to run: [Errno 27] File too large" in ended.error
+    assert [path for path in Path("run").rglob("*") if "draft" in path.name] == []
+    assert not run(2, "run", **case).error
+
+
+def test_where_not_all_ranks_see_the_folder_rank_0_writes_everything(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two machines with disks of their own, on which a copy of a checkpoint in pieces lies, or not."""
+    assert not run(2, "whole").error
+    for node in ("node0", "node1"):
+        Path(node).mkdir()
+    first = run(2, "run", apart=True, max_steps=4, screen="normal")
+    assert not first.error
+    assert "not all workers see run: worker 0 gathers" in capfd.readouterr().out
+    assert not open_checkpoint("node0/run", 4).in_pieces
+    assert not Path("node1/run/checkpoints").exists()
+    rewind("whole", "node1/run2", 6)
+    assert not run(2, "run2", apart=True).error, "rank 0 has no checkpoint: rank 1 reads it and sends it"
+    assert read_losses("node0/run2") == pytest.approx(read_losses("whole")[6:], rel=1e-12)
+    for node in ("node0", "node1"):
+        rewind("whole", f"{node}/run3", 6)
+    flip_byte(Path("node1/run3/checkpoints", name(6), "rank_1.safetensors"))
+    ended = run(2, "run3", apart=True)
+    assert (ended.error, Path(ended.summary["resumed_from"]).name) == ("", name(4)), "whoever has a piece looks at it"
+
+
+def die_at(moment: str, step: int) -> None:
+    """Patch this process so that it is killed in the background, at this moment of that step's checkpoint."""
+
+    def kill_at(step_of: Callable[..., int], original: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            found = original(*args, **named) if after else None
+            if step_of(*args) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found if after else original(*args, **named)
+
+        return call
+
+    def of_file(file: Path, *_: Any) -> int:
+        return int(file.parent.name[-8:])
+
+    def of_save(save: Any, *_: Any) -> int:
+        return int(save._step)
+
+    kind = sharded_save.ShardedSave
+    match moment:
+        case "before its rows":
+            sharded_save.write_piece = kill_at(of_file, sharded_save.write_piece, after=False)  # type: ignore[attr-defined]
+        case "after its rows":
+            sharded_save.write_piece = kill_at(of_file, sharded_save.write_piece, after=True)  # type: ignore[attr-defined]
+        case "after all rows":
+            kind.add_pieces = kill_at(of_save, kind.add_pieces, after=True)  # type: ignore[method-assign]
+        case _:
+            kind.find_damaged_pieces = kill_at(  # type: ignore[method-assign]
+                of_save, kind.find_damaged_pieces, after=False
+            )
+
+
+@pytest.mark.parametrize(
+    ("rank", "moment", "left"),
+    [
+        (1, "before its rows", 2),
+        pytest.param(1, "after its rows", 2, marks=pytest.mark.slow),
+        pytest.param(0, "before its rows", 2, marks=pytest.mark.slow),
+        pytest.param(0, "after all rows", 2, marks=pytest.mark.slow),
+        pytest.param(0, "before old ones are removed", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_whenever_a_writer_is_killed_a_whole_checkpoint_is_left(rank: int, moment: str, left: int) -> None:
+    assert not run(2, "whole", checkpoint_every="2").error
+    killed = run(2, "run", prepare=on_rank(rank, lambda: die_at(moment, 4)), environ={"OWN_PAUSE": "0.05"})
+    assert rank in killed.killed
+    newest, skipped = Store(Path("run/checkpoints"), 9).find_newest()
+    assert newest is not None
+    assert (newest.step, skipped) == (left, [])
+    assert not run(2, "run").error
+    assert [path for path in Path("run").rglob("*") if "draft" in path.name] == []
+    assert read_losses("run") == pytest.approx(read_losses("whole"), rel=1e-12)
