@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "exact grad_compression compile batch_size find_unused_parameters model.unfreeze_at amp sync_bn optimizer"
+KEYS = "grad_compression compile batch_size find_unused_parameters model.unfreeze_at amp sync_bn optimizer"
 """The keys that the rule reads, beside those of data and task."""
 
 _ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
@@ -20,7 +20,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     model, optimizer = config.model, config.optimizer.name
     compression = config.communication.grad_compression
     refused = (
-        ("--exact", config.reproducibility.exact, "leave out --exact, or use --multi-gpu ddp"),
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
         (f"--compile {model.compile}", model.compile != "off", "--compile off"),
         ("--batch-size auto", config.batch.size == "auto", "a number, such as --batch-size 8"),

@@ -68,7 +68,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     spec = _measure_buckets(spec, state.model, world)
     spec, strategy = _describe_sharding(spec, state.model), build_strategy(model, state, world, spec)
     _restore_checkpoint(state, strategy, task, spec, world)
-    task.equal_passes, state.precision.keeps_casts = strategy.sharded, not strategy.sharded
+    task.equal_passes, state.precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
@@ -194,6 +194,8 @@ def _describe_sharding(spec: RunSpec, model: nn.Module) -> RunSpec:
 def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunSpec) -> Strategy:
     """What shares a step's work over the devices, for the parameters that learn now."""
     config, placement, live = spec.config, spec.placement, spec.user_objects
+    if placement.strategy == "fsdp" and world.size > 1:
+        return _shard(model, state, world, config)
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction
 
@@ -206,16 +208,20 @@ def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunS
         from multigpu_cli.strategies.distributed import Distributed
 
         return Distributed(model, world, config.communication, live.ddp if live else {})
-    if placement.strategy == "fsdp" and world.size > 1:
-        from multigpu_cli.models.blocks import find_blocks_to_wrap
-        from multigpu_cli.strategies.sharded import Sharded
-
-        return Sharded(
-            model,
-            world,
-            state.optimizer,
-            state.average and state.average.module,
-            blocks=find_blocks_to_wrap(model, config.device.wrap),
-            keeps_weights=config.device.reshard == "step",
-        )
     return Single(model)
+
+
+def _shard(model: nn.Module, state: TrainState, world: World, config: Config) -> Strategy:
+    """Divide model, average and optimizer state over the processes."""
+    from multigpu_cli.models.blocks import find_blocks_to_wrap
+    from multigpu_cli.strategies.sharded import Sharded
+    from multigpu_cli.strategies.sharded_exact import ExactSharded
+
+    return (ExactSharded if config.reproducibility.exact else Sharded)(
+        model,
+        world,
+        state.optimizer,
+        state.average and state.average.module,
+        blocks=find_blocks_to_wrap(model, config.device.wrap),
+        keeps_weights=config.device.reshard == "step",
+    )

@@ -68,6 +68,11 @@ def _check_sharding(config: Config) -> Iterator[RequestError]:
             f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
             remedy="a newer torch, or --multi-gpu ddp",
         )
+    elif config.reproducibility.exact and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        yield RequestError(
+            f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
 
 
 def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:

@@ -57,7 +57,6 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ({"nproc_per_node": "3", "gpu_ids": "0,1"}, ["--nproc-per-node 3", "--gpu-ids 0,1"]),
         ({"multi_gpu": "dp", "sync_bn": True}, ["--sync-bn", "--multi-gpu dp"]),
         ({"multi_gpu": "none", "max_restarts": "2"}, ["--max-restarts", "--multi-gpu none"]),
-        ({"multi_gpu": "fsdp", "exact": True}, ["--exact: not with --multi-gpu fsdp yet", "leave out --exact"]),
         ({"multi_gpu": "fsdp", "grad_compression": "fp16"}, ["--grad-compression fp16: not with --multi-gpu fsdp"]),
         ({"multi_gpu": "fsdp", "compile": "default"}, ["--compile default: not with", "--compile off"]),
         ({"multi_gpu": "fsdp", "batch_size": "auto"}, ["--batch-size auto: not with", "--batch-size 8"]),
