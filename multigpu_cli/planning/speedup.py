@@ -97,7 +97,8 @@ class StepTimes:
         after: bytes that are reduced after backward.
         reduction: measured seconds of both, if the steps of that many workers were measured; else None.
         sharding: with --multi-gpu fsdp, whose groups of weights are the messages: each is gathered in passes, and its
-            gradient scattered in the last one. Gathering and scattering take as long as one all-reduce.
+            gradient scattered in the last one, or with --exact in each. Gathering and scattering take as long as one
+            all-reduce.
     """
 
     data: float
@@ -131,11 +132,13 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes
     whole = sum(network.all_reduce(size, workers) for size in work.messages)
     if not network.inside.overlaps:
         seconds = whole + after if work.reduction is None else work.reduction
-        return seconds * (1 if work.sharding is None else (work.sharding.gathers(passes) + 1) / 2)
+        return seconds * (
+            1 if work.sharding is None else (work.sharding.gathers(passes) + work.sharding.reductions(passes)) / 2
+        )
     if work.sharding:
         gathers = work.sharding.gathers(passes)
         ahead = whole / 2 * -(-gathers // 2) - passes * work.forward
-        back = whole / 2 * (gathers // 2 + 1) - passes * work.backward
+        back = whole / 2 * (gathers // 2 + work.sharding.reductions(passes)) - passes * work.backward
         return max(0.0, ahead) + max(0.0, back) + after
     done, reduced = 0.0, 0.0
     for size in work.messages:
