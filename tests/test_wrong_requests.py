@@ -146,7 +146,6 @@ DOOR = [
     Row("--multi-gpu dp --nproc-per-node 2", ["--nproc-per-node together with --multi-gpu dp"]),
     Row("--nproc-per-node 3 --gpu-ids 0,1", ["--nproc-per-node 3", "--gpu-ids 0,1"]),
     Row("--multi-gpu fsdp --nproc-per-node 4 --shard-size 3", ["4 workers can't be divided", "--shard-size 2 or 4"]),
-    Row("--multi-gpu fsdp --exact", ["--exact: not with --multi-gpu fsdp yet"]),
     Row("--multi-gpu dp", ["--multi-gpu dp under torchrun"], environ=TORCHRUN),
     Row("--multi-gpu ddp --gpu-ids 0,1", ["--gpu-ids 0,1 under torchrun", "CUDA_VISIBLE_DEVICES"], environ=TORCHRUN),
     Row("--nproc-per-node 4", ["--nproc-per-node 4", "torchrun"], environ=TORCHRUN),

@@ -20,7 +20,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     model, optimizer = config.model, config.optimizer.name
     compression = config.communication.grad_compression
     refused = (
-        ("--exact", config.reproducibility.exact, "leave out --exact, or use --multi-gpu ddp"),
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
         (
             "--find-unused-parameters",
@@ -32,6 +31,12 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     )
     if config.reproducibility.exact and config.device.shard_size:
         yield RequestError("--exact: not with --shard-size yet", remedy="leave out one of them")
+    if config.reproducibility.exact and model.compile != "off":
+        yield RequestError(
+            f"--exact together with --multi-gpu fsdp and --compile {model.compile}: blocks are compiled by themselves, "
+            "and the code of a whole model rounds otherwise",
+            remedy="--compile off, or --multi-gpu ddp",
+        )
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)

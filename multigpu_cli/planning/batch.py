@@ -51,6 +51,8 @@ class BatchPlan:
         global_batch: G, samples per optimizer step.
         workers: number of workers that share a step.
         drop_last: leave out an epoch's last short global batch.
+        interleaved: worker r has the micro-batches r, r + workers, …, so that a pass of all workers takes successive
+            ones; otherwise each has a contiguous block.
     """
 
     samples: int
@@ -58,6 +60,7 @@ class BatchPlan:
     global_batch: int
     workers: int
     drop_last: bool = False
+    interleaved: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -110,8 +113,10 @@ class BatchPlan:
         return self._pieces(step, range(self.num_micro_batches(step)))
 
     def local_micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
-        """One worker's micro-batches of a step: a contiguous block, balanced to within one; may be empty."""
+        """One worker's micro-batches of a step, balanced to within one; may be empty."""
         count = self.num_micro_batches(step)
+        if self.interleaved:
+            return self._pieces(step, range(rank, count, self.workers))
         return self._pieces(step, range(count * rank // self.workers, count * (rank + 1) // self.workers))
 
     def _pieces(self, step: int, numbers: range) -> list[MicroBatch]:
@@ -147,6 +152,7 @@ def plan_batches(
     accumulation: int | None = None,
     global_batch: int | None = None,
     drop_last: bool = False,
+    interleaved: bool = False,
 ) -> BatchPlan:
     """Plan the batches; the global batch is given, or is micro-batch × accumulation × workers.
 
@@ -177,5 +183,10 @@ def plan_batches(
             remedy="leave --drop-last out, or use a smaller --batch-size",
         )
     return BatchPlan(
-        samples=samples, micro_batch=micro_batch, global_batch=chosen, workers=workers, drop_last=drop_last
+        samples=samples,
+        micro_batch=micro_batch,
+        global_batch=chosen,
+        workers=workers,
+        drop_last=drop_last,
+        interleaved=interleaved,
     )

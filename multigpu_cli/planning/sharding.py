@@ -2,7 +2,9 @@
 
 Weights, gradients and optimizer state are divided. Each pass gathers one group of weights after the other, a block and
 the one ahead of it at a time; the group of what is in no block stays for the whole pass, and so does its gradient.
-A gradient is reduced, and so divided, in the last pass of a step: before that, the whole of it is there.
+A gradient is reduced, and so divided, in the last pass of a step: before that, the whole of it is there. With --exact
+each pass reduces: what a worker receives for its rows of a group is as large as the group, and its sums wait as the
+nodes of a binary tree do.
 """
 
 from collections.abc import Sequence
@@ -20,12 +22,14 @@ class Sharding:
         rest: bytes of the weights in no block.
         keeps_weights: gathered weights stay to the end of the step (--reshard step).
         group_size: workers that share the weights, where other groups replicate these (--shard-size); None: all.
+        exact: each pass reduces, in the order of --exact.
     """
 
     blocks: Sequence[int]
     rest: int
     keeps_weights: bool = False
     group_size: int | None = None
+    exact: bool = False
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -40,6 +44,10 @@ class Sharding:
     def gathers(self, passes: int) -> int:
         """How often a step gathers the weights: before and after the forward pass of each micro-batch, or once."""
         return 1 if self.keeps_weights else 2 * passes
+
+    def reductions(self, passes: int) -> int:
+        """How often a step reduces the gradients."""
+        return passes if self.exact else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,10 @@ def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: i
     """
     share = (workers - 1) / workers
     size, replicas = sharding.split_workers(workers)
-    sent = (size - 1) / size * (sharding.gathers(passes) * sum(sharding.groups) + memory.gradients)
+    gradients = sharding.reductions(passes) * memory.gradients
+    if sharding.exact:
+        gradients += _divide(memory.gradients, workers)  # each whole tensor goes to one worker, for its norm
+    sent = (size - 1) / size * (sharding.gathers(passes) * sum(sharding.groups) + gradients)
     sent += 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
     sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
     return ShardedRow(
@@ -80,11 +91,16 @@ def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) 
     """The memory of each of several workers; see the head of this file."""
     whole, (size, _) = sum(sharding.groups), sharding.split_workers(workers)
     weights = whole if sharding.keeps_weights else sharding.rest + 2 * max(sharding.blocks, default=0)
-    waiting = sharding.rest if passes == 1 else 0
+    divided = passes == 1 or sharding.exact
+    waiting = sharding.rest if divided else 0
+    parts = 1
+    if sharding.exact:
+        parts += max((done * workers).bit_count() for done in range(1, passes + 1))  # sums without a buddy yet
+        waiting += max(sharding.groups, default=0)
     return replace(
         memory,
         weights=memory.weights - whole + _divide(whole, size),  # each worker has all buffers
-        gradients=_divide(memory.gradients, size) if passes == 1 else memory.gradients,
+        gradients=parts * _divide(memory.gradients, size) if divided else memory.gradients,
         optimizer=_divide(memory.optimizer, size),
         unsharded=weights + waiting,
         in_turn=passes == 1,

@@ -102,7 +102,8 @@ class StepTimes:
         after: bytes that are reduced after backward.
         reduction: measured seconds of both, if the steps of that many workers were measured; else None.
         sharding: with --multi-gpu fsdp, whose groups of weights are the messages: each is gathered in passes, and its
-            gradient scattered in the last one. Gathering and scattering take as long as one all-reduce.
+            gradient scattered in the last one, or with --exact in each. Gathering and scattering take as long as one
+            all-reduce.
     """
 
     data: float
@@ -138,11 +139,14 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes
     between = network.all_reduce_between(sum(work.messages) / group, group, groups)
     if not network.inside.overlaps:
         seconds = whole + after if work.reduction is None else work.reduction
-        return between + seconds * (1 if work.sharding is None else (work.sharding.gathers(passes) + 1) / 2)
+        of_whole = 1.0
+        if work.sharding:
+            of_whole = (work.sharding.gathers(passes) + work.sharding.reductions(passes)) / 2
+        return between + seconds * of_whole
     if work.sharding:
         gathers = work.sharding.gathers(passes)
         ahead = whole / 2 * -(-gathers // 2) - passes * work.forward
-        back = whole / 2 * (gathers // 2 + 1) + between - passes * work.backward
+        back = whole / 2 * (gathers // 2 + work.sharding.reductions(passes)) + between - passes * work.backward
         return max(0.0, ahead) + max(0.0, back) + after
     done, reduced = 0.0, 0.0
     for size in work.messages:

@@ -24,9 +24,9 @@ from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.agree_on_resume import all_ranks_see
 from multigpu_cli.run.build_model import (
     BuiltModel,
+    agree_on_initial_weights,
     build_model_to_shard,
     build_whole_model,
-    explain_initial_weights,
 )
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
@@ -73,11 +73,11 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
         broadcast_weights(built.model, world)
+    source, start = agree_on_initial_weights(world, built) if shards else (0, "")
     average = _copy_for_average(spec.config, built.model, shards=shards)
     blocks = _find_compiled_blocks(spec, built.model, world)
     model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))
     spec = _measure_buckets(spec, built.model, world)
-    source, start = explain_initial_weights(world, built) if shards else (0, "")
     spec = _describe_sharding(spec, built.model, start)
     strategy = build_strategy(model, average, world, spec, source=source)
     state = run_on_all_ranks(world, lambda: _build_state(spec, built, average, precision, strategy))
@@ -85,7 +85,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, first)) if shards else built.call
     spec = replace(spec, plan=replace(spec.plan, model_call=call))
-    task.equal_passes, precision.keeps_casts = strategy.sharded, not strategy.sharded
+    task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
 
@@ -226,6 +226,8 @@ def build_strategy(
         source: the rank that has the weights, where only one has; None: none has.
     """
     config, placement, live = spec.config, spec.placement, spec.user_objects
+    if placement.strategy == "fsdp" and world.size > 1:
+        return _shard(model, average, world, config, source)
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction
 
@@ -238,20 +240,26 @@ def build_strategy(
         from multigpu_cli.strategies.distributed import Distributed
 
         return Distributed(model, world, config.communication, live.ddp if live else {})
-    if placement.strategy == "fsdp" and world.size > 1:
-        from multigpu_cli.models.blocks import find_blocks_to_wrap
-        from multigpu_cli.strategies.sharded import Sharded
-
-        whole = model.model if isinstance(model, CompiledModel) else model
-        sharded = Sharded(
-            whole,
-            world,
-            average=average and average.module,
-            source=source,
-            shard_size=config.device.shard_size,
-            blocks=find_blocks_to_wrap(whole, config.device.wrap),
-            keeps_weights=config.device.reshard == "step",
-        )
-        sharded.callable = model
-        return sharded
     return Single(model)
+
+
+def _shard(
+    model: nn.Module, average: AveragedModel | None, world: World, config: Config, source: int | None
+) -> Strategy:
+    """Divide the model and its average over the processes."""
+    from multigpu_cli.models.blocks import find_blocks_to_wrap
+    from multigpu_cli.strategies.sharded import Sharded
+    from multigpu_cli.strategies.sharded_exact import ExactSharded
+
+    whole, device = model.model if isinstance(model, CompiledModel) else model, config.device
+    sharded = (ExactSharded if config.reproducibility.exact else Sharded)(
+        whole,
+        world,
+        average=average and average.module,
+        blocks=find_blocks_to_wrap(whole, device.wrap),
+        keeps_weights=device.reshard == "step",
+        source=source,
+        shard_size=device.shard_size,
+    )
+    sharded.callable = model
+    return sharded

@@ -20,9 +20,9 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model, build_model, prepare_model
+from multigpu_cli.models.build import adapt_model, build_model, has_2d_kernels, prepare_model, use_channels_last
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.try_first_batch import smoke_test_batch, try_first_batch
+from multigpu_cli.run.try_first_batch import try_first_batch
 from multigpu_cli.runtime.collectives import all_gather_object
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
 
 _CPU = torch.device("cpu")
+_LAST = torch.channels_last
 
 
 class BuiltModel(NamedTuple):
@@ -43,12 +44,14 @@ class BuiltModel(NamedTuple):
         call: how it is called, in words; empty as long as no batch was tried.
         initial_weights: what --init-from loaded, on rank 0.
         whole_because: why this rank has all weights in memory; empty where it has none.
+        channels_last: kernels lie with channels last, because of --exact: without sharding they do, by the same trial.
     """
 
     model: nn.Module
     call: str = ""
     initial_weights: WeightMatch | None = None
     whole_because: str = ""
+    channels_last: bool = False
 
 
 def build_whole_model(spec: RunSpec, world: World, task: Task, first_batch: Callable[[], Batch]) -> BuiltModel:
@@ -80,18 +83,20 @@ def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: C
         reason = "it is the caller's own"
     elif spec.resume_point.checkpoint or not world.is_main:
         model, reason = _build_without_weights(spec, world)
-    if model is not None:
+    tries_layout = spec.config.reproducibility.exact and world.is_main
+    if model is not None and not (tries_layout and has_2d_kernels(model)):
         return BuiltModel(model.train())
     model = _create_model(spec).train()
     weights = _load_initial_weights(spec, world, model)
-    if any(map(is_lazy, model.parameters())):
-        _create_lazy_weights(spec, task, model, first_batch())
+    if tries_layout or any(map(is_lazy, model.parameters())):
+        _try_in_host_memory(spec, task, model, first_batch())
     check_extra_state(model, spec.model)
-    return BuiltModel(model, initial_weights=weights, whole_because=reason)
+    channels_last = tries_layout and any(map(_has_channels_last, model.parameters()))
+    return BuiltModel(model, "", weights, reason or "it tries the layout of its kernels", channels_last)
 
 
-def explain_initial_weights(world: World, built: BuiltModel) -> tuple[int | None, str]:
-    """Agree on who has the first weights; all ranks call it together.
+def agree_on_initial_weights(world: World, built: BuiltModel) -> tuple[int | None, str]:
+    """Agree on who has the first weights, and on the layout of kernels; all ranks call it together.
 
     Returns:
         The rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
@@ -99,14 +104,16 @@ def explain_initial_weights(world: World, built: BuiltModel) -> tuple[int | None
     Raises:
         RequestError: the ranks built different networks; the same on every rank.
     """
-    everyone = all_gather_object(world, [_fingerprint_structure(built.model), built.whole_because])
-    differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
+    everyone = all_gather_object(world, [_fingerprint_structure(built.model), built.whole_because, built.channels_last])
+    differing = [rank for rank, (structure, *_) in enumerate(everyone) if structure != everyone[0][0]]
     if differing:
         raise RequestError(
             f"--model: rank {differing[0]} built other parameters or buffers than rank 0",
             remedy="a factory that builds the same network on the meta device and wherever it is called",
         )
-    reasons = [reason for _, reason in everyone]
+    if any(channels_last for *_, channels_last in everyone):
+        use_channels_last(built.model)
+    reasons = [reason for _, reason, _ in everyone]
     if not any(reasons):
         return None, "no rank builds the weights: the checkpoint has them"
     if reason := next(filter(None, reasons[1:]), ""):
@@ -161,12 +168,16 @@ def _load_initial_weights(spec: RunSpec, world: World, model: nn.Module) -> Weig
     return load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial)
 
 
-def _create_lazy_weights(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:
-    """Let the first pass create weights, in host memory."""
+def _try_in_host_memory(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:
+    """A pass that creates lazy weights, and shows whether the model takes channels last."""
     inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
-    seed_weights(spec.config.reproducibility.seed, late=True)
     precision = Precision(spec.plan.precision, _CPU)
-    smoke_test_batch(spec, task, model, precision, replace(batch, inputs=inputs, targets=targets))
+    try_first_batch(spec, task, model, precision, replace(batch, inputs=inputs, targets=targets))
+
+
+def _has_channels_last(parameter: nn.Parameter) -> bool:
+    usual = torch.empty(parameter.shape, device="meta").stride()
+    return parameter.ndim == 4 and parameter.stride() != usual and parameter.is_contiguous(memory_format=_LAST)
 
 
 def _fingerprint_structure(model: nn.Module) -> str:

@@ -75,6 +75,11 @@ def _check_sharding(config: Config, workers: int) -> Iterator[RequestError]:
             "that ran out of memory",
             remedy="a number, such as --batch-size 8, or torch 2.13",
         )
+    if config.reproducibility.exact and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        yield RequestError(
+            f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
 
 
 def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:

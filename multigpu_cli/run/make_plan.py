@@ -39,6 +39,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         accumulation=config.batch.grad_accum_steps,
         global_batch=global_batch,
         drop_last=config.batch.drop_last,
+        interleaved=config.reproducibility.exact and placement.strategy == "fsdp",
     )
     rate = _resolve_rate(request, batches)
     precision = agree_on_precision(config.precision.amp, world, placement.devices)

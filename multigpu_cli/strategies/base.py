@@ -41,6 +41,7 @@ class Strategy(ABC):
         reduces_first: no backward pass without communication may come before `warm_up`.
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
+        keeps_casts: see `Precision`.
         trained: the tensors that the optimizer of this process moves.
         arrived: called when a pass comes to where it waits for all workers.
         groups: process groups of its own, beside the one of all workers.
@@ -52,6 +53,7 @@ class Strategy(ABC):
     reduces_first: bool = False
     sharded: bool = False
     groups: Sequence[dist.ProcessGroup] = ()
+    keeps_casts: bool = True
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model

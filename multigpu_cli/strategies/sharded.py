@@ -44,6 +44,8 @@ class Sharded(Strategy):
 
     name = "fsdp"
     sharded = True
+    keeps_casts = False
+    reduces_each_pass = False
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class Sharded(Strategy):
         """The last pass is that of all workers; outside of a step each pass is by itself."""
         self._done += 1
         last = self._done >= self._rounds
-        self._model.set_requires_gradient_sync(last)
+        self._model.set_requires_gradient_sync(last or self.reduces_each_pass)
         if self._keeps_weights:
             self._model.set_reshard_after_backward(last)
         yield
@@ -153,12 +155,20 @@ class Sharded(Strategy):
         while self._done < self._rounds:
             with self.accumulate(last=False):
                 (self._padding() * 0).backward()
-            self._buffers.abort_step()  # what this pass alone has changed
+            self._end_padding_pass()
         self._rounds = 0
+        summed = self._finish_sums()
         for parameter, row in self._pairs:
             gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
             row.grad = None if gradient is None else gradient.to_local()
-        super().reduce_gradients(idle=idle)
+        self._buffers.apply_mean_change(summed)
+
+    def _end_padding_pass(self) -> None:
+        self._buffers.abort_step()  # what this pass alone has changed
+
+    def _finish_sums(self) -> list[Tensor] | None:
+        """Complete the gradients; returns the changes of floating buffers if they are summed by now."""
+        return None
 
     def find_parameter(self, moved: Tensor) -> Tensor:
         return self._parts[moved]

@@ -264,7 +264,7 @@ def test_the_plan_says_what_is_gathered() -> None:
             {"model": "tests.support.failing_model:forgetful", "sets": ["model.args.at=1"]},
             "1.bias took no part in the loss, and FSDP waits",
         ),
-        ({"exact": True}, "--exact: not with --multi-gpu fsdp yet"),
+        ({"sync_bn": True}, "--sync-bn: not with --multi-gpu fsdp yet"),
         ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "a task with its own `evaluate` is not for"),
     ],
 )
@@ -275,10 +275,10 @@ def test_what_is_wrong_is_said_before_anything_is_touched(flags: dict[str, Any],
 
 
 def test_what_the_checkpoint_was_started_with_counts_too() -> None:
-    run(1, "run", exact=True, max_steps=4)
+    run(2, "run", multi_gpu="ddp", grad_compression="powersgd", max_steps=4)
     before = Path("run/journal.jsonl").read_text()
     ended = run(2, "run")
-    assert "--exact: not with --multi-gpu fsdp yet" in ended.error
+    assert "--grad-compression powersgd: not with --multi-gpu fsdp yet" in ended.error
     assert Path("run/journal.jsonl").read_text() == before
 
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_shares_are_contiguous_blocks_in_rank_order_that_cover_a_step(plan: Batc
         assert [micro for share in shares for micro in share] == plan.all_micro_batches(step)
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
+
+
+@given(plan=plans())
+def test_interleaved_shares_are_dealt_in_turn(plan: BatchPlan) -> None:
+    plan = replace(plan, interleaved=True)
+    for step in range(plan.steps_per_epoch):
+        shares = [plan.local_micro_batches(step, rank) for rank in range(plan.workers)]
+        dealt = [micro for turn in zip_longest(*shares) for micro in turn if micro is not None]
+        assert dealt == plan.all_micro_batches(step)
+        assert len(shares[0]) - len(shares[-1]) <= 1
 
 
 @given(plan=plans())

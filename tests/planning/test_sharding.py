@@ -32,6 +32,18 @@ def test_weights_that_are_kept_are_all_gathered() -> None:
     assert shard_memory(WHOLE, Sharding(blocks=(), rest=1000), 4, 2).unsharded == 1000, "no blocks: the model as one"
 
 
+def test_with_exact_each_pass_divides_the_gradient_and_sums_without_a_buddy_wait() -> None:
+    exact = replace(BLOCKS, exact=True)
+    assert [shard_memory(WHOLE, exact, 4, passes).gradients for passes in (1, 2, 3, 4)] == [500, 500, 750, 750]
+    assert shard_memory(WHOLE, exact, 4, 2).unsharded == 150 + 2 * 300 + 150 + 300, (
+        "and what the others send of a block"
+    )
+    assert forecast_sharded(WHOLE, exact, 4, 3).sent == (6 + 3 + 1 / 4) * 750, "the quarter is for the norm"
+    work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), sharding=exact)
+    network = Interconnect(Link("slow", 0.0, 100.0, "a test"))
+    assert exposed_seconds(work, network, 2, passes=3) == (15 - 6) + (30 - 12)
+
+
 @pytest.mark.parametrize(("sharding", "passes", "times"), [(BLOCKS, 1, 3), (BLOCKS, 3, 7), (KEPT, 1, 2), (KEPT, 3, 2)])
 def test_each_pass_gathers_the_weights_twice_and_the_gradients_go_once(
     sharding: Sharding, passes: int, times: int

@@ -117,7 +117,7 @@ def test_ranks_that_build_other_networks_are_told_so() -> None:
     def work(world: World) -> str:
         model = torch.nn.Linear(3, 3 + world.rank)
         try:
-            build_model.explain_initial_weights(world, build_model.BuiltModel(model))
+            build_model.agree_on_initial_weights(world, build_model.BuiltModel(model))
         except RequestError as error:
             return str(error)
         return ""

@@ -16,7 +16,9 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.sharded import Sharded
+from multigpu_cli.strategies.sharded_exact import ExactSharded
 from multigpu_cli.strategies.single import Single
 from tests.strategies.one_step import network, reduce_step, samples
 from tests.support.ranks import run_on_each_rank
@@ -47,16 +49,25 @@ class Tied(nn.Module):
         return found
 
 
-def train(world: World, plan: BatchPlan, build: Callable[[], nn.Module], name: str = "adamw", **more: Any) -> Found:
+def train(
+    world: World,
+    plan: BatchPlan,
+    build: Callable[[], nn.Module],
+    name: str = "adamw",
+    *,
+    exact: bool = False,
+    **more: Any,
+) -> Found:
     """Three steps as the engine does them, with clipping; the whole state of rank 0, and what this rank holds."""
+    alone, sharded = (ExactReduction, ExactSharded) if exact else (Single, Sharded)
     torch.manual_seed(7)
     model = build()
     optimizer, average = build_optimizer(model, OptimizerConfig(name=name)), EMAModel(model, 0.9)
     set_rate(optimizer, 0.05)
-    strategy: Strategy = Single(model)
+    strategy: Strategy = alone(model, world)
     if world.size > 1:
         blocks = find_blocks_to_wrap(model)
-        strategy = Sharded(model, world, optimizer, average.module, blocks=blocks, **more)
+        strategy = sharded(model, world, optimizer, average.module, blocks=blocks, **more)
     with preserve_buffers(model):
         strategy.warm_up(lambda: cross_entropy(strategy.callable(samples(2)[0]), samples(2)[1]))
     norms = []

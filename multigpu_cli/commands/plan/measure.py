@@ -151,7 +151,8 @@ def _messages_of_step(components: TrainComponents, world: World | None = None) -
 
 def measure_sharding(components: TrainComponents) -> Sharding | None:
     """What --multi-gpu fsdp gathers as one; None with another strategy."""
-    device, model = components.config.device, components.state.model
+    device, exact = components.config.device, components.config.reproducibility.exact
+    model = components.state.model
     if device.multi_gpu != "fsdp":
         return None
     counted: set[torch.Tensor] = set()
@@ -162,7 +163,7 @@ def measure_sharding(components: TrainComponents) -> Sharding | None:
         counted |= own
     *blocks, rest = sizes
     kept, size = device.reshard == "step", device.shard_size
-    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size)
+    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact)
 
 
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:

@@ -76,10 +76,12 @@ def measure_peak(world: World, config: Config, folder: Path) -> dict[int, int]:
     return peaks
 
 
-@pytest.mark.parametrize("reshard", ["forward", "step"])
-def test_the_forecast_is_what_two_workers_hold(reshard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [{}, {"reshard": "step"}, {"exact": True}], ids=["forward", "step", "exact"])
+def test_the_forecast_is_what_two_workers_hold(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step_times, "_SECONDS", 0)
-    config = resolve(GPT | {"reshard": reshard}, [], None)
+    config = resolve(GPT | flags, [], None)
     alone = measure_worker(config, [1])
     assert alone.sharding
     for found in run_on_each_rank(2, lambda world: measure_peak(world, config, tmp_path)):

@@ -1,0 +1,104 @@
+"""Sharded and exact, in groups of processes: the bits of the definition, and of one worker."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers import build_optimizer
+from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.sharded_exact import ExactSharded
+from tests.strategies.test_exact import Vector, by_definition, leaf
+from tests.strategies.test_sharded import SHARES, convolutions, train
+from tests.support.ranks import run_on_each_rank
+from tests.support.world import ALONE
+
+COUNTS = (1, 2, 5, 7, 8, 13)
+
+
+class Recalled(nn.Module):
+    """A weight in a module that is called twice in a pass, or not at all; the first call's gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.beside = Vector(5), nn.Parameter(torch.zeros(1))
+        self.calls = 2
+
+    def forward(self, leaf: Tensor) -> Tensor:
+        found = self.beside.sum() * 0
+        for _ in range(self.calls):
+            found = self.inner(leaf / 2 + found * 0) + found
+        return found
+
+
+def shard(model: nn.Module, world: World, *blocks: str) -> ExactSharded:
+    strategy = ExactSharded(model, world, build_optimizer(model, OptimizerConfig()), blocks=blocks)
+    strategy.warm_up(lambda: model(torch.ones(5)))
+    return strategy
+
+
+def take_gradient(strategy: Strategy, model: nn.Module, count: int, world: World) -> bytes:
+    """This worker's rows of the sum over a step of `count` leaves, of the model's last parameter."""
+    mine = range(world.rank, count, world.size)
+    strategy.begin_step(count)
+    for position, number in enumerate(mine):
+        with strategy.accumulate(last=position == len(mine) - 1):
+            strategy.callable(leaf(count, number)).backward()
+        strategy.after_backward(number)
+    strategy.reduce_gradients(idle=not mine)
+    gradient = strategy.trained[-1].grad
+    assert gradient is not None
+    return gradient.numpy().tobytes()
+
+
+@pytest.mark.parametrize("workers", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 5, 7))])
+def test_the_rows_have_the_bits_of_the_definition(workers: int) -> None:
+    """Any number of leaves: more and fewer than workers, a power of two or not."""
+
+    def every_count(world: World) -> list[bytes]:
+        model = Vector(5)
+        strategy = shard(model, world)
+        return [take_gradient(strategy, model, count, world) for count in COUNTS]
+
+    found = run_on_each_rank(workers, every_count)
+    assert [b"".join(rows) for rows in zip(*found, strict=True)] == [by_definition(count) for count in COUNTS]
+
+
+def test_a_module_that_is_called_twice_is_one_leaf_and_one_that_is_not_called_is_zeros() -> None:
+    def work(world: World) -> list[bytes]:
+        model = Recalled()
+        strategy = shard(model, world, "inner")
+        found = [take_gradient(strategy, model, count, world) for count in (7, 8)]
+        model.calls = 0
+        return [*found, take_gradient(strategy, model, 4, world)]
+
+    first, second, nothing = (b"".join(rows) for rows in zip(*run_on_each_rank(3, work), strict=True))
+    assert [first, second] == [by_definition(7), by_definition(8)]
+    assert nothing == bytes(20)
+
+
+@pytest.mark.parametrize("share", ["uneven", pytest.param("idle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+def test_norms_and_state_have_the_bits_of_one_worker(share: str, name: str) -> None:
+    """Norms clip; kernels with channels last, BatchNorm, an average and moments."""
+    plan = replace(SHARES[share], interleaved=True)
+    expected = train(ALONE, replace(plan, workers=1), normed_convolutions, name, exact=True)
+    found = run_on_each_rank(3, lambda world: train(world, plan, normed_convolutions, name, exact=True))
+    assert (found[0]["norms"], found[0]["state"]) == (expected["norms"], expected["state"])
+
+
+def normed_convolutions() -> nn.Module:
+    shape, layers = nn.Unflatten(1, (1, 1, 5)), (nn.Conv2d(1, 5, (1, 2)), nn.BatchNorm2d(5), nn.Conv2d(5, 7, (1, 2)))
+    model = nn.Sequential(shape, *layers, nn.Flatten(), nn.Linear(21, 3))
+    return model.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_weight_that_lies_column_by_column_is_refused() -> None:
+    model = convolutions()
+    with pytest.raises(RequestError, match=r"4\.weight does not lie row by row"):
+        ExactSharded(model, ALONE, build_optimizer(model, OptimizerConfig()))

@@ -1,0 +1,85 @@
+"""An optimizer's step on rows has the bits of its step on the whole weight, whatever its size and its layout."""
+
+import itertools
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.optimizers import build_optimizer, set_rate
+from multigpu_cli.strategies.whole_tails import WholeTails
+
+STEPS = 10  # each of which rounds about one number in fifty in another way
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 200)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
+)
+
+
+class Weight(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """A weight and its gradients."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(1 + STEPS)]
+
+
+def optimize(values: list[Tensor], name: str, *, whole: tuple[int, Tensor] | None = None) -> list[Tensor]:
+    """The weight and the optimizer's state after a few steps.
+
+    Args:
+        whole: where these rows start in the whole weight, and that weight.
+    """
+    model = Weight(values[0].clone())
+    optimizer = build_optimizer(model, OptimizerConfig(name=name))
+    set_rate(optimizer, 0.1)
+    if whole:
+        start, weight = whole
+        WholeTails(optimizer).add(model.weight, start, weight.numel(), weight.stride())
+    for gradient in values[1:]:
+        model.weight.grad = gradient.clone()
+        optimizer.step()
+    assert [group["params"] for group in optimizer.param_groups] == [[model.weight]]
+    return [model.weight.detach(), *(value for value in optimizer.state[model.weight].values() if value.ndim)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=SHAPES,
+    workers=st.integers(2, 5),
+    name=st.sampled_from(["adamw", "sgd"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    channels_last=st.booleans(),
+)
+@example(shape=(3, 7, 3, 3), workers=3, name="adamw", dtype=torch.float32, channels_last=True)
+@example(shape=(7, 3, 3, 5), workers=2, name="adamw", dtype=torch.float32, channels_last=True)
+def test_rows_end_as_the_whole_does(
+    shape: tuple[int, ...], workers: int, name: str, dtype: torch.dtype, channels_last: bool
+) -> None:
+    values = draw(shape, dtype)
+    if channels_last and len(shape) == 4:
+        values = [value.to(memory_format=torch.channels_last) for value in values]
+    expected = optimize(values, name)
+    parts = [[part.contiguous() for part in value.chunk(workers)] for value in values]
+    starts = itertools.accumulate((part.numel() for part in parts[0]), initial=0)
+    found = [
+        optimize(list(piece), name, whole=(start, values[0]))
+        for piece, start in zip(zip(*parts, strict=True), starts, strict=False)
+    ]
+    for place, whole in enumerate(expected):
+        assert torch.equal(torch.cat([state[place] for state in found]), whole)
+
+
+def test_without_it_the_bits_differ() -> None:
+    """The control: else this CPU has no vectors, and the test above nothing to find."""
+    values = draw((200, 3), torch.float32)
+    expected = optimize(values, "adamw")[0]
+    pieces = zip(*(value.chunk(50) for value in values), strict=True)
+    assert not torch.equal(torch.cat([optimize(list(piece), "adamw")[0] for piece in pieces]), expected)
