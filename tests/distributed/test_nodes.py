@@ -197,6 +197,26 @@ def test_one_of_several_agents_is_stopped_and_the_others_go_on(
     assert [event["lost_steps"] for event in job.events("recovery")] == [0]
 
 
+def test_a_sharded_run_goes_on_from_the_rows_that_a_lost_host_wrote(
+    three: list[Host], tmp_path: Path, undisturbed: Path
+) -> None:
+    """All hosts write into one folder; two of them read what three have written."""
+    job = Job("1:3", three, tmp_path / "run", hang_timeout=10, multi_gpu="fsdp")
+    job.words.remove("--exact")
+    agents = [job.start(host) for host in three]
+    job.until("all three at work", lambda: job.events("train") and job.events("start")[-1]["world_size"] == 3)
+    job.until_steps(12)
+    since = time.time()
+    three[2].kill()
+    job.recovered("a host was killed", 2, since)
+    assert [agent.wait(SECONDS) for agent in agents[:2]] == [0, 0], three[0].log().read_text()
+    assert job.events("resume")[-1]["from_world_size"] == 3
+    assert (max((job.run / "checkpoints").iterdir()) / "rank_1.safetensors").exists()
+    assert samples(job.run) == samples(undisturbed)
+    here, there = (json.loads((run / "summary.json").read_text())["final"] for run in (job.run, undisturbed))
+    assert here["val_loss"] == pytest.approx(there["val_loss"], rel=1e-4)
+
+
 def test_the_node_with_other_data_is_named_once(two: list[Host], tmp_path: Path) -> None:
     for host, noise in zip(two, ("0.1", "0.2"), strict=True):
         code = "import torch; from torch.utils.data import TensorDataset\n"
