@@ -21,6 +21,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model, build_model, prepare_model
+from multigpu_cli.run.check_memory import check_state_fits
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import smoke_test_batch, try_first_batch
 from multigpu_cli.runtime.collectives import all_gather_object
@@ -59,6 +60,7 @@ def build_whole_model(spec: RunSpec, world: World, task: Task, first_batch: Call
     """
     model = _create_model(spec)
     weights = _load_initial_weights(spec, world, model)
+    check_state_fits(spec, model, world.device)
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
     task.check_model(model, precision)
