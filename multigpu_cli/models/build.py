@@ -90,10 +90,14 @@ def use_channels_last(model: nn.Module) -> bool:
 
     Returns False where the model has none, and nothing was changed.
     """
-    if not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules()):
+    if not has_2d_convolutions(model):
         return False
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return True
+
+
+def has_2d_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
 
 
 def find_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Tensor]:

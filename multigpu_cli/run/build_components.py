@@ -27,6 +27,7 @@ from multigpu_cli.run.build_model import (
     build_model_to_shard,
     build_whole_model,
     explain_initial_weights,
+    share_memory_format,
 )
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
@@ -69,6 +70,8 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     if shards:
         return_freed_tensors()
     built = run_on_all_ranks(world, lambda: build(spec, world, task, first))
+    if shards:
+        share_memory_format(spec, world, built.model, channels_last=built.channels_last)
     if (spec.user_objects or spec.begins_from_weights) and not shards:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 

@@ -20,11 +20,11 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model, build_model, prepare_model
+from multigpu_cli.models.build import adapt_model, build_model, has_2d_convolutions, prepare_model, use_channels_last
 from multigpu_cli.run.check_memory import check_state_fits
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.try_first_batch import smoke_test_batch, try_first_batch
-from multigpu_cli.runtime.collectives import all_gather_object
+from multigpu_cli.run.try_first_batch import smoke_test_batch, try_channels_last, try_first_batch
+from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
@@ -44,12 +44,14 @@ class BuiltModel(NamedTuple):
         call: how it is called, in words; empty as long as no batch was tried.
         initial_weights: what --init-from loaded, on rank 0.
         whole_because: why this rank has all weights in memory; empty where it has none.
+        channels_last: kernels are laid out so, which was tried here.
     """
 
     model: nn.Module
     call: str = ""
     initial_weights: WeightMatch | None = None
     whole_because: str = ""
+    channels_last: bool = False
 
 
 def build_whole_model(spec: RunSpec, world: World, task: Task, first_batch: Callable[[], Batch]) -> BuiltModel:
@@ -88,8 +90,18 @@ def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: C
     weights = _load_initial_weights(spec, world, model)
     if any(map(is_lazy, model.parameters())):
         _create_lazy_weights(spec, task, model, first_batch())
+    last = _keeps_layout(spec, world) and _try_channels_last(spec, task, model, first_batch())
     check_extra_state(model, spec.model)
-    return BuiltModel(model, initial_weights=weights, whole_because=reason)
+    return BuiltModel(model, initial_weights=weights, whole_because=reason, channels_last=last)
+
+
+def share_memory_format(spec: RunSpec, world: World, model: nn.Module, *, channels_last: bool) -> None:
+    """With --exact kernels are laid out as without sharding, since the last bits depend on it: rank 0 has tried how.
+
+    Else rows are gathered as they lie. All ranks call it together.
+    """
+    if spec.config.reproducibility.exact and broadcast_object(world, channels_last):
+        use_channels_last(model)
 
 
 def explain_initial_weights(world: World, built: BuiltModel) -> tuple[int | None, str]:
@@ -150,6 +162,8 @@ def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | Non
 
     seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
     model, reason = build_on_meta(lambda: init_model(spec.config, spec.source))
+    if model is not None and _keeps_layout(spec, world) and has_2d_convolutions(model):
+        return None, "the layout of its kernels is tried on it"
     if model is not None and world.is_main and (unsaved := find_unsaved_buffers(model)):
         return None, f"{unsaved[0]} is a buffer that no checkpoint has"
     return model, reason
@@ -165,10 +179,23 @@ def _load_initial_weights(spec: RunSpec, world: World, model: nn.Module) -> Weig
 
 def _create_lazy_weights(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:
     """Let the first pass create weights, in host memory."""
-    inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
     seed_weights(spec.config.reproducibility.seed, late=True)
+    smoke_test_batch(spec, task, model, Precision(spec.plan.precision, _CPU), _move_to_host(batch))
+
+
+def _keeps_layout(spec: RunSpec, world: World) -> bool:
+    return world.is_main and spec.config.reproducibility.exact
+
+
+def _try_channels_last(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> bool:
+    """Whether kernels are laid out with channels last, tried in host memory."""
     precision = Precision(spec.plan.precision, _CPU)
-    smoke_test_batch(spec, task, model, precision, replace(batch, inputs=inputs, targets=targets))
+    return try_channels_last(spec, task, model, precision, _move_to_host(batch)) is not None
+
+
+def _move_to_host(batch: Batch) -> Batch:
+    inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _fingerprint_structure(model: nn.Module) -> str:
