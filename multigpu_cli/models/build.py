@@ -90,13 +90,13 @@ def use_channels_last(model: nn.Module) -> bool:
 
     Returns False where the model has none, and nothing was changed.
     """
-    if not has_2d_kernels(model):
+    if not has_2d_convolutions(model):
         return False
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return True
 
 
-def has_2d_kernels(model: nn.Module) -> bool:
+def has_2d_convolutions(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
 
 

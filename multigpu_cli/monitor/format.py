@@ -172,3 +172,10 @@ def _align(table: Sequence[Sequence[str]]) -> list[str]:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
         lines.append(" " + "  ".join([label.ljust(first), *aligned]))
     return lines
+
+
+def format_bytes(count: float) -> str:
+    """'1.50 GiB', '0.20 MiB'."""
+    units = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
+    name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
+    return f"{count / units[name]:.2f} {name}"

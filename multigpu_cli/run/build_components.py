@@ -24,9 +24,10 @@ from multigpu_cli.optimizers import EMAModel, build_optimizer
 from multigpu_cli.run.agree_on_resume import all_ranks_see
 from multigpu_cli.run.build_model import (
     BuiltModel,
-    agree_on_initial_weights,
     build_model_to_shard,
     build_whole_model,
+    explain_initial_weights,
+    share_memory_format,
 )
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
@@ -69,11 +70,13 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     if shards:
         return_freed_tensors()
     built = run_on_all_ranks(world, lambda: build(spec, world, task, first))
+    if shards:
+        share_memory_format(spec, world, built.model, channels_last=built.channels_last)
     if (spec.user_objects or spec.begins_from_weights) and not shards:
         from multigpu_cli.run.user_objects import broadcast_weights  # late, like each import below: few runs need it
 
         broadcast_weights(built.model, world)
-    source, start = agree_on_initial_weights(world, built) if shards else (0, "")
+    source, start = explain_initial_weights(world, built) if shards else (0, "")
     average = _copy_for_average(spec.config, built.model, shards=shards)
     blocks = _find_compiled_blocks(spec, built.model, world)
     model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))

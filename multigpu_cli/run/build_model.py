@@ -20,10 +20,11 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model, build_model, has_2d_kernels, prepare_model, use_channels_last
+from multigpu_cli.models.build import adapt_model, build_model, has_2d_convolutions, prepare_model, use_channels_last
+from multigpu_cli.run.check_memory import check_state_fits
 from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.try_first_batch import try_first_batch
-from multigpu_cli.runtime.collectives import all_gather_object
+from multigpu_cli.run.try_first_batch import smoke_test_batch, try_channels_last, try_first_batch
+from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.runtime.world import World
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
 
 _CPU = torch.device("cpu")
-_LAST = torch.channels_last
 
 
 class BuiltModel(NamedTuple):
@@ -44,7 +44,7 @@ class BuiltModel(NamedTuple):
         call: how it is called, in words; empty as long as no batch was tried.
         initial_weights: what --init-from loaded, on rank 0.
         whole_because: why this rank has all weights in memory; empty where it has none.
-        channels_last: kernels lie with channels last, because of --exact: without sharding they do, by the same trial.
+        channels_last: kernels are laid out so, which was tried here.
     """
 
     model: nn.Module
@@ -62,6 +62,7 @@ def build_whole_model(spec: RunSpec, world: World, task: Task, first_batch: Call
     """
     model = _create_model(spec)
     weights = _load_initial_weights(spec, world, model)
+    check_state_fits(spec, model, world.device)
     model.to(world.device).train()
     precision = Precision(spec.plan.precision, world.device)
     task.check_model(model, precision)
@@ -83,20 +84,28 @@ def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: C
         reason = "it is the caller's own"
     elif spec.resume_point.checkpoint or not world.is_main:
         model, reason = _build_without_weights(spec, world)
-    tries_layout = spec.config.reproducibility.exact and world.is_main
-    if model is not None and not (tries_layout and has_2d_kernels(model)):
+    if model is not None:
         return BuiltModel(model.train())
     model = _create_model(spec).train()
     weights = _load_initial_weights(spec, world, model)
-    if tries_layout or any(map(is_lazy, model.parameters())):
-        _try_in_host_memory(spec, task, model, first_batch())
+    if any(map(is_lazy, model.parameters())):
+        _create_lazy_weights(spec, task, model, first_batch())
+    last = _keeps_layout(spec, world) and _try_channels_last(spec, task, model, first_batch())
     check_extra_state(model, spec.model)
-    channels_last = tries_layout and any(map(_has_channels_last, model.parameters()))
-    return BuiltModel(model, "", weights, reason or "it tries the layout of its kernels", channels_last)
+    return BuiltModel(model, initial_weights=weights, whole_because=reason, channels_last=last)
 
 
-def agree_on_initial_weights(world: World, built: BuiltModel) -> tuple[int | None, str]:
-    """Agree on who has the first weights, and on the layout of kernels; all ranks call it together.
+def share_memory_format(spec: RunSpec, world: World, model: nn.Module, *, channels_last: bool) -> None:
+    """With --exact kernels are laid out as without sharding, since the last bits depend on it: rank 0 has tried how.
+
+    Else rows are gathered as they lie. All ranks call it together.
+    """
+    if spec.config.reproducibility.exact and broadcast_object(world, channels_last):
+        use_channels_last(model)
+
+
+def explain_initial_weights(world: World, built: BuiltModel) -> tuple[int | None, str]:
+    """Agree on who has the first weights; all ranks call it together.
 
     Returns:
         The rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
@@ -104,16 +113,14 @@ def agree_on_initial_weights(world: World, built: BuiltModel) -> tuple[int | Non
     Raises:
         RequestError: the ranks built different networks; the same on every rank.
     """
-    everyone = all_gather_object(world, [_fingerprint_structure(built.model), built.whole_because, built.channels_last])
-    differing = [rank for rank, (structure, *_) in enumerate(everyone) if structure != everyone[0][0]]
+    everyone = all_gather_object(world, [_fingerprint_structure(built.model), built.whole_because])
+    differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
     if differing:
         raise RequestError(
             f"--model: rank {differing[0]} built other parameters or buffers than rank 0",
             remedy="a factory that builds the same network on the meta device and wherever it is called",
         )
-    if any(channels_last for *_, channels_last in everyone):
-        use_channels_last(built.model)
-    reasons = [reason for _, reason, _ in everyone]
+    reasons = [reason for _, reason in everyone]
     if not any(reasons):
         return None, "no rank builds the weights: the checkpoint has them"
     if reason := next(filter(None, reasons[1:]), ""):
@@ -155,6 +162,8 @@ def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | Non
 
     seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
     model, reason = build_on_meta(lambda: init_model(spec.config, spec.source))
+    if model is not None and _keeps_layout(spec, world) and has_2d_convolutions(model):
+        return None, "the layout of its kernels is tried on it"
     if model is not None and world.is_main and (unsaved := find_unsaved_buffers(model)):
         return None, f"{unsaved[0]} is a buffer that no checkpoint has"
     return model, reason
@@ -168,16 +177,25 @@ def _load_initial_weights(spec: RunSpec, world: World, model: nn.Module) -> Weig
     return load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial)
 
 
-def _try_in_host_memory(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:
-    """A pass that creates lazy weights, and shows whether the model takes channels last."""
-    inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
+def _create_lazy_weights(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:
+    """Let the first pass create weights, in host memory."""
+    seed_weights(spec.config.reproducibility.seed, late=True)
+    smoke_test_batch(spec, task, model, Precision(spec.plan.precision, _CPU), _move_to_host(batch))
+
+
+def _keeps_layout(spec: RunSpec, world: World) -> bool:
+    return world.is_main and spec.config.reproducibility.exact
+
+
+def _try_channels_last(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> bool:
+    """Whether kernels are laid out with channels last, tried in host memory."""
     precision = Precision(spec.plan.precision, _CPU)
-    try_first_batch(spec, task, model, precision, replace(batch, inputs=inputs, targets=targets))
+    return try_channels_last(spec, task, model, precision, _move_to_host(batch)) is not None
 
 
-def _has_channels_last(parameter: nn.Parameter) -> bool:
-    usual = torch.empty(parameter.shape, device="meta").stride()
-    return parameter.ndim == 4 and parameter.stride() != usual and parameter.is_contiguous(memory_format=_LAST)
+def _move_to_host(batch: Batch) -> Batch:
+    inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _fingerprint_structure(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run.build_components import first_batch
+from multigpu_cli.run.check_memory import refuse_single_samples
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.oom_recovery import REMEDY, halve_eval_batch, halve_micro_batch
@@ -100,6 +101,8 @@ def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
         components.spec = with_micro_batch(spec, smaller)
     _try_shortest_micro_batch(components)
     while not _fits_in_memory(components, components.plan.batches.micro_batch):
+        if components.plan.batches.micro_batch == 1:
+            refuse_single_samples(components.spec)
         yield halve_micro_batch(components)
 
 
@@ -152,6 +155,7 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
     while size <= limit and _fits_in_memory(components, size):
         size, best = size * 2, size
     if not best:
+        refuse_single_samples(components.spec)
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=REMEDY)
     reason = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
     components.spec = with_measured_batch(components.spec, best, components.world, reason)

@@ -38,12 +38,22 @@ def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
     if any(map(is_lazy, model.parameters())):  # the first pass creates their weights: before it there is no format
         seed_weights(spec.config.reproducibility.seed, late=True)
         smoke_test_batch(spec, task, model, precision, batch)
+    call = try_channels_last(spec, task, model, precision, batch)
+    return smoke_test_batch(spec, task, model, precision, batch) if call is None else call
+
+
+def try_channels_last(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str | None:
+    """Lay the kernels of 2-d convolutions out with channels last, if the model accepts the batch in it.
+
+    Returns:
+        how the model is called, in words; None where the layout is as it was.
+    """
     if use_channels_last(model):
         try:
             return smoke_test_batch(spec, task, model, precision, batch)
         except RequestError:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    return smoke_test_batch(spec, task, model, precision, batch)
+    return None
 
 
 def smoke_test_batch(

@@ -1,6 +1,7 @@
 """A sharded model starts from the seed's own weights, and no rank but one ever holds all of them."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.run import build_model
-from multigpu_cli.run.build_components import build_components
+from multigpu_cli.run.build_components import build_components, first_batch
+from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
@@ -113,11 +116,32 @@ def test_where_a_checkpoint_has_all_weights_nobody_builds_them(in_tmp_path: None
     assert plan["first_weights"].startswith("rank 0 builds the weights"), "a buffer is in no checkpoint"
 
 
+@pytest.mark.parametrize(("model", "last"), [("convnet", True), ("tests.run.test_build_components:Viewing", False)])
+def test_with_exact_kernels_are_laid_out_as_without_sharding(model: str, last: bool, tmp_path: Path) -> None:
+    """Rank 0 tries it in host memory, and the others do the same on the meta device."""
+
+    def work(world: World) -> list[Any]:
+        flags = {"model": model, "data": "tests.run.test_build_components:Pictures"}
+        config = resolve(flags | {"save_dir": str(tmp_path / str(world.rank))}, [], None)
+        spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), world)
+        spec = replace(spec, config=replace_settings(config, {"exact": True}))
+        task = build_task(spec.config, spec.source)
+        loader = task.train_stream(config.data, world, 1)
+        built = build_model.build_model_to_shard(spec, world, task, lambda: first_batch(loader, 2))
+        build_model.share_memory_format(spec, world, built.model, channels_last=built.channels_last)
+        return [list(parameter.stride()) for parameter in built.model.parameters()]
+
+    one, other = run_on_each_rank(2, work)
+    assert one == other
+    shapes = any(strides[1] == 1 and strides[0] > 4 for strides in one if len(strides) == 4)
+    assert shapes == last
+
+
 def test_ranks_that_build_other_networks_are_told_so() -> None:
     def work(world: World) -> str:
         model = torch.nn.Linear(3, 3 + world.rank)
         try:
-            build_model.agree_on_initial_weights(world, build_model.BuiltModel(model))
+            build_model.explain_initial_weights(world, build_model.BuiltModel(model))
         except RequestError as error:
             return str(error)
         return ""

@@ -13,11 +13,12 @@ from multigpu_cli.commands.bench.plot import draw_benchmark
 from multigpu_cli.commands.bench.trainer_run import WINDOWS, run_trainer, window_steps
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import measure_worker
-from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, format_bytes, measure_interconnect
+from multigpu_cli.commands.plan.plan import NO_WIRE, forecast_rows, measure_interconnect
 from multigpu_cli.commands.requests import parse_worker_counts
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.faults.stop import interruptible
+from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
 from multigpu_cli.runtime.choose_strategy_and_devices import count_cores, usable_gpus

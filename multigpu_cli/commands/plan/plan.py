@@ -17,7 +17,7 @@ from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.types import integer, number
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.faults.stop import interruptible
-from multigpu_cli.monitor.format import format_duration
+from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.planning.memory import Memory
@@ -252,10 +252,3 @@ def _format_sharded(forecast: Forecast) -> Iterator[str]:
             f"a step of {pluralize(row.passes, 'micro-batch')} sends {format_bytes(row.sent)} "
             f"(ddp {format_bytes(row.sent_by_ddp)})"
         )
-
-
-def format_bytes(count: float) -> str:
-    """'1.50 GiB', '0.20 MiB'."""
-    units = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
-    name = next((name for name, size in units.items() if count >= 0.1 * size), "KiB")
-    return f"{count / units[name]:.2f} {name}"

@@ -1,0 +1,34 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.run.check_memory import forecast_state
+from tests.support.run_training import run_training
+
+
+def test_the_state_without_activations() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model[0].bias.requires_grad_(False)
+    buffers, all_weights, learning = 8 + 2 * 8 * 4, 4 * (40 + 16), 4 * (32 + 16)
+    memory = forecast_state(model, resolve({}, [], None))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (all_weights + buffers, learning, 2 * learning)
+    memory = forecast_state(model, resolve({"optimizer": "sgd", "ema": "0.9"}, [], None))
+    assert (memory.weights, memory.optimizer) == (2 * (all_weights + buffers), learning)
+    assert forecast_state(model, resolve({}, [], None), own_optimizer=True).optimizer == 0
+    assert all(parameter.device == torch.device("cpu") for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [({}, "RequestError"), ({"batch_size": "auto"}, "RequestError"), ({"multi_gpu": "ddp"}, "TrainingError")],
+)
+def test_where_no_sample_fits_auto_names_sharding(flags: dict[str, Any], kind: str, in_tmp_path: None) -> None:
+    greedy: dict[str, Any] = {"model": "tests.support.awkward_models:greedy", "batch_size": 2, "save_dir": "run"}
+    ended = run_training(2, **greedy | flags, sets=["model.args.training=0"])
+    assert (ended.kind, "--multi-gpu fsdp" in ended.error) == (kind, True), ended.error
+    assert ("out of memory with a single sample on each of several devices" in ended.error) == (kind == "RequestError")
+    assert not Path("run").exists()
