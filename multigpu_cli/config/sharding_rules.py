@@ -28,11 +28,16 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
             "--freeze what takes no part in the loss, or use --multi-gpu ddp",
         ),
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
-        ("--task ppo", acts or config.task.name == "ppo", "--multi-gpu ddp"),
     )
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
+    if acts or config.task.name == "ppo":
+        yield RequestError(
+            "--task ppo together with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
+            "environments do not act equally often",
+            remedy="--multi-gpu ddp",
+        )
     if model.compile == "reduce-overhead":
         yield RequestError(
             "--compile reduce-overhead together with --multi-gpu fsdp: gathered weights lie elsewhere in each pass, "

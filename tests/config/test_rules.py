@@ -62,7 +62,7 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ({"multi_gpu": "fsdp", "compile": "reduce-overhead"}, ["CUDA graphs need fixed", "--compile default"]),
         ({"multi_gpu": "fsdp", "find_unused_parameters": True}, ["--find-unused-parameters: not with", "--freeze"]),
         ({"multi_gpu": "fsdp", "sync_bn": True}, ["--sync-bn: not with --multi-gpu fsdp yet"]),
-        ({"multi_gpu": "fsdp", "data": "gym"}, ["--task ppo: not with --multi-gpu fsdp yet", "--multi-gpu ddp"]),
+        ({"multi_gpu": "fsdp", "data": "gym"}, ["--task ppo together with --multi-gpu fsdp", "act equally often"]),
         ({"multi_gpu": "fsdp", "gpu_ids": "0,1", "nproc_per_node": "3"}, ["fsdp uses one process per GPU"]),
         ({"num_envs": "8"}, ["--num-envs", "--task ppo"]),
         ({"env_steps": "8", "task": "classification"}, ["--env-steps", "--task ppo"]),

@@ -44,7 +44,12 @@ PAUSE = {"OWN_PAUSE": "0.02"}
 
 class OwnEvaluation(Classification):
     def evaluate(self, *args: Any, **named: Any) -> Evaluation:
-        return super().evaluate(*args, **named)
+        found = super().evaluate(*args, **named)
+        return found._replace(metrics=found.metrics | {"own": 1.0})
+
+
+class EqualEvaluation(OwnEvaluation):
+    supports_equal_passes = True
 
 
 def run(workers: int, folder: str, case: dict[str, Any] | None = None, **flags: Any) -> Ended:
@@ -159,6 +164,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
     assert "NaN or infinite" in ended.error
 
 
+def test_a_task_with_its_own_evaluation_says_that_it_runs_equal_passes() -> None:
+    case = {"task": f"{__name__}:EqualEvaluation"}
+    run(1, "one", case)
+    assert not run(3, "three", case).error
+    assert read_evals("three") == pytest.approx(read_evals("one"), rel=2e-5)
+    assert {event["own"] for event in read_events("three", "eval")} == {1.0}
+
+
 def test_a_weight_that_only_some_micro_batches_use_has_the_sum_of_these() -> None:
     case = {"model": "tests.support.failing_model:choosy"}
     assert not run(1, "one", case).error
@@ -250,7 +263,7 @@ def test_the_plan_says_what_is_gathered() -> None:
             "1.bias took no part in the loss, and FSDP waits",
         ),
         ({"exact": True}, "--exact: not with --multi-gpu fsdp yet"),
-        ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "a task with its own `evaluate` is not for"),
+        ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "has its own `evaluate`: with --multi-gpu fsdp all"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_touched(flags: dict[str, Any], named: str) -> None:
