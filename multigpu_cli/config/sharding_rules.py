@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "exact grad_compression compile find_unused_parameters sync_bn optimizer"
+KEYS = "exact grad_compression compile sync_bn optimizer"
 """The keys that the rule reads, beside those of data and task."""
 
 _ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
@@ -22,11 +22,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     refused = (
         ("--exact", config.reproducibility.exact, "leave out --exact, or use --multi-gpu ddp"),
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
-        (
-            "--find-unused-parameters",
-            config.communication.find_unused_parameters,
-            "--freeze what takes no part in the loss, or use --multi-gpu ddp",
-        ),
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
     )
     for what, given, remedy in refused:

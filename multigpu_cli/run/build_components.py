@@ -229,6 +229,7 @@ def build_strategy(model: nn.Module, state: TrainState, world: World, spec: RunS
             state.average and state.average.module,
             blocks=find_blocks_to_wrap(state.model, config.device.wrap),
             keeps_weights=config.device.reshard == "step",
+            finds_unused=config.communication.find_unused_parameters,
         )
         sharded.callable = model
         return sharded

@@ -23,6 +23,7 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
+from multigpu_cli.strategies.sharded_usage import WeightUsage
 
 
 class Sharded(Strategy):
@@ -35,6 +36,7 @@ class Sharded(Strategy):
         optimizer: over the model's parameters; it is given the rows in their place.
         average: a copy of the model, such as its exponential moving average; sharded alike.
         blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
+        finds_unused: what no worker used in a step has no gradient, rather than zeros.
         keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
 
     Raises:
@@ -53,11 +55,13 @@ class Sharded(Strategy):
         *,
         blocks: Sequence[str] = (),
         keeps_weights: bool = False,
+        finds_unused: bool = False,
     ) -> None:
         super().__init__(model, world)
         _check_can_be_sharded(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._keeps_weights = keeps_weights
+        self._keeps_weights, self._finds_unused = keeps_weights, finds_unused
+        self._usage: WeightUsage | None = None
         mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
         _shard(model, mesh, blocks, frees_after_forward=not keeps_weights)
         if average is not None:  # it has no backward pass, which would free what it keeps
@@ -114,6 +118,8 @@ class Sharded(Strategy):
                 module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
+        if self._finds_unused and not self._usage:
+            self._usage = WeightUsage(self._model, self._world)  # type: ignore[arg-type]
 
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
         """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
@@ -133,6 +139,8 @@ class Sharded(Strategy):
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         self._rounds, self._done = -(-micro_batches // self._world.size), 0
+        if self._usage:
+            self._usage.counts = True
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -145,14 +153,17 @@ class Sharded(Strategy):
         yield
 
     def reduce_gradients(self, *, idle: bool) -> None:
+        if self._usage:
+            self._usage.counts = False
         while self._done < self._rounds:
             with self.accumulate(last=False):
                 (self._padding() * 0).backward()
             self._buffers.abort_step()  # what this pass alone has changed
         self._rounds = 0
+        unused = self._usage.take_unused(parameter for parameter, _ in self._pairs) if self._usage else set()
         for parameter, row in self._pairs:
             gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
-            row.grad = None if gradient is None else gradient.to_local()
+            row.grad = None if gradient is None or id(parameter) in unused else gradient.to_local()
         super().reduce_gradients(idle=idle)
 
     def find_parameter(self, moved: Tensor) -> Tensor:

@@ -180,6 +180,16 @@ def test_a_weight_that_only_some_micro_batches_use_has_the_sum_of_these() -> Non
     assert read_curve("three") == pytest.approx(read_curve("one"), rel=2e-5)
 
 
+def test_a_weight_that_nobody_uses_in_a_step_is_left_alone_where_unused_ones_are_looked_for() -> None:
+    """Zeros would let its momentum and the weight decay move it; in one process it has no gradient."""
+    case: dict[str, Any] = {"model": "tests.support.failing_model:choosy", "find_unused_parameters": True}
+    case |= {"global_batch_size": 4, "batch_size": 2, "weight_decay": 0.1}
+    assert not run(1, "one", case).error
+    ended = run(3, "three", case)
+    assert (ended.error, ended.killed) == ("", [])
+    assert read_curve("three") == pytest.approx(read_curve("one"), rel=2e-5)
+
+
 def test_workers_that_run_different_blocks_are_found_before_anything_is_saved() -> None:
     """Their blocks are of one size: each took the other's weights, and nothing else would tell."""
     case: dict[str, Any] = {"model": "tests.support.failing_model:dropping"}
