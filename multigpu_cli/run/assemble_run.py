@@ -56,7 +56,7 @@ def assemble_run(
     journal, trace = run_on_all_ranks(world, open_files)
     components.task.moved, components.strategy.arrived = watchdog.mark_progress, watchdog.count_arrival
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
-    fp16, sharded = components.state.precision.name == "fp16", components.strategy.sharded
+    fp16 = components.state.precision.name == "fp16"
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
     return Run(
@@ -64,7 +64,7 @@ def assemble_run(
         observer=StepObserver(
             watchdog,
             StepTimer(device_runs_ahead=world.device.type == "cuda"),
-            NoiseMeter(0 if fp16 or sharded else config.log.interval, components.strategy.loss_factor),
+            NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
             SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,

@@ -21,7 +21,7 @@ from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
+from multigpu_cli.strategies.sharded_probe import can_probe, list_groups, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
 from multigpu_cli.strategies.sharded_usage import WeightUsage
 
@@ -151,6 +151,11 @@ class Sharded(Strategy):
         if self._keeps_weights:
             self._model.set_reshard_after_backward(last)
         yield
+
+    def local_gradients(self) -> list[Tensor]:
+        held = [parameter for group in list_groups(self._roots[:1]) for parameter in group.fsdp_params]
+        found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
+        return [gradient for gradient in found if gradient is not None]
 
     def reduce_gradients(self, *, idle: bool) -> None:
         if self._usage:

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.sharded_probe import list_groups
 
 
 class WeightUsage:
@@ -27,12 +27,10 @@ class WeightUsage:
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world, self.counts = world, False
         self._used: set[int] = set()
-        for module in model.modules():
-            for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-                for held in group.fsdp_params:
-                    if hasattr(held, "_unsharded_param"):  # its block was run
-                        note = partial(self._note, id(held.sharded_param))
-                        held._unsharded_param.register_post_accumulate_grad_hook(note)
+        for held in (held for group in list_groups([model]) for held in group.fsdp_params):
+            if hasattr(held, "_unsharded_param"):  # its block was run
+                note = partial(self._note, id(held.sharded_param))
+                held._unsharded_param.register_post_accumulate_grad_hook(note)
 
     def _note(self, which: int, _: Tensor) -> None:
         if self.counts:

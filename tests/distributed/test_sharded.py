@@ -255,6 +255,15 @@ def test_the_flops_of_a_sample_are_those_of_one_process() -> None:
     assert count_flops(2, "two") == pytest.approx(count_flops(1, "one"))
 
 
+def test_the_noise_scale_is_that_of_the_same_workers_unsharded() -> None:
+    for mode in ("ddp", "fsdp"):
+        assert not run(2, mode, multi_gpu=mode, epochs=4).error
+    lines = {mode: read_events(mode, "train") for mode in ("ddp", "fsdp")}
+    expected, found = ([line["noise_scale"] for line in lines[mode] if "noise_scale" in line] for mode in lines)
+    assert len(expected) > 3
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_plan_says_what_is_gathered() -> None:
     case = GPT | {"sets": [*SIZES, "strategy.wrap=blocks.1"]}
     plan = run_training(2, **CUT | FSDP | case, dry_run=True).summary
