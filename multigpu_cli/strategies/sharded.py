@@ -89,9 +89,16 @@ class Sharded(Strategy):
         self.trained = [row for _, row in self._pairs]
 
     def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
-        """Itself: FSDP looks at `requires_grad` in each pass."""
+        """Itself: FSDP looks at `requires_grad` when it gathers a weight."""
+        self._reshard()
         self._find_trained()
         return self
+
+    def _reshard(self) -> None:
+        """Free gathered weights, which an evaluation leaves: `model.parameters()` are the divided ones again."""
+        for module in self._model.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _note_arrival(self, place: int, *_: object) -> None:
         self._order = hash((self._order, place))
@@ -120,6 +127,7 @@ class Sharded(Strategy):
             loss()  # fetches its samples while no loader is at work
         if self._finds_unused and not self._usage:
             self._usage = WeightUsage(self._model, self._world)  # type: ignore[arg-type]
+        self._reshard()
 
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
         """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
