@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "exact grad_compression compile find_unused_parameters sync_bn optimizer"
+KEYS = "exact grad_compression compile sync_bn optimizer"
 """The keys that the rule reads, beside those of data and task."""
 
 _ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
@@ -21,13 +21,7 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     compression = config.communication.grad_compression
     refused = (
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
-        (
-            "--find-unused-parameters",
-            config.communication.find_unused_parameters,
-            "--freeze what takes no part in the loss, or use --multi-gpu ddp",
-        ),
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
-        ("--task ppo", acts or config.task.name == "ppo", "--multi-gpu ddp"),
     )
     if config.reproducibility.exact and config.device.shard_size:
         yield RequestError("--exact: not with --shard-size yet", remedy="leave out one of them")
@@ -40,6 +34,12 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
+    if acts or config.task.name == "ppo":
+        yield RequestError(
+            "--task ppo together with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
+            "environments do not act equally often",
+            remedy="--multi-gpu ddp",
+        )
     if model.compile == "reduce-overhead":
         yield RequestError(
             "--compile reduce-overhead together with --multi-gpu fsdp: gathered weights lie elsewhere in each pass, "

@@ -54,9 +54,9 @@ class NoiseMeter:
         return bool(self._interval) and done == 1 and passes > 1 and step % self._interval == 0
 
     @torch.no_grad()
-    def record_gradient(self, parameters: list[Tensor]) -> None:
-        """Store the norm of the first micro-batch's gradient in `.grad`."""
-        self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    def record_gradient(self, gradients: list[Tensor]) -> None:
+        """Store the norm of the first micro-batch's gradient; without one the step is not measured."""
+        self._norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def take_small_norm(self) -> float | None:
         """The norm stored since the last call, without the factor of the losses."""

@@ -57,18 +57,18 @@ def assemble_run(
     journal, trace = run_on_all_ranks(world, open_files)
     components.task.moved, components.strategy.arrived = watchdog.mark_progress, watchdog.count_arrival
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
-    fp16, sharded = components.state.precision.name == "fp16", components.strategy.sharded
+    fp16 = components.state.precision.name == "fp16"
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
-    owner = agree_on_owner(world, folder) if sharded else ""
-    if sharded and not owner:
+    owner = agree_on_owner(world, folder) if components.strategy.sharded else ""
+    if components.strategy.sharded and not owner:
         console.note(f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone")
     return Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
             watchdog,
             StepTimer(device_runs_ahead=world.device.type == "cuda"),
-            NoiseMeter(0 if fp16 or sharded else config.log.interval, components.strategy.loss_factor),
+            NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
             SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,

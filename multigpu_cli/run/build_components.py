@@ -128,10 +128,12 @@ def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
     if live:
         return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
     task = build_task(spec.config, spec.source)
-    if spec.placement.strategy == "fsdp" and type(task).evaluate is not Task.evaluate:
+    own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
+    if spec.placement.strategy == "fsdp" and own:
         raise RequestError(
-            f"--task {spec.task}: a task with its own `evaluate` is not for --multi-gpu fsdp yet",
-            remedy="a task that leaves `evaluate` as it is, or --multi-gpu ddp",
+            f"--task {spec.task} has its own `evaluate`: with --multi-gpu fsdp all workers have to run the model in it "
+            "equally often",
+            remedy="supports_equal_passes = True in the class if they do; or --multi-gpu ddp",
         )
     return task
 
@@ -263,6 +265,7 @@ def _shard(
         keeps_weights=device.reshard == "step",
         source=source,
         shard_size=device.shard_size,
+        finds_unused=config.communication.find_unused_parameters,
     )
     sharded.callable = model
     return sharded

@@ -69,6 +69,11 @@ def _check_sharding(config: Config, workers: int) -> Iterator[RequestError]:
             f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
             remedy="a newer torch, or --multi-gpu ddp",
         )
+    if config.communication.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        yield RequestError(
+            f"--find-unused-parameters together with --multi-gpu fsdp: torch {torch.__version__} can't do it",
+            remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp",
+        )
     if config.batch.size == "auto" and not hasattr(FSDPModule, "reset_iter_state"):
         yield RequestError(
             f"--batch-size auto together with --multi-gpu fsdp: torch {torch.__version__} can't go on after a pass "

@@ -179,7 +179,7 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
         raise RequestError(
             f"--model {components.spec.model}: {names} took no part in the loss, and {strategy.upper()} waits for "
             "every gradient",
-            remedy=("" if components.strategy.sharded else "--find-unused-parameters, or ") + "--freeze them",
+            remedy="--find-unused-parameters, or --freeze them",
         )
     return fits
 

@@ -1,5 +1,6 @@
 """Forward and backward of one micro-batch."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -14,8 +15,8 @@ class Observer(Protocol):
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """A phase begins: "forward", "backward", or "last backward", in which gradients are reduced."""
 
-    def backward_done(self, parameters: list[Tensor]) -> None:
-        """`.grad` has this micro-batch's share."""
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
+        """The gradients of this worker, which the function lists, have this micro-batch's share."""
 
 
 def forward_backward(
@@ -37,5 +38,5 @@ def forward_backward(
             observer.phase("last backward" if last else "backward", batch)
         precision.backward(loss, strategy.loss_factor / divisor)
     if observer:
-        observer.backward_done(components.trainable_parameters)
+        observer.backward_done(strategy.local_gradients)
     return loss.detach()

@@ -10,7 +10,7 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunRequest
-from multigpu_cli.runtime.choose_strategy_and_devices import count_cores
+from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS, count_cores
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
@@ -131,7 +131,9 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
     ddp_arguments: list[str] = []
     if request.placement.strategy != "fsdp":
         unused |= {"reshard", "shard_size", "strategy.wrap"}
+    if request.placement.strategy not in MULTI_PROCESS:
+        unused |= {"find_unused_parameters"}
     if request.placement.strategy != "ddp":
-        unused |= {"grad_compression", "bucket_cap_mb", "find_unused_parameters"}
+        unused |= {"grad_compression", "bucket_cap_mb"}
         ddp_arguments = sorted(live.ddp) if live else []
     return [SETTINGS[key].flag or key for key in sorted(unused & config.explicit)] + ddp_arguments

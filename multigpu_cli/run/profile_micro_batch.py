@@ -88,7 +88,7 @@ class _FlopCounter(FlopCounterMode):
     def phase(self, name: str, batch: Batch | None = None) -> None:
         self._in_backward = name != "forward"
 
-    def backward_done(self, parameters: list[Tensor]) -> None:
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
         """Nothing to do."""
 
     def _counted(self, flops_of: Callable[..., int], *args: Any, **kwargs: Any) -> int:

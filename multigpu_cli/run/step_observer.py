@@ -1,6 +1,6 @@
 """Everything that observes a training step without changing it, in one place and one order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -46,10 +46,10 @@ class StepObserver:
         """Report this rank's position to the watchdog."""
         self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.sample_indices)
 
-    def backward_done(self, parameters: list[Tensor]) -> None:
-        """`.grad` holds the sum of this worker's micro-batches so far."""
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
+        """The gradients, which the function lists, are the sum of this worker's micro-batches so far."""
         if self.noise.is_due(self._layout.step + 1, len(self._layout.passes), len(self._indices)):
-            self.noise.record_gradient(parameters)
+            self.noise.record_gradient(gradients())
 
     def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
         """The optimizer has stepped, or skipped the step; `units` is the step's loss units over all workers."""

@@ -93,6 +93,10 @@ class Strategy(ABC):
         """The context of one micro-batch's forward and backward pass; gradients are reduced only in the last one."""
         return nullcontext()
 
+    def local_gradients(self) -> list[Tensor]:
+        """The sum of this worker's micro-batches so far in the step, before the last of them; [] where none is kept."""
+        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
+
     def after_backward(self, number: int) -> None:
         """After the backward pass of micro-batch `number` of the step, counted over all workers."""
         self._buffers.collect()

@@ -20,8 +20,9 @@ from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import ReadRows, Strategy
 from multigpu_cli.strategies.shard_model import ModelSharder, create_mesh
-from multigpu_cli.strategies.sharded_probe import can_probe, send_nothing
+from multigpu_cli.strategies.sharded_probe import can_probe, list_groups, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
+from multigpu_cli.strategies.sharded_usage import WeightUsage
 
 
 class Sharded(Strategy):
@@ -34,6 +35,7 @@ class Sharded(Strategy):
         optimizer: over the model's parameters, see `attach_optimizer`; None: it is built later, over `trained`.
         average: a copy of the model, such as its exponential moving average; sharded alike, and given its weights.
         blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
+        finds_unused: what no worker used in a step has no gradient, rather than zeros.
         keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
         source: the rank whose weights all get; None: nobody's, since a state is loaded before the first pass.
         shard_size: workers of each group that has all rows; None: all workers are one.
@@ -56,13 +58,15 @@ class Sharded(Strategy):
         *,
         blocks: Sequence[str] = (),
         keeps_weights: bool = False,
+        finds_unused: bool = False,
         source: int | None = 0,
         shard_size: int | None = None,
     ) -> None:
         super().__init__(model, world)
         _check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
-        self._keeps_weights = keeps_weights
+        self._keeps_weights, self._finds_unused = keeps_weights, finds_unused
+        self._usage: WeightUsage | None = None
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
@@ -90,9 +94,16 @@ class Sharded(Strategy):
         self.trained = [row for _, row in self._pairs]
 
     def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
-        """Itself: FSDP looks at `requires_grad` in each pass."""
+        """Itself: FSDP looks at `requires_grad` when it gathers a weight."""
+        self._reshard()
         self._find_trained()
         return self
+
+    def _reshard(self) -> None:
+        """Free gathered weights, which an evaluation leaves: `model.parameters()` are the divided ones again."""
+        for module in self._model.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _note_arrival(self, place: int, *_: object) -> None:
         self._order = hash((self._order, place))
@@ -121,6 +132,9 @@ class Sharded(Strategy):
                 module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
+        if self._finds_unused and not self._usage:
+            self._usage = WeightUsage(self._model, self._world)  # type: ignore[arg-type]
+        self._reshard()
 
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
         """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
@@ -140,6 +154,8 @@ class Sharded(Strategy):
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         self._rounds, self._done = -(-micro_batches // self._world.size), 0
+        if self._usage:
+            self._usage.counts = True
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -151,16 +167,24 @@ class Sharded(Strategy):
             self._model.set_reshard_after_backward(last)
         yield
 
+    def local_gradients(self) -> list[Tensor]:
+        held = [parameter for group in list_groups(self._roots[:1]) for parameter in group.fsdp_params]
+        found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
+        return [gradient for gradient in found if gradient is not None]
+
     def reduce_gradients(self, *, idle: bool) -> None:
+        if self._usage:
+            self._usage.counts = False
         while self._done < self._rounds:
             with self.accumulate(last=False):
                 (self._padding() * 0).backward()
             self._end_padding_pass()
         self._rounds = 0
         summed = self._finish_sums()
+        unused = self._usage.take_unused(parameter for parameter, _ in self._pairs) if self._usage else set()
         for parameter, row in self._pairs:
             gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
-            row.grad = None if gradient is None else gradient.to_local()
+            row.grad = None if gradient is None or id(parameter) in unused else gradient.to_local()
         self._buffers.apply_mean_change(summed)
 
     def _end_padding_pass(self) -> None:

@@ -4,7 +4,7 @@ FSDP lets its collectives be replaced. In place of them each worker repeats its 
 takes the same memory at the same time, and numbers like those of the weights, of which nothing is kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,14 +18,19 @@ def can_probe() -> bool:
     return hasattr(FSDPModule, "reset_iter_state")
 
 
+def list_groups(roots: Iterable[nn.Module]) -> list[Any]:
+    """What FSDP gathers as one, each."""
+    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+
+
 @contextmanager
 def send_nothing(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, passes of these sharded models stay on this worker; one may fail in the middle, and none has a result.
 
     Needs `can_probe`.
     """
-    modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
-    groups: list[Any] = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = list_groups(roots)
     real = [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
     for group, (gather, scatter) in zip(groups, real, strict=True):
         group._all_gather_comm, group._reduce_scatter_comm = _RepeatedRows(gather), _OwnPart(scatter)

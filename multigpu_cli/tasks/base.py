@@ -79,6 +79,8 @@ class Task(ABC):
         sums: names of the sums of an evaluation beside the loss.
         expected_shapes: of targets and outputs, for messages.
         equal_passes: every worker runs the model equally often in an evaluation, because each pass communicates.
+        supports_equal_passes: a task with its own `evaluate` sees to that where `equal_passes` is set; one that leaves
+            it to `super().evaluate` does.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
     """
@@ -88,6 +90,7 @@ class Task(ABC):
     sums: tuple[str, ...] = ()
     expected_shapes: str = "what its loss_sum and measure take"
     equal_passes: bool = False
+    supports_equal_passes: bool = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

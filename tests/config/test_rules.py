@@ -61,9 +61,8 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ({"multi_gpu": "fsdp", "exact": True, "compile": "default"}, ["--exact together with", "--compile off"]),
         ({"multi_gpu": "fsdp", "grad_compression": "fp16"}, ["--grad-compression fp16: not with --multi-gpu fsdp"]),
         ({"multi_gpu": "fsdp", "compile": "reduce-overhead"}, ["CUDA graphs need fixed", "--compile default"]),
-        ({"multi_gpu": "fsdp", "find_unused_parameters": True}, ["--find-unused-parameters: not with", "--freeze"]),
         ({"multi_gpu": "fsdp", "sync_bn": True}, ["--sync-bn: not with --multi-gpu fsdp yet"]),
-        ({"multi_gpu": "fsdp", "data": "gym"}, ["--task ppo: not with --multi-gpu fsdp yet", "--multi-gpu ddp"]),
+        ({"multi_gpu": "fsdp", "data": "gym"}, ["--task ppo together with --multi-gpu fsdp", "act equally often"]),
         ({"multi_gpu": "fsdp", "gpu_ids": "0,1", "nproc_per_node": "3"}, ["fsdp uses one process per GPU"]),
         ({"num_envs": "8"}, ["--num-envs", "--task ppo"]),
         ({"env_steps": "8", "task": "classification"}, ["--env-steps", "--task ppo"]),
@@ -98,6 +97,7 @@ def test_what_cannot_go_together_is_refused(flags: dict[str, Any], words: list[s
         {"multi_gpu": "ddp", "nproc_per_node": "2", "max_restarts": "3"},
         {
             "multi_gpu": "fsdp",
+            "find_unused_parameters": True,
             "nproc_per_node": "2",
             "max_restarts": "3",
             "compile": "default",

@@ -94,6 +94,14 @@ def test_the_curve_is_the_same_on_any_number_of_workers(workers: int, flags: dic
     assert find_changed_weights("several", 6, 9) == {*BODY, "6.weight", "6.bias"}, "in epoch 3"
 
 
+def test_gathered_weights_that_an_evaluation_leaves_learn_from_their_epoch_on_too() -> None:
+    """Without a checkpoint in between, which would free them."""
+    flags = {"checkpoint_every": "1000"}
+    for count, folder, more in ((1, "run", {}), (2, "two", FSDP | {"reshard": "step"})):
+        assert run_training(count, **RUN | LATER | flags | {"save_dir": folder} | more, sets=AT).error == ""
+    assert curve("two") == pytest.approx(curve("run"), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("workers", "flags"),
     [(1, {"ema": 0.9}), (2, {"optimizer": "sgd"}), (3, {}), (2, {"exact": True, "ema": 0.9}), (2, FSDP | {"ema": 0.9})],

@@ -44,7 +44,12 @@ PAUSE = {"OWN_PAUSE": "0.02"}
 
 class OwnEvaluation(Classification):
     def evaluate(self, *args: Any, **named: Any) -> Evaluation:
-        return super().evaluate(*args, **named)
+        found = super().evaluate(*args, **named)
+        return found._replace(metrics=found.metrics | {"own": 1.0})
+
+
+class EqualEvaluation(OwnEvaluation):
+    supports_equal_passes = True
 
 
 def run(workers: int, folder: str, case: dict[str, Any] | None = None, **flags: Any) -> Ended:
@@ -174,8 +179,26 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
     assert "NaN or infinite" in ended.error
 
 
+def test_a_task_with_its_own_evaluation_says_that_it_runs_equal_passes() -> None:
+    case = {"task": f"{__name__}:EqualEvaluation"}
+    run(1, "one", case)
+    assert not run(3, "three", case).error
+    assert read_evals("three") == pytest.approx(read_evals("one"), rel=2e-5)
+    assert {event["own"] for event in read_events("three", "eval")} == {1.0}
+
+
 def test_a_weight_that_only_some_micro_batches_use_has_the_sum_of_these() -> None:
     case = {"model": "tests.support.failing_model:choosy"}
+    assert not run(1, "one", case).error
+    ended = run(3, "three", case)
+    assert (ended.error, ended.killed) == ("", [])
+    assert read_curve("three") == pytest.approx(read_curve("one"), rel=2e-5)
+
+
+def test_a_weight_that_nobody_uses_in_a_step_is_left_alone_where_unused_ones_are_looked_for() -> None:
+    """Zeros would let its momentum and the weight decay move it; in one process it has no gradient."""
+    case: dict[str, Any] = {"model": "tests.support.failing_model:choosy", "find_unused_parameters": True}
+    case |= {"global_batch_size": 4, "batch_size": 2, "weight_decay": 0.1}
     assert not run(1, "one", case).error
     ended = run(3, "three", case)
     assert (ended.error, ended.killed) == ("", [])
@@ -247,6 +270,15 @@ def test_the_flops_of_a_sample_are_those_of_one_process() -> None:
     assert count_flops(2, "two") == pytest.approx(count_flops(1, "one"))
 
 
+def test_the_noise_scale_is_that_of_the_same_workers_unsharded() -> None:
+    for mode in ("ddp", "fsdp"):
+        assert not run(2, mode, multi_gpu=mode, epochs=4).error
+    lines = {mode: read_events(mode, "train") for mode in ("ddp", "fsdp")}
+    expected, found = ([line["noise_scale"] for line in lines[mode] if "noise_scale" in line] for mode in lines)
+    assert len(expected) > 3
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_plan_says_what_is_gathered() -> None:
     case = GPT | {"sets": [*SIZES, "strategy.wrap=blocks.1"]}
     plan = run_training(2, **CUT | FSDP | case, dry_run=True).summary
@@ -265,7 +297,7 @@ def test_the_plan_says_what_is_gathered() -> None:
             "1.bias took no part in the loss, and FSDP waits",
         ),
         ({"sync_bn": True}, "--sync-bn: not with --multi-gpu fsdp yet"),
-        ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "a task with its own `evaluate` is not for"),
+        ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "has its own `evaluate`: with --multi-gpu fsdp all"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_touched(flags: dict[str, Any], named: str) -> None:

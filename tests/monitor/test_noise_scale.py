@@ -68,7 +68,7 @@ def test_the_meter_undoes_what_the_loss_was_multiplied_by() -> None:
     assert not NoiseMeter(0).is_due(0, 2, 1)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0]) * 3
-    meter.record_gradient([weight])
+    meter.record_gradient([weight.grad])
     assert meter.take_small_norm() == pytest.approx(5.0)
     assert meter.take_small_norm() is None
 

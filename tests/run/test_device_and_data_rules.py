@@ -23,12 +23,13 @@ def test_a_torch_that_cannot_do_it_with_sharded_weights_is_refused(monkeypatch: 
     cpu = torch.device("cpu")
 
     def refuse() -> list[str]:
-        request = resolve({"batch_size": "auto"}, (), None)
+        request = resolve({"batch_size": "auto", "find_unused_parameters": True}, (), None)
         errors = check_device(request, Placement("fsdp", (cpu,), 0, "as asked"), World(cpu))
         return [str(error) for error in errors]
 
     assert refuse() == []
     monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", SimpleNamespace())
-    sums, tries = refuse()
+    sums, unused, tries = refuse()
+    assert "--find-unused-parameters together with --multi-gpu fsdp" in unused
     assert "can't sum gradients" in sums
     assert "--batch-size auto together with --multi-gpu fsdp" in tries

@@ -40,7 +40,7 @@ def test_each_part_is_told_what_it_asks_for() -> None:
     seen.phase("forward", work[1])
     assert seen.watchdog.set_position.call_args.args == (7, "forward", work[1].sample_indices)
     seen.noise.is_due.return_value = False
-    seen.backward_done([])
+    seen.backward_done(list)
     assert seen.noise.is_due.call_args.args == (8, 2, 2), "step 8, counted from 1; both of its two passes are done"
     assert not seen.noise.record_gradient.called
     seen.step_done(outcome, 6)

@@ -1,7 +1,7 @@
 """Times of the phases of optimizer steps, measured on the user's own model and data."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 
 import torch
@@ -70,7 +70,7 @@ class _PhaseTimer:
         if name.endswith("backward"):
             self.mark()
 
-    def backward_done(self, parameters: list[Tensor]) -> None:
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
         """Record the end of backward."""
         self.mark()
 
