@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "grad_compression compile batch_size find_unused_parameters model.unfreeze_at amp sync_bn optimizer"
+KEYS = "grad_compression compile batch_size find_unused_parameters model.unfreeze_at amp sync_bn"
 """The keys that the rule reads, beside those of data and task."""
-
-_ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
 
 
 def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError]:
@@ -17,8 +15,7 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     Args:
         acts: the data are environments.
     """
-    model, optimizer = config.model, config.optimizer.name
-    compression = config.communication.grad_compression
+    model, compression = config.model, config.communication.grad_compression
     refused = (
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
         (f"--compile {model.compile}", model.compile != "off", "--compile off"),
@@ -36,9 +33,3 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
-    if optimizer not in _ELEMENTWISE:
-        yield RequestError(
-            f"--optimizer {optimizer} together with --multi-gpu fsdp: each worker has only some rows of a weight, and "
-            "this optimizer needs all of them",
-            remedy=f"--optimizer {' or '.join(_ELEMENTWISE)}, or --multi-gpu ddp",
-        )

@@ -57,6 +57,13 @@ class Strategy(ABC):
                 restores the buffers. Once called, it may be called again in any step.
         """
 
+    def explain_failure(self, error: Exception, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most have no part in it
+        """Raise a RequestError if the model's first pass failed because of how the work is shared.
+
+        Args:
+            loss: fails in the same way, on every rank.
+        """
+
     def begin_step(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` over all workers."""
         self._buffers.begin_step(micro_batches)

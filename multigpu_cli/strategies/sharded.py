@@ -20,6 +20,8 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.check_elementwise import check_is_elementwise
+from multigpu_cli.strategies.direct_use import find_direct_use
 from multigpu_cli.strategies.sharded_state import ShardedState
 
 
@@ -36,7 +38,7 @@ class Sharded(Strategy):
         keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
 
     Raises:
-        RequestError: the weights can't be divided.
+        RequestError: the weights can't be divided, or the optimizer needs whole ones.
     """
 
     name = "fsdp"
@@ -56,6 +58,7 @@ class Sharded(Strategy):
     ) -> None:
         super().__init__(model, world)
         _check_can_be_sharded(model)
+        check_is_elementwise(optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._keeps_weights = keeps_weights
         mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), world.device.type)
@@ -70,6 +73,7 @@ class Sharded(Strategy):
         }
         moved = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self._state = ShardedState(world, parameters, [parameters[name] for name in moved])
+        self._blocks, self._parameters = blocks, parameters
         self._pairs = [(parameters[name], rows[name]) for name in rows if rows[name].requires_grad]
         self.trained = [row for _, row in self._pairs]
         self._give_rows(optimizer, {parameter: rows[name] for parameter, name in names.items()})
@@ -102,6 +106,17 @@ class Sharded(Strategy):
                 module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
+
+    def explain_failure(self, error: Exception, loss: Callable[[], Tensor]) -> None:
+        if "DTensor" not in str(error):
+            return
+        name = find_direct_use(loss, {parameter: name for name, parameter in self._parameters.items()})
+        if block := next((block for block in self._blocks if name.startswith(f"{block}.")), ""):
+            raise RequestError(
+                f"--multi-gpu fsdp: the model uses {name} without a call of {block}, in which alone it is gathered",
+                remedy=f"call {block}, or --set strategy.wrap=… that does not match {block}: what is in no block is "
+                "gathered for the whole pass",
+            ) from error
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)

@@ -190,6 +190,12 @@ def test_weights_that_cannot_be_divided_are_named(build: Callable[[], nn.Module]
         Sharded(model, World(CPU), build_optimizer(model, OptimizerConfig()))
 
 
+def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
+    model = nn.Linear(5, 3)
+    with pytest.raises(RequestError, match="Adafactor needs all of them"):
+        Sharded(model, World(CPU), torch.optim.Adafactor(model.parameters()))
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
