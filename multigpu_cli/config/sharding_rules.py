@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-KEYS = "exact grad_compression compile sync_bn optimizer"
+KEYS = "exact grad_compression compile sync_bn"
 """The keys that the rule reads, beside those of data and task."""
-
-_ELEMENTWISE = ("adamw", "sgd")  # a step on the rows of a weight is that on the whole
 
 
 def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError]:
@@ -17,8 +15,7 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     Args:
         acts: the data are environments.
     """
-    model, optimizer = config.model, config.optimizer.name
-    compression = config.communication.grad_compression
+    model, compression = config.model, config.communication.grad_compression
     refused = (
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
@@ -45,12 +42,6 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
             "--compile reduce-overhead together with --multi-gpu fsdp: gathered weights lie elsewhere in each pass, "
             "and CUDA graphs need fixed addresses",
             remedy="--compile default, or --multi-gpu ddp",
-        )
-    if optimizer not in _ELEMENTWISE:
-        yield RequestError(
-            f"--optimizer {optimizer} together with --multi-gpu fsdp: each worker has only some rows of a weight, and "
-            "this optimizer needs all of them",
-            remedy=f"--optimizer {' or '.join(_ELEMENTWISE)}, or --multi-gpu ddp",
         )
 
 

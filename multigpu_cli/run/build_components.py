@@ -86,7 +86,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     state = run_on_all_ranks(world, lambda: _build_state(spec, built, average, precision, strategy))
     strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
-    call = run_without_vote(world, lambda: _try_sharded(spec, task, state, first)) if shards else built.call
+    call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
     spec = replace(spec, plan=replace(spec.plan, model_call=call))
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
@@ -118,10 +118,15 @@ def _build_state(
     return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
 
 
-def _try_sharded(spec: RunSpec, task: Task, state: TrainState, first: Callable[[], Batch]) -> str:
+def _try_sharded(spec: RunSpec, task: Task, state: TrainState, strategy: Strategy, first: Callable[[], Batch]) -> str:
     """Try the first batch with a model that is on no device whole: all ranks do it together."""
     task.check_model(state.model, state.precision)
-    return smoke_test_batch(spec, task, state.model, state.precision, first())
+    batch = first()
+    try:
+        return smoke_test_batch(spec, task, state.model, state.precision, batch)
+    except RequestError as error:
+        strategy.explain_failure(error.__cause__ or error, lambda: task.measure(state.model, batch))
+        raise
 
 
 def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:

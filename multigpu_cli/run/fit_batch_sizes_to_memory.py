@@ -7,7 +7,7 @@ an evaluation is tried in the same way.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -223,5 +223,7 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if not is_out_of_memory(error):
                 state, two = components.state, first_batch(components.loaders.train, 2)
-                smoke_test_batch(components.spec, components.task, state.model, state.precision, two, training=True)
+                strategy, task = components.strategy, components.task
+                strategy.explain_failure(error, partial(task.loss_sum, strategy.callable, two))
+                smoke_test_batch(components.spec, task, state.model, state.precision, two, training=True)
             raise

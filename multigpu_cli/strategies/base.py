@@ -85,6 +85,13 @@ class Strategy(ABC):
         """
         run_on_all_ranks(self._world, work)
 
+    def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:  # noqa: B027 - most have no part
+        """Raise a RequestError if a first pass failed because of how the work is shared.
+
+        Args:
+            work: the pass, which fails in the same way on every rank.
+        """
+
     def begin_step(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` over all workers."""
         self._buffers.begin_step(micro_batches)

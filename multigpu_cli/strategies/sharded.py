@@ -19,6 +19,8 @@ from multigpu_cli.runtime.collectives import all_gather_object, all_reduce_sum
 from multigpu_cli.runtime.raise_on_all_ranks import run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import ReadRows, Strategy
+from multigpu_cli.strategies.check_elementwise import check_is_elementwise
+from multigpu_cli.strategies.direct_use import find_direct_use
 from multigpu_cli.strategies.shard_model import ModelSharder, create_mesh
 from multigpu_cli.strategies.sharded_probe import can_probe, list_groups, send_nothing
 from multigpu_cli.strategies.sharded_state import ShardedState
@@ -41,7 +43,7 @@ class Sharded(Strategy):
         shard_size: workers of each group that has all rows; None: all workers are one.
 
     Raises:
-        RequestError: the weights can't be divided.
+        RequestError: the weights can't be divided, or the optimizer needs whole ones.
     """
 
     name = "fsdp"
@@ -78,6 +80,7 @@ class Sharded(Strategy):
             for name, p in whole.items()
         }
         self._state = ShardedState(world, parameters, mesh)
+        self._blocks, self._parameters = blocks, parameters
         self._rows_of: dict[Tensor, nn.Parameter] = {parameter: rows[name] for name, parameter in whole.items()}
         self._parts: dict[Tensor, DTensor] = {row: parameters[name] for name, row in rows.items()}
         self._find_trained()
@@ -110,7 +113,12 @@ class Sharded(Strategy):
         self.arrived()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the rows, and their part of the state, in place of whole parameters, if it has been built over these."""
+        """Put the rows, and their part of the state, in place of whole parameters, if it has been built over these.
+
+        Raises:
+            RequestError: it needs whole weights.
+        """
+        check_is_elementwise(optimizer)
         for group in optimizer.param_groups:
             group["params"] = [self._rows_of.get(parameter, parameter) for parameter in group["params"]]
         for parameter in [parameter for parameter in optimizer.state if parameter in self._rows_of]:
@@ -150,6 +158,17 @@ class Sharded(Strategy):
                 return super().probe_memory(work)
         finally:
             self._rounds = self._order = 0
+
+    def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:
+        if "DTensor" not in str(error):
+            return
+        name = find_direct_use(work, {parameter: name for name, parameter in self._parameters.items()})
+        if block := next((block for block in self._blocks if name.startswith(f"{block}.")), ""):
+            raise RequestError(
+                f"--multi-gpu fsdp: the model uses {name} without a call of {block}, in which alone it is gathered",
+                remedy=f"call {block}, or --set strategy.wrap=… that does not match {block}: what is in no block is "
+                "gathered for the whole pass",
+            ) from error
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)

@@ -66,7 +66,9 @@ class WholeTails:
 
     @torch.no_grad()
     def _pad(self, *_: object) -> None:
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        self._order = dict.fromkeys([*self._optimizer.state, *(rows for group in groups for rows in group["params"])])
+        for group in groups:
             group["params"] = [self._pad_parameter(rows) for rows in group["params"]]
 
     def _pad_parameter(self, rows: Tensor) -> Tensor:
@@ -87,9 +89,9 @@ class WholeTails:
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             group["params"] = [self._cut_parameter(parameter) for parameter in group["params"]]
-            for parameter in group["params"]:  # in the order of all workers, which gather it together
-                if parameter in state:
-                    state[parameter] = state.pop(parameter)
+        for parameter in self._order:  # that of all workers, which gather the state together
+            if parameter in state:
+                state[parameter] = state.pop(parameter)
 
     def _cut_parameter(self, padded: Tensor) -> Tensor:
         if (piece := self._padded.pop(padded, None)) is None:

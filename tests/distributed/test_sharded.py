@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.monitor import journal
@@ -50,6 +52,21 @@ class OwnEvaluation(Classification):
 
 class EqualEvaluation(OwnEvaluation):
     supports_equal_passes = True
+
+
+class Direct(nn.Module):
+    """Takes the weight of a module without calling it."""
+
+    def __init__(self, features: int, num_classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(features, 8), nn.Linear(8, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return linear(self.body(inputs).tanh(), self.head.weight)
+
+
+def direct(input_shape: tuple[int], num_classes: int) -> nn.Module:
+    return Direct(*input_shape, num_classes)
 
 
 def run(workers: int, folder: str, case: dict[str, Any] | None = None, **flags: Any) -> Ended:
@@ -295,6 +312,10 @@ def test_the_plan_says_what_is_gathered() -> None:
         (
             {"model": "tests.support.failing_model:forgetful", "sets": ["model.args.at=1"]},
             "1.bias took no part in the loss, and FSDP waits",
+        ),
+        (
+            {"model": "tests.distributed.test_sharded:direct", "sets": ["strategy.wrap=head"]},
+            "the model uses head.weight without a call of head, in which alone it is gathered",
         ),
         ({"sync_bn": True}, "--sync-bn: not with --multi-gpu fsdp yet"),
         ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "has its own `evaluate`: with --multi-gpu fsdp all"),

@@ -11,6 +11,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from multigpu_cli.checkpoint.store import Store
 from tests.distributed.test_sharded import GPT, PAUSE, SIZES, read_curve, read_evals, read_events, run
 from tests.support.run_training import Ended
 
@@ -63,7 +64,11 @@ def train(workers: int, folder: str, case: dict[str, Any], **flags: Any) -> Ende
 
 def read_bits(folder: str) -> list[tuple[str, bytes]]:
     """All tensors of the last checkpoint, in its order: weights, average, buffers, moments."""
-    return list(_list_tensors(torch.load(f"{folder}/last.pt", weights_only=True)))
+    newest, _ = Store(Path(folder, "checkpoints"), 3).find_newest()
+    assert newest is not None
+    tensors = list(_list_tensors(newest.state()))
+    assert any(name.startswith(".optimizer.state.") for name, _ in tensors)
+    return tensors
 
 
 def _list_tensors(state: Any, name: str = "") -> Any:
@@ -83,7 +88,7 @@ def assert_same_bits(folder: str, other: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *(("mlp", (2, 3)), ("convnet", (3,)), ("gpt", (4,))),
+        *(("mlp", (2, 3)), ("convnet", (3,)), ("gpt", (2,))),
         *(pytest.param(name, (2, 3, 4), marks=pytest.mark.slow) for name in CASES),
     ],
 )

@@ -202,6 +202,16 @@ def test_weights_that_cannot_be_divided_are_named(build: Callable[[], nn.Module]
         Sharded(model, World(CPU), build_optimizer(model, OptimizerConfig()))
 
 
+def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
+    def shard(world: World) -> str:
+        model = nn.Linear(5, 3)
+        with pytest.raises(RequestError) as refused:
+            Sharded(model, world, torch.optim.Adafactor(model.parameters()))
+        return refused.value.problem
+
+    assert all("Adafactor needs all of them" in problem for problem in run_on_each_rank(2, shard))
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

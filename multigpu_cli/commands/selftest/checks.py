@@ -221,7 +221,15 @@ def _check_resume(measurements: Measurements) -> CheckResult:
 
 
 def _check_exact(measurements: Measurements) -> CheckResult:
-    alone, parts = measurements.alone["exact"], measurements.of_workers("exact")
+    return _compare_exact(measurements, measurements.of_workers("exact"))
+
+
+def _check_sharded_exact(measurements: Measurements) -> CheckResult:
+    return _compare_exact(measurements, [measurements.workers[0]["sharded exact"]])  # who alone has the whole state
+
+
+def _compare_exact(measurements: Measurements, parts: Sequence[Measured]) -> CheckResult:
+    alone = measurements.alone["exact"]
     refused = (process["refused"] for process in (alone, *parts) if "refused" in process)
     if reason := measurements.no_exact or next(refused, ""):
         return CheckResult("", None, f"not possible here: {reason}")
@@ -259,4 +267,5 @@ _CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
     ("a resumed run equals the uninterrupted one", "resume", _check_resume),
     ("--exact gives the same bits on one worker and on several", "exact", _check_exact),
     ("--multi-gpu fsdp has the loss and gradients of one worker", "sharded", _check_sharded),
+    ("and together with --exact its bits", "sharded exact", _check_sharded_exact),
 ]

@@ -16,6 +16,7 @@ from multigpu_cli.commands.selftest.steps import (
     measure_reference,
     measure_resume,
     measure_sharded,
+    measure_sharded_exact,
 )
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.loader import Batch, Loader
@@ -113,4 +114,5 @@ _PARTS: dict[str, Callable[[SelftestProcess, ExitStack], Measured]] = {
     "resume": measure_resume,
     "exact": measure_exact,
     "sharded": measure_sharded,
+    "sharded exact": measure_sharded_exact,
 }

@@ -177,7 +177,15 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
     assert run.loaders.val is not None
     model, precision = run.state.eval_model(), run.state.precision
     result = run.task.evaluate(model, run.loaders.val, process.world, precision, run.eval_batch_size)
-    return {"end": hash_state(run.state.capture()), "losses": losses, "metrics": dict(result.metrics)}
+    end = run.strategy.gather_state(run.state.state_dict())
+    return {"end": hash_state(end), "losses": losses, "metrics": dict(result.metrics)}
+
+
+def measure_sharded_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
+    """The same with --multi-gpu fsdp; rank 0 has the whole state."""
+    if process.world.size == 1:
+        return {}
+    return measure_exact(replace(process, placement=process.placement._replace(strategy="fsdp")), stack)
 
 
 def advance(run: Run, until: int) -> list[float]:

@@ -162,7 +162,7 @@ def failing(found: Finding) -> list[CheckResult]:
 def test_what_is_right_holds(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     found = outcome(monkeypatch, **settings)
     assert failing(found) == []
-    assert [verdict.holds for verdict in found.values()] == [True] * 11
+    assert [verdict.holds for verdict in found.values()] == [True] * 12
 
 
 def test_a_model_that_depends_on_its_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +268,7 @@ def evidence(**changes: Any) -> Measurements:
         "resume": {"whole": "a", "resumed": "a", "replica": "r", "apart": 0.0},
         "exact": {"end": "e", "losses": [1.0, 0.5], "metrics": {"loss": 1.0}},
         "sharded": {"first": sharded, "last": sharded},
+        "sharded exact": {"end": "e", "losses": [1.0, 0.5], "metrics": {"loss": 1.0}},
     }
     workers = [side | {"evaluation": side["evaluation"] | {"seen": seen}} for seen in ([0, 1], [2, 3])]
     for part, change in changes.items():
@@ -276,7 +277,7 @@ def evidence(**changes: Any) -> Measurements:
 
 
 def test_equal_sides_hold_throughout() -> None:
-    assert [verdict.holds for verdict in run_checks(evidence())] == [True] * 11
+    assert [verdict.holds for verdict in run_checks(evidence())] == [True] * 12
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ def test_equal_sides_hold_throughout() -> None:
         ({"resume": {"resumed": "b", "apart": 0.25}}, "a resumed run equals", "2.5e-01 of the largest, on several"),
         ({"exact": {"end": "f", "losses": [1.0, 0.6]}}, "--exact gives", "the losses first differ at step 2"),
         ({"exact": {"end": "f"}}, "--exact gives", "the losses agree"),
+        ({"sharded exact": {"end": "f"}}, "and together with --exact", "e on one worker, f on several"),
         ({"sharded": {"first": {"gradient": {}, "loss": 1.0}}}, "--multi-gpu fsdp has", "1.0e+00"),
         ({"sharded": {"last": {"gradient": {"w": torch.tensor([3.0, 4.0])}, "loss": 1.5}}}, "--multi-gpu", "5.0e-01"),
     ],
@@ -309,14 +311,14 @@ def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
     found = run_checks(evidence()._replace(drop_last=True, no_exact="--exact together with --x"))
     assert [verdict.figures for verdict in found if verdict.holds is None] == [
         "left out of training by --drop-last",
-        "not possible here: --exact together with --x",
+        *["not possible here: --exact together with --x"] * 2,
     ]
 
 
 def test_what_the_workers_refuse_is_no_fault_either() -> None:
     """One worker has nothing against --exact, where several on unlike GPUs have."""
     several = [worker | {"exact": {"refused": "--exact: other bits"}} for worker in evidence().workers]
-    *_, exact, _ = run_checks(evidence()._replace(workers=several))
+    *_, exact, _, _ = run_checks(evidence()._replace(workers=several))
     assert (exact.holds, exact.figures) == (None, "not possible here: --exact: other bits")
 
 
@@ -406,7 +408,7 @@ def test_a_planted_fault_is_exit_code_1(tmp_path: Path) -> None:
     result = command(tmp_path, "--model", f"{HERE}:branched")
     assert (result.returncode, result.stderr) == (1, "")
     assert "2 of 4 get none: branch.bias, branch.weight" in result.stdout
-    assert result.stdout.endswith("1 of 11 do not hold\n")
+    assert result.stdout.endswith("1 of 12 do not hold\n")
 
 
 @pytest.mark.slow

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers import build_optimizer
+from multigpu_cli.strategies.check_elementwise import check_is_elementwise
+
+
+class Normalizing(torch.optim.SGD):
+    """Divides each gradient by its norm, as LARS and LAMB do with a step."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        super().step()
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_ours_are_elementwise_and_the_check_leaves_nothing_behind(name: str) -> None:
+    model = build()
+    optimizer = build_optimizer(model, OptimizerConfig(name=name))
+    StepLR(optimizer, 1)
+    before = [p.clone() for p in model.parameters()], str(optimizer.state_dict()), torch.get_rng_state()
+    check_is_elementwise(optimizer)
+    after = list(model.parameters()), str(optimizer.state_dict()), torch.get_rng_state()
+    assert before[1] == after[1]
+    assert torch.equal(before[2], after[2])
+    assert all(map(torch.equal, before[0], after[0]))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_torchs_own_that_are_elementwise(kind: type[torch.optim.Optimizer]) -> None:
+    check_is_elementwise(kind(build().parameters(), lr=0.1))  # type: ignore[call-arg]
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+
+@pytest.mark.parametrize("kind", [Normalizing, torch.optim.Adafactor])
+def test_those_that_need_the_whole_weight_are_refused(kind: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(RequestError, match=f"{kind.__name__} needs all of them"):
+        check_is_elementwise(kind(build().parameters(), lr=0.1))  # type: ignore[call-arg]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_is_refused() -> None:
+    with pytest.raises(RequestError, match="Muon needs all of them"):
+        check_is_elementwise(torch.optim.Muon(matrices(build()), lr=0.1))
