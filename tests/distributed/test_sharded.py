@@ -282,6 +282,7 @@ def test_the_flops_of_a_sample_are_those_of_one_process() -> None:
     def count_flops(workers: int, folder: str) -> float:
         assert not run(workers, folder, GPT | {"sets": SIZES, "max_steps": 2}, prepare=know_the_peak).error
         line = read_events(folder, "train")[-1]
+        assert len(line["memory"]) == workers
         return float(line["mfu"] * workers * 1e12 / line["samples_per_second"])
 
     assert count_flops(2, "two") == pytest.approx(count_flops(1, "one"))

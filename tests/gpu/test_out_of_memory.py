@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
@@ -119,11 +120,23 @@ def test_what_needs_too_much_beside_the_steps_is_halved(
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
 
 
-@pytest.mark.parametrize("place", ["backward", "optimizer"])
-def test_a_rank_without_memory_ends_all_and_the_same_command_goes_on(
-    place: str, undisturbed: dict[int, float], tmp_path: Path
+def test_a_rank_without_memory_before_the_first_step_lets_all_sharded_ranks_halve(
+    undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    run = RUN | {"save_dir": str(tmp_path / "run"), "batch_size": 4, "global_batch_size": 8}
+    run = RUN | {"save_dir": str(tmp_path / "run"), "batch_size": 4, "global_batch_size": 8, "multi_gpu": "fsdp"}
+    ended = train_on_gpus(2, prepare=exhaust_memory_at("trial", rank=1), **run)
+    assert not ended.error, ended.error
+    assert [fault["action"][:46] for fault in ended.summary["faults"]] == [
+        "out of memory: micro-batches of 2 instead of 4"
+    ]
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.parametrize(("place", "mode"), [("backward", "ddp"), ("optimizer", "ddp"), ("backward", "fsdp")])
+def test_a_rank_without_memory_ends_all_and_the_same_command_goes_on(
+    place: str, mode: str, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    run = RUN | {"save_dir": str(tmp_path / "run"), "batch_size": 4, "global_batch_size": 8, "multi_gpu": mode}
     first = train_on_gpus(2, prepare=exhaust_memory_at(place, rank=1), **run)
     assert "rank 1 ran out of memory" in first.error
     again = train_on_gpus(2, **run)

@@ -593,6 +593,16 @@ const Tensor& resize_(const Tensor& self, SymIntArrayRef size, std::optional<Mem
   return self;
 }
 
+// What torch's own library does for storages of a GPU, where it is built with CUDA.
+void resize_storage(const Tensor& holder, int64_t bytes) {
+  auto impl = holder.storage().unsafeGetStorageImpl();
+  Tensor wanted = at::empty({bytes}, of_kind(at::kByte));
+  if (int64_t kept = std::min(bytes, int64_t(impl->nbytes()))) std::memcpy(wanted.data_ptr(), impl->data(), kept);
+  Storage fresh = on_device(wanted, holder.get_device()).storage();
+  impl->set_data_ptr(std::move(fresh.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  impl->set_nbytes(bytes);
+}
+
 Tensor& set_tensor(Tensor& self, const Tensor& other) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(other.storage());
   self.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset());
@@ -1046,6 +1056,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_sync_debug_mode", [](int mode) { sync_debug_mode = mode; });
   m.def("generator", [](int device) { return generators[device]; });
   m.def("memory", &memory);
+  m.def("resize_storage", &resize_storage);
   m.def("reset_peak", [](int device) {
     std::lock_guard<std::mutex> lock(memory_mutex);
     cards[device].peak = cards[device].allocated;

@@ -58,6 +58,19 @@ class Event(torch.Event):
         return float(1e3 * (end._at - self._at))
 
 
+def _resize(device: Any) -> Any:
+    """In place of a method of torch's, which FSDP frees and gets gathered weights with."""
+    real = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return real(storage, size)
+        device.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+        return storage
+
+    return resize
+
+
 def put_in_place(device: Any, machine: Machine, visible: list[int]) -> None:
     """Give torch.cuda these GPUs.
 
@@ -68,6 +81,7 @@ def put_in_place(device: Any, machine: Machine, visible: list[int]) -> None:
     for name, function in (_device(device, len(visible)) | _memory(device)).items():
         setattr(torch._C, name, function)
     torch._C._has_cuda = True
+    torch.UntypedStorage.resize_ = _resize(device)  # type: ignore[method-assign]
     torch.version.cuda = "12.8"
     cuda: Any = torch.cuda
     cuda._exchange_device = cuda._maybe_exchange_device = device.exchange_device
