@@ -24,6 +24,8 @@ from multigpu_cli.strategies.check_elementwise import check_is_elementwise
 from multigpu_cli.strategies.direct_use import find_direct_use
 from multigpu_cli.strategies.sharded_state import ShardedState
 
+_MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbers in float64
+
 
 class Sharded(Strategy):
     """FSDP2 over the process group; gradients are summed, since losses are divided by the global count already.
@@ -152,19 +154,22 @@ class Sharded(Strategy):
         return None
 
     def total_norm(self, local: Tensor) -> Tensor:
-        return all_reduce_sum(self._world, local.double().square()).sqrt().to(local.dtype)
+        """The norm (); NaN, so that the step is skipped, if workers ran different blocks since the start."""
+        square, mark = local.double().square(), self._order % _MARKS
+        sent = [square, square.new_full((), mark), square.new_full((), mark**2)]
+        total, marks, squares = all_reduce_sum(self._world, torch.stack(sent))
+        norm = total.sqrt().to(local.dtype)
+        return torch.where(marks.square() == squares * self._world.size, norm, torch.nan)  # only if all are equal
 
-    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Strategy`.
-
-        Raises:
-            TrainingError: workers ran different blocks since the start; on all ranks.
-        """
+    def check_passes(self) -> None:
         if len(set(all_gather_object(self._world, self._order))) > 1:
             raise TrainingError(
                 "the workers ran different blocks of the model, so that one gathered the weights of another's block",
                 remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
             )
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        self.check_passes()
         return self._state.gather(state)
 
     def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:

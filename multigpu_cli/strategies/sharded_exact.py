@@ -98,8 +98,8 @@ class ExactSharded(Sharded):
             gradient = self._exchange_gradients(range(first, min(first + workers, len(norms))))
             if gradient is not None:
                 norms[first + rank] = torch._foreach_norm([gradient])[0]
-        norm: Tensor = torch.linalg.vector_norm(all_reduce_sum(self._world, norms))
-        return norm
+        norm, rounded = torch.linalg.vector_norm(all_reduce_sum(self._world, norms)), super().total_norm(local)
+        return torch.where(rounded.isnan(), rounded, norm)  # as it is where workers ran different blocks
 
     def _exchange_gradients(self, places: Sequence[int]) -> Tensor | None:
         """The whole gradient of one of these places on each worker; None on those for which there is none."""
