@@ -66,6 +66,9 @@ class ExactSharded(Sharded):
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         self._micro_batches = micro_batches
+        self._changes.nodes.clear()  # like the rest, of a step that was not finished
+        for parameter, _ in self._pairs:
+            parameter.grad = None
         for rows in self._sums:
             rows.begin_step(micro_batches)
 
@@ -78,10 +81,6 @@ class ExactSharded(Sharded):
 
     def after_backward(self, number: int) -> None:
         self._push_changes(self._buffers.take_change())
-
-    def abort_step(self) -> None:
-        super().abort_step()
-        self._changes.nodes.clear()
 
     def reduce_gradients(self, *, idle: bool) -> None:
         super().reduce_gradients(idle=idle)
