@@ -8,11 +8,12 @@ def report_skipped_steps(run: Run) -> None:
     """Journal the steps that were skipped since the last call.
 
     Raises:
-        TrainingError: too many, or any with --nonfinite stop.
+        TrainingError: too many, or any with --nonfinite stop; or workers ran different blocks of a sharded model.
     """
     skipped = run.observer.nonfinite.read()
     if not skipped:
         return
+    run.strategy.check_passes()
     samples = _list_samples(run, skipped[-1])
     last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
     text = f"{pluralize(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"

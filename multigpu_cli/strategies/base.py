@@ -120,11 +120,21 @@ class Strategy(ABC):
         """The norm () of the whole gradient, given that of the gradients of `trained`."""
         return local
 
+    def check_passes(self) -> None:  # noqa: B027 - most strategies run no pass together
+        """Whether the passes of all workers went together; all ranks call it together.
+
+        Raises:
+            TrainingError: workers ran different blocks of the model; on all ranks.
+        """
+
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state as one process would have it; all ranks call it together.
 
         Args:
             state: "model", and perhaps "average", "optimizer" and others, as in a checkpoint.
+
+        Raises:
+            TrainingError: see `check_passes`.
 
         Returns:
             The same tensors, on every rank; or, where the strategy is sharded, copies in host memory, on rank 0 only.

@@ -77,7 +77,8 @@ class RowSum:
 
     def _push_pass(self) -> None:
         self._push_zeros()
-        assert self._leaves_at_hand is not None
+        if self._leaves_at_hand is None or self._pushed > self._passes:
+            raise RuntimeError("--exact: FSDP has reduced a module's gradients more often than the module was called")
         self._push(self._leaves_at_hand)
         self._leaves_at_hand = None
 

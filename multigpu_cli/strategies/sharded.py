@@ -26,6 +26,8 @@ from multigpu_cli.strategies.sharded_probe import can_probe, list_groups, send_n
 from multigpu_cli.strategies.sharded_state import ShardedState
 from multigpu_cli.strategies.sharded_usage import WeightUsage
 
+_MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbers in float64
+
 
 class Sharded(Strategy):
     """FSDP2 over the process group; gradients are summed, since losses are divided by the global count already.
@@ -217,21 +219,19 @@ class Sharded(Strategy):
         return self._parts[moved]
 
     def total_norm(self, local: Tensor) -> Tensor:
-        square = all_reduce_sum(self._world, local.double().square()) / self._state.replicas
-        return square.sqrt().to(local.dtype)
+        """The norm (); NaN, so that the step is skipped, if workers ran different blocks since the start."""
+        square, mark = local.double().square() / self._state.replicas, self._order % _MARKS
+        sent = [square, square.new_full((), mark), square.new_full((), mark**2)]
+        total, marks, squares = all_reduce_sum(self._world, torch.stack(sent))
+        norm = total.sqrt().to(local.dtype)
+        return torch.where(marks.square() == squares * self._world.size, norm, torch.nan)  # only if all are equal
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Strategy`.
-
-        Raises:
-            TrainingError: workers ran different blocks since the start; on all ranks.
-        """
-        self._check_order()
+        self.check_passes()
         return self._state.gather(state)
 
     def split_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
-        """See `Strategy`; raises as `gather_state` does."""
-        self._check_order()
+        self.check_passes()
         return self._state.split(state)
 
     def read_state(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class Sharded(Strategy):
     def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
         return self._state.scatter(state, source)
 
-    def _check_order(self) -> None:
+    def check_passes(self) -> None:
         if len(set(all_gather_object(self._world, self._order))) > 1:
             raise TrainingError(
                 "the workers ran different blocks of the model, so that one gathered the weights of another's block",

@@ -68,6 +68,9 @@ class ExactSharded(Sharded):
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         self._micro_batches = micro_batches
+        self._changes.nodes.clear()  # like the rest, of a step that was not finished
+        for parameter, _ in self._pairs:
+            parameter.grad = None
         for rows in self._sums:
             rows.begin_step(micro_batches)
 
@@ -85,10 +88,6 @@ class ExactSharded(Sharded):
     def after_backward(self, number: int) -> None:
         self._push_changes(self._buffers.take_change())
 
-    def abort_step(self) -> None:
-        super().abort_step()
-        self._changes.nodes.clear()
-
     def reduce_gradients(self, *, idle: bool) -> None:
         super().reduce_gradients(idle=idle)
         for rows in self.trained:
@@ -104,8 +103,8 @@ class ExactSharded(Sharded):
             gradient = self._exchange_gradients(range(first, min(first + workers, len(norms))))
             if gradient is not None:
                 norms[first + rank] = torch._foreach_norm([gradient])[0]
-        norm: Tensor = torch.linalg.vector_norm(all_reduce_sum(self._world, norms))
-        return norm
+        norm, rounded = torch.linalg.vector_norm(all_reduce_sum(self._world, norms)), super().total_norm(local)
+        return torch.where(rounded.isnan(), rounded, norm)  # as it is where workers ran different blocks
 
     def _exchange_gradients(self, places: Sequence[int]) -> Tensor | None:
         """The whole gradient of one of these places on each worker; None on those for which there is none."""

@@ -222,10 +222,13 @@ def test_a_weight_that_nobody_uses_in_a_step_is_left_alone_where_unused_ones_are
     assert read_curve("three") == pytest.approx(read_curve("one"), rel=2e-5)
 
 
-def test_workers_that_run_different_blocks_are_found_before_anything_is_saved() -> None:
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_workers_that_run_different_blocks_are_found_before_anything_is_saved(exact: bool) -> None:
     """Their blocks are of one size: each took the other's weights, and nothing else would tell."""
-    case: dict[str, Any] = {"model": "tests.support.failing_model:dropping"}
-    ended = run(2, "run", case)
+    case: dict[str, Any] = {"model": "tests.support.failing_model:dropping", "exact": exact}
+    ended = run(2, "run", case, max_steps=40, epochs=40)
+    assert ended.summary == {}
+    assert len(read_events("run", "train")) < 3, "it does not wait for a checkpoint"
     assert (ended.kind, "ran different blocks of the model" in ended.error) == ("TrainingError", True), ended.error
     assert Store(Path("run/checkpoints"), 3).find_newest()[0] is None
     assert not run(2, "head", case, sets=["strategy.wrap=head"]).error
