@@ -146,6 +146,25 @@ def _starting_weights(config: Config, facts: RuleContext) -> Iterator[RequestErr
         yield RequestError("--init-partial without --init-from: there are no weights to take a part of")
 
 
+def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    chat, pretrained = config.data.name == "chat", config.model.name == "pretrained"
+    if (chat or pretrained) and config.model.dir is None:
+        what = "--data chat" if chat else "--model pretrained"
+        yield RequestError(
+            f"{what} without --model-dir",
+            remedy="--model-dir with the folder of a model of transformers",
+        )
+    if config.model.dir is not None and not (chat or pretrained):
+        yield RequestError(
+            f"--model-dir {config.model.dir}: neither --model pretrained nor --data chat reads it",
+            remedy="--model pretrained; or --init-from for weights alone",
+        )
+    for key in ("max_length", "packing"):
+        if key in config.explicit and not chat:
+            flag = "--" + key.replace("_", "-")
+            yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
+
+
 def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     epoch, length = config.model.unfreeze_at, config.length.epochs
     if epoch is None:
@@ -236,6 +255,7 @@ RULES = (
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),
+    Rule("data model model_dir max_length packing", _pretrained),
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),

@@ -118,6 +118,10 @@ class DataConfig:
     rand_augment: int | None = setting(
         "data.rand_augment", None, integer(0, 30), "torchvision's RandAugment of training images: its magnitude, e.g. 9"
     )
+    max_length: int | None = setting(
+        "max_length", None, integer(2), "chat: tokens of a sample or pack (default: the model's places)"
+    )
+    packing: str = setting("packing", "on", choice("on", "off"), "chat: several samples in a row of tokens")
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
     )
@@ -131,6 +135,7 @@ class ModelConfig:
     name: str | None = setting(
         "model", None, types.text, "network: a name, timm/NAME, or module:factory (default: the dataset's)"
     )
+    dir: str | None = setting("model_dir", None, types.path, "folder of a pretrained model of transformers", free=True)
     args: dict[str, Any] = _arguments("model.args")
     sync_bn: bool = setting("sync_bn", False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
     grad_checkpointing: bool = setting(

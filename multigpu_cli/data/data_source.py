@@ -59,6 +59,7 @@ class DataSource:
         table: converts rows of text to features, if samples are rows of a table.
         note: a property of the samples that the plan shows.
         warnings: what looks wrong in the data but may be intended.
+        packed: a training sample holds several texts side by side, told apart by their position ids.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: options of the DataLoader.
         form: which parts of a sample are inputs, and which are targets.
@@ -86,6 +87,7 @@ class DataSource:
     transform_signature: str = ""
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
+    packed: bool = False
     loader_options: LoaderOptions = LoaderOptions()
     form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -90,13 +90,15 @@ class _Chunks:
 class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
-    a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample.
+    One with a method `set_epoch` is told the epoch before. A dataset that fetches whole batches (`__getitems__`) is
+    seeded once per batch, by its first sample; the samples of a batch depend only on the seed and the step. A number
+    beyond the dataset's end is a repeated sample.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self._size = len(dataset)  # type: ignore[arg-type]
+        self._set_epoch = getattr(unwrap_dataset(dataset), "set_epoch", None)
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
@@ -112,6 +114,8 @@ class SeededDataset(Dataset[Any]):
         return list(zip(indices, get_samples(self.dataset, indices), strict=True))
 
     def _seed(self, epoch: int, index: int) -> None:
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
         seed_host(make_key(self.seed, epoch, index))
 
 

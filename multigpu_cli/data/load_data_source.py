@@ -22,7 +22,9 @@ from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime import factories
 
 
-def load_data_source(config: DataConfig, seed: int, form: SampleForm = PAIR) -> DataSource:
+def load_data_source(
+    config: DataConfig, seed: int, form: SampleForm = PAIR, *, model_dir: str | None = None
+) -> DataSource:
     """Load the dataset that --data names: a built-in one, or the user's own.
 
     A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
@@ -32,12 +34,15 @@ def load_data_source(config: DataConfig, seed: int, form: SampleForm = PAIR) -> 
 
     Args:
         form: of the samples.
+        model_dir: --model-dir, whose tokenizer a built-in dataset may need.
 
     Raises:
         RequestError: an unknown dataset, missing or damaged files, or a factory that returns something else.
     """
     factory = factories.find_factory(config.name, DATASETS, flag="--data")
-    offered = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
+    offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
+    if config.name in DATASETS:
+        offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
         source = _from_one(factory, offered, config.args, config.name, seed, form)

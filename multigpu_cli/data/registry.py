@@ -11,4 +11,5 @@ DATASETS = {
     "csv": "multigpu_cli.data.csv_table:load",
     "npz": "multigpu_cli.data.npz:load",
     "text": "multigpu_cli.data.text:load",
+    "chat": "multigpu_cli.data.chat:load",
 }

@@ -97,11 +97,34 @@ class Numbers:
         return f"numbers:{self.size}"
 
 
+class Subwords:
+    """Tokens of a tokenizer of the tokenizers library, by its JSON text."""
+
+    def __init__(self, serialized: str) -> None:
+        from tokenizers import Tokenizer  # late: of transformers' models only
+
+        self._tokenizer = Tokenizer.from_str(serialized)
+        self.size = self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def serialize(self) -> str:
+        return f"subwords:{self._tokenizer.to_str()}"
+
+
 def deserialize_vocabulary(serialized: str) -> Vocabulary:
     """The inverse of `Vocabulary.serialize`."""
     kind, _, text = serialized.partition(":")
     if kind == "characters":
         return Characters(np.array([ord(character) for character in text], dtype=np.uint32))
+    if kind == "subwords":
+        return Subwords(text)
     return Bytes() if kind == "bytes" else Numbers(int(text))
 
 

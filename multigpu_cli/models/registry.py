@@ -9,6 +9,7 @@ MODELS = {
     "resnet18": "multigpu_cli.models.resnet:resnet18",
     "har-convnet": "multigpu_cli.models.har_convnet:build",
     "transformers": "multigpu_cli.models.hugging_face:build",
+    "pretrained": "multigpu_cli.models.pretrained:build",
     "timm/": "multigpu_cli.models.timm_networks:list_networks",
     "torchvision/": "multigpu_cli.models.torchvision_networks:list_networks",
     "gpt": "multigpu_cli.models.gpt:build",

@@ -144,6 +144,8 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
         "mode": config.data.mode,
         "seed": config.reproducibility.seed,
     } | dict(source.model_kwargs)
+    if config.model.dir is not None:
+        offered["model_dir"] = config.model.dir
     seed_weights(config.reproducibility.seed)
     name = config.model.name or source.model
     return build_model(config.model, name, offered, whole_output=task == FROM_MODEL)

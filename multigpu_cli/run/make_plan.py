@@ -106,7 +106,8 @@ def _describe_extras(config: Config) -> str:
 def _describe_data(request: RunRequest) -> str:
     source, reason = request.source, explain_dataset(request.config)
     note = f"{reason}: {source.note}" if reason else source.note
-    return f"{request.config.data.name} ({note}{source.num_train_samples:,} training samples)"
+    kind = "packs" if source.packed else "samples"
+    return f"{request.config.data.name} ({note}{source.num_train_samples:,} training {kind})"
 
 
 def _describe_compile(request: RunRequest) -> str:

@@ -11,6 +11,8 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.packing_check import check_packing
+from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 
 IGNORED = -100  # a target that does not count: torch's own default
@@ -37,6 +39,12 @@ class LanguageModel(Task):
                 remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
             )
         self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
+
+    def check_model(self, model: nn.Module, precision: Precision) -> None:
+        """See `Task`; also that packed texts do not see each other."""
+        if self.source.packed:
+            with precision.autocast():
+                check_packing(model, self.source.num_classes, next(model.parameters()).device)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits, targets = _flat(model(batch.inputs), batch.targets)

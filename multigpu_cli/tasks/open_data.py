@@ -38,7 +38,7 @@ def open_data(config: Config) -> DataSource:
     """
     if not uses_environments(config):
         form = choose_form(config.data.inputs, config.task.name)
-        return load_data_source(config.data, config.reproducibility.seed, form)
+        return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir)
     from multigpu_cli.tasks.ppo.env_source import open_environments  # late: datasets do not need PPO
 
     return open_environments(config)

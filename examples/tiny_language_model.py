@@ -1,0 +1,62 @@
+"""A tiny Llama with its tokenizer, and conversations in a file, to try fine-tuning without a download.
+
+They are written to tiny/model and tiny/train.jsonl.
+
+Usage: python examples/tiny_language_model.py
+"""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = (  # ChatML
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def draw_conversation(dice: random.Random) -> list[dict[str, str]]:
+    one, other = dice.randint(1, 9), dice.randint(1, 9)
+    answer = f"{one} + {other} = {one + other}"
+    return [{"role": "user", "content": f"What is {one} + {other}?"}, {"role": "assistant", "content": answer}]
+
+
+def main() -> None:
+    folder, dice = Path("tiny"), random.Random(0)
+    folder.mkdir(exist_ok=True)
+    conversations = [draw_conversation(dice) for _ in range(400)]
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in conversations]
+    (folder / "train.jsonl").write_text("".join(lines))
+
+    subwords = ByteLevelBPETokenizer()
+    texts = [message["content"] for messages in conversations for message in messages]
+    subwords.train_from_iterator(texts, vocab_size=300, special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=subwords._tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=TEMPLATE,
+    )
+    tokenizer.save_pretrained(folder / "model")
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    main()

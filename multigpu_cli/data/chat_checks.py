@@ -1,0 +1,70 @@
+"""What is checked of conversations before training: lengths, what is learned, how it ends."""
+
+from typing import Any
+
+import numpy as np
+
+from multigpu_cli.data.chat_samples import Chats
+from multigpu_cli.data.collate import IGNORED
+from multigpu_cli.errors import RequestError, pluralize
+
+
+def apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
+    """Drop or cut what is too long, and say so.
+
+    Raises:
+        RequestError: --set data.overlong=stop, or nothing is left.
+    """
+    beyond = [index for index, length in enumerate(chats.lengths) if length > chats.limit]
+    if not beyond:
+        return ""
+    longest = max(beyond, key=lambda index: chats.lengths[index])
+    if overlong == "stop":
+        raise RequestError(
+            f"--max-length {chats.limit}: {len(beyond)} of {pluralize(len(chats), 'sample')} for {split} are longer, "
+            f"the longest has {chats.lengths[longest]} tokens ({chats.describe(longest)})",
+            remedy=f"--max-length {chats.lengths[longest]}, or --set data.overlong=drop or truncate",
+        )
+    if overlong == "drop":
+        chats.select([index for index, length in enumerate(chats.lengths) if length <= chats.limit])
+        if not len(chats):
+            raise RequestError(f"--max-length {chats.limit}: no sample for {split} is as short", remedy="a larger one")
+    return f"{pluralize(len(beyond), 'overlong sample')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
+
+
+def check_learned(chats: Chats, learns: str) -> None:
+    """Refuse samples of which nothing is learned: they would only cost time, and are rarely meant."""
+    without = [index for index, count in enumerate(chats.learned) if not count]
+    if not without:
+        return
+    first = without[0]
+    if chats.lengths[first] > chats.limit:
+        raise RequestError(
+            f"--max-length {chats.limit}: of {pluralize(len(without), 'sample')} nothing is learned; the first "
+            f"({chats.describe(first)}) is cut off before what the model is to say",
+            remedy="a larger --max-length, or --set data.overlong=drop",
+        )
+    raise RequestError(
+        f"--data chat: of {pluralize(len(without), 'sample')} nothing is learned with data.loss_on={learns}; the first "
+        f"is {chats.describe(first)}",
+        remedy="records with an answer, or another data.loss_on",
+    )
+
+
+def check_ends(chats: Chats, ends: tuple[int, ...], tokenizer: Any) -> None:
+    """Refuse where the model would never learn to stop, or begins twice; the first sample stands for all."""
+    sample = chats[0]
+    ids, labels = sample["input_ids"], sample["labels"]
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        raise RequestError(
+            f"--data chat: {chats.describe(0)} begins with {tokenizer.bos_token!r} twice",
+            remedy="a text or a chat template without it",
+        )
+    if chats.lengths[0] <= chats.limit and not np.isin(labels.numpy(), ends).any():
+        last = tokenizer.convert_ids_to_tokens(int(labels[labels != IGNORED][-1]))
+        names = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+        raise RequestError(
+            f"--data chat: what is learned of {chats.describe(0)} ends with {last!r}, and generation with {names}: "
+            "the model would never learn to stop",
+            remedy="the eos_token that the chat template writes, in tokenizer_config.json or generation_config.json",
+        )

@@ -1,0 +1,129 @@
+"""Conversations as tokens, with those that are learned, by the model's own tokenizer and chat template."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from multigpu_cli.data.conversations import Conversation
+from multigpu_cli.errors import RequestError
+
+LOSS_ON = ("assistant", "completion", "all")
+_SHOWN = 60  # characters of a rendered text in a message
+
+
+class ChatTokens(NamedTuple):
+    """The tokens of a sample.
+
+    Attributes:
+        ids: (t,) each below the size of the vocabulary.
+        learned: (t,) whether the model learns to say it.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class ChatEncoder:
+    """Renders a conversation and marks what is learned.
+
+    Which characters are the assistant's is found by rendering the messages before one of its own, with the template's
+    call for an answer, and those up to it: marks inside a template are missing from most. Tokens are those of the whole
+    text, so they are what the model sees when it answers.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        template: a chat template in place of the tokenizer's own, or None.
+        loss_on: assistant (each of its messages), completion (its last one), or all.
+        ends: tokens at which generation stops, such as EOS; what follows them in a message is not learned.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, loss_on: str, ends: Sequence[int]) -> None:
+        self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
+        self._ends = frozenset(ends)
+
+    def encode(self, conversation: Conversation, place: str) -> ChatTokens:
+        """Tokens of one conversation.
+
+        Args:
+            place: of its record, for messages.
+
+        Raises:
+            RequestError: the template does not take it, or renders a message otherwise when more follow.
+        """
+        if conversation.messages is None:
+            return self._encode_text(conversation)
+        whole = self._render(conversation, len(conversation.messages), place, asks=False)
+        spans = [(0, len(whole))] if self._loss_on == "all" else self._find_answers(conversation, whole, place)
+        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = found["input_ids"], found["offset_mapping"]
+        learned = [False] * len(ids)
+        for first, end in spans:
+            inside = [at for at, (start, stop) in enumerate(places) if start < end and stop > first]
+            stops = [at for at in inside if ids[at] in self._ends]
+            for at in inside:
+                learned[at] = self._loss_on == "all" or not stops or at <= stops[-1]
+        return ChatTokens(ids, learned)
+
+    def _encode_text(self, conversation: Conversation) -> ChatTokens:
+        """A plain text, as the tokenizer begins it, and with EOS at its end."""
+        prompt, completion = conversation.prompt, conversation.completion
+        found = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+        ids, places = list(found["input_ids"]), list(found["offset_mapping"])
+        end = self._tokenizer.eos_token_id
+        if ids and ids[-1] != end:
+            ids, places = [*ids, end], [*places, (0, 0)]
+        first = 0 if self._loss_on == "all" else len(prompt)
+        learned = [stop > first for _, stop in places]
+        learned[-1:] = [True]
+        return ChatTokens(ids, learned)
+
+    def _find_answers(self, conversation: Conversation, whole: str, place: str) -> list[tuple[int, int]]:
+        """First character and end of each message that is learned, in the whole rendered text."""
+        messages = conversation.messages or []
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._loss_on == "completion":
+            answers = [number for number in answers if number == len(messages) - 1]
+        if 0 in answers:
+            raise RequestError(
+                f"--data chat: {place} begins with a message of the assistant: nothing comes before it",
+                remedy="a message of a user or system first, or data.args.loss_on=completion",
+            )
+        spans = []
+        for number in answers:
+            before = self._render(conversation, number, place, asks=True)
+            through = self._render(conversation, number + 1, place, asks=False) if number + 1 < len(messages) else whole
+            for text in (before, through):
+                if not whole.startswith(text):
+                    raise _not_a_prefix(whole, text, number + 1, place)
+            spans.append((len(before), len(through)))
+        return spans
+
+    def _render(self, conversation: Conversation, count: int, place: str, *, asks: bool) -> str:
+        """The first messages as text; with `asks` up to the point where the model answers."""
+        from jinja2 import TemplateError  # late: transformers has loaded it
+
+        messages = (conversation.messages or [])[:count]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=asks,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"--data chat: {place}: the chat template does not take its first {count} messages ({error})",
+                remedy="other roles, or another template with --set data.chat_template=FILE",
+            ) from error
+        return text
+
+
+def _not_a_prefix(whole: str, text: str, number: int, place: str) -> RequestError:
+    at = next((at for at, (one, other) in enumerate(zip(whole, text, strict=False)) if one != other), len(whole))
+    return RequestError(
+        f"--data chat: {place}: the chat template renders what precedes the end of message {number} otherwise when "
+        f"more follows: {text[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r}, so that "
+        "what is learned is not what the model says",
+        remedy="--set data.loss_on=completion, which learns the last message only, or another template with "
+        "--set data.chat_template=FILE",
+    )

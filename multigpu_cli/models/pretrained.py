@@ -1,0 +1,61 @@
+"""A causal language model of transformers with its pretrained weights, from a folder."""
+
+import torch
+from torch import nn
+
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.runtime.model_folder import (
+    check_weight_files,
+    find_model_folder,
+    import_transformers,
+    load_config,
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+_LISTED = 4
+
+
+def build(model_dir: str | None = None, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
+    """The model of a folder, whole: nothing in it is as initialised.
+
+    Args:
+        model_dir: --model-dir.
+        dtype: of the weights. In half precision AdamW does not move most of them: --amp bf16 computes in it instead.
+        attention: sdpa, eager, or flash (of the flash-attn package).
+
+    Raises:
+        RequestError: weights are missing, pickled, or not those of the configuration.
+    """
+    for name, value, known in (("dtype", dtype, _DTYPES), ("attention", attention, _ATTENTION)):
+        if value not in known:
+            raise RequestError(f"model.args.{name}: {value!r}", remedy=" or ".join(known))
+    folder = find_model_folder(model_dir)
+    config = load_config(folder)
+    check_weight_files(folder)
+    from safetensors import SafetensorError  # late: transformers has loaded it
+
+    try:
+        network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=_DTYPES[dtype],
+            attn_implementation=_ATTENTION[attention],
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are told below
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RequestError(f"--model-dir {folder}: {said}", remedy="a causal language model of transformers") from error
+    wrong = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]
+    if wrong:
+        raise RequestError(
+            f"--model-dir {folder}: its weights are not those of its config.json; {pluralize(len(wrong), 'tensor')} "
+            f"would be as initialised: {', '.join(sorted(wrong)[:_LISTED])}",
+            remedy="the config.json and the weights of one model, with its language-model head",
+        )
+    model: nn.Module = network
+    return model

@@ -1,0 +1,160 @@
+"""A model as transformers keeps it: a folder with its configuration, weights and tokenizer. No download, no code."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.errors import RequestError
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def find_model_folder(name: str | None) -> Path:
+    """The folder that --model-dir names: a folder, or a model of that name in Hugging Face's cache on this machine.
+
+    Raises:
+        RequestError: there is none, or it is no model.
+    """
+    if name is None:
+        raise RequestError("--model-dir is missing", remedy="the folder of a model of transformers")
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = _find_cached(name)
+    if not (folder / "config.json").is_file():
+        raise RequestError(
+            f"--model-dir {name}: there is no config.json in it",
+            remedy="a folder as transformers' save_pretrained writes",
+        )
+    return folder
+
+
+def load_config(folder: Path) -> Any:
+    """The configuration; a cache of keys and values is off, because it helps generation only.
+
+    Raises:
+        RequestError: transformers does not know the architecture; code in the folder is not run.
+    """
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        own = "auto_map" in _read_json(folder / "config.json")
+        raise RequestError(
+            f"--model-dir {folder}: {_first_line(error)}",
+            remedy="an architecture that is part of transformers: code that comes with a model is not run"
+            if own
+            else f"python -c 'import transformers; print(transformers.__version__)' is {transformers.__version__}: "
+            "a newer one may know it",
+        ) from error
+    config.use_cache = False
+    return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer.
+
+    Raises:
+        RequestError: there is none, or none that knows the place of its tokens in the text.
+    """
+    try:
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise RequestError(
+            f"--model-dir {folder}: its tokenizer can't be read ({_first_line(error)})",
+            remedy="copy tokenizer.json and tokenizer_config.json of the model into it",
+        ) from error
+    if not tokenizer.is_fast:
+        raise RequestError(
+            f"--model-dir {folder}: the tokenizer has no tokenizer.json",
+            remedy="AutoTokenizer.from_pretrained(…).save_pretrained(…) writes one",
+        )
+    return tokenizer
+
+
+def find_generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which generation stops: the tokenizer's EOS, and those of generation_config.json."""
+    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
+    more = listed if isinstance(listed, list) else [listed]
+    return tuple(sorted({token for token in (tokenizer.eos_token_id, *more) if isinstance(token, int)}))
+
+
+def hash_tokenizer(tokenizer: Any, template: str | None) -> str:
+    """SHA-256 of what turns text into tokens: vocabulary, merges, special tokens and chat template."""
+    parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, template or tokenizer.chat_template)
+    return sha256(repr(parts).encode()).hexdigest()
+
+
+def check_weight_files(folder: Path) -> None:
+    """Refuse a folder without all of its weights as safetensors.
+
+    Raises:
+        RequestError: names what is missing.
+    """
+    if (folder / _INDEX).is_file():
+        shards = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+        if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+            raise RequestError(
+                f"--model-dir {folder}: {missing[0]} is missing, {len(missing)} of {len(shards)} shards in all",
+                remedy="download the model again, whole",
+            )
+    elif not (folder / _WEIGHTS).is_file():
+        pickled = next((file.name for pattern in _PICKLED for file in folder.glob(pattern)), None)
+        raise RequestError(
+            f"--model-dir {folder}: "
+            + (f"{pickled} is a pickle, which may run code" if pickled else f"there is no {_WEIGHTS} in it"),
+            remedy="the same model as safetensors: save_pretrained(…) writes it",
+        )
+
+
+def import_transformers() -> Any:
+    """The library.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as missing:
+        raise RequestError("transformers is not installed", remedy="pip install transformers") from missing
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _find_cached(name: str) -> Path:
+    """The folder of a model's files in Hugging Face's cache."""
+    refused = RequestError(
+        f"--model-dir {name}: no such folder, and no such model in Hugging Face's cache; nothing is downloaded",
+        remedy="the folder of the model; or download it before: hf download " + name,
+    )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError as missing:
+        raise refused from missing
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise refused from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object in a file; {} where there is no such file.
+
+    Raises:
+        RequestError: it is not JSON.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise RequestError(f"{path}: not JSON ({error})", remedy="download the model again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,169 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.chat_samples import Chats, Packs, pad_samples
+from multigpu_cli.data.collate import IGNORED, to_pair
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.errors import RequestError
+from tests.support.tiny_language_models import make_model_folder, make_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+PAD = 1  # <|im_end|> of the tiny tokenizer: EOS and PAD
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+TALKS = [talk(f"What is {n}?", "x" * (n % 5 + 1)) for n in range(40)]
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def open_chat(
+    place: Path, model_dir: Path, max_length: int | None = None, packing: str = "on", **args: Any
+) -> DataSource:
+    config = DataConfig(name="chat", dir=str(place), max_length=max_length, packing=packing, args=args)
+    return load_data_source(config, 42, model_dir=str(model_dir))
+
+
+def test_labels_stand_at_learned_tokens_only(tmp_path: Path, model_dir: Path) -> None:
+    source = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir, packing="off", val=0)
+    tokenizer, chats = make_tokenizer(), source.train
+    assert isinstance(chats, Chats)
+    sample = chats[3]
+    learned = sample["labels"] != IGNORED
+    assert tokenizer.decode(sample["labels"][learned]) == "xxxx<|im_end|>"
+    assert torch.equal(sample["labels"][learned], sample["input_ids"][learned])
+    assert sample["position_ids"].tolist() == list(range(len(sample["input_ids"])))
+    assert (chats.lengths[3], chats.learned[3]) == (len(sample["input_ids"]), int(learned.sum()))
+    assert source.val is None
+
+
+def test_a_batch_is_filled_up_with_what_is_never_a_target(tmp_path: Path, model_dir: Path) -> None:
+    """PAD is EOS here: the model still learns EOS, and not the padding."""
+    source = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir, packing="off")
+    chats = source.train
+    assert isinstance(chats, Chats)
+    samples = [chats[0], chats[1]]
+    short, long = sorted(len(sample["input_ids"]) for sample in samples)
+    batch = pad_samples(samples, padding=PAD)
+    assert all(part.shape == (2, long) for part in batch.values())
+    row = min(range(2), key=lambda n: len(samples[n]["input_ids"]))
+    assert batch["input_ids"][row, short:].eq(PAD).all()
+    assert batch["position_ids"][row, short:].tolist() == list(range(long - short))
+    inputs, targets = to_pair(chats.collate_fn(samples), "a batch")
+    assert set(inputs) == {"input_ids", "position_ids"}
+    for sample, row_targets in zip(samples, targets, strict=True):
+        wanted = int((sample["labels"] != IGNORED).sum())
+        assert int((row_targets != IGNORED).sum()) == wanted
+        assert int(row_targets[row_targets != IGNORED][-1]) == PAD, "EOS is learned"
+
+
+def test_packs_hold_each_sample_once_and_change_with_the_epoch(tmp_path: Path, model_dir: Path) -> None:
+    path = write(tmp_path / "a.jsonl", TALKS)
+    packs = open_chat(path, model_dir, val=0).train
+    chats = open_chat(path, model_dir, packing="off", val=0).train
+    assert isinstance(packs, Packs)
+    assert isinstance(chats, Chats)
+    alone = sorted(chats[n]["input_ids"].tolist() for n in range(len(chats)))
+    found = []
+    for epoch in (0, 1, 0):
+        packs.set_epoch(epoch)
+        rows = [packs[n] for n in range(len(packs))]
+        assert max(len(row["input_ids"]) for row in rows) <= 64
+        pieces = []
+        for row in rows:
+            starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), len(row["input_ids"])]
+            pieces += [row["input_ids"][a:b].tolist() for a, b in pairwise(starts)]
+            assert (row["labels"][starts[:-1]] == IGNORED).all(), "nothing of one text foretells the next"
+        assert sorted(pieces) == alone
+        found.append([row["input_ids"].tolist() for row in rows])
+    assert found[0] == found[2] != found[1]
+    assert len(found[0]) == len(found[1]) == len(packs) < len(chats)
+
+
+def test_a_pack_that_an_epoch_does_not_need_counts_for_nothing(tmp_path: Path, model_dir: Path) -> None:
+    packs = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir).train
+    assert isinstance(packs, Packs)
+    empty = {name: torch.zeros(0, dtype=torch.int64) for name in packs[0]}
+    batch = packs.collate_fn([empty])
+    assert batch["input_ids"].shape == (1, 1)
+    assert batch["labels"].tolist() == [[IGNORED]]
+
+
+def test_splits_by_seed_or_by_file(tmp_path: Path, model_dir: Path) -> None:
+    one = write(tmp_path / "one.jsonl", TALKS)
+    source = open_chat(one, model_dir, packing="off", val=0.1)
+    train, val = source.train, source.val
+    assert isinstance(train, Chats)
+    assert isinstance(val, Chats)
+    assert (len(train), len(val)) == (36, 4)
+    assert sorted(train.rows + val.rows) == list(range(40))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, count in (("train", 9), ("test", 3)):
+        write(folder / f"{name}.jsonl", TALKS[:count])
+    source = open_chat(folder, model_dir, packing="off", val=0)
+    assert [split and len(split) for split in (source.train, source.val, source.test)] == [9, None, 3]  # type: ignore[arg-type]
+
+
+def test_what_is_too_long_is_said_dropped_or_cut(tmp_path: Path, model_dir: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*TALKS, talk("Long?", "y" * 40)])
+    with pytest.raises(RequestError, match=r"1 of 41 samples for train are longer.*a\.jsonl:41") as raised:
+        open_chat(path, model_dir, 45, val=0)
+    assert "--max-length 6" in str(raised.value.remedy)
+    dropped = open_chat(path, model_dir, 45, "off", val=0, overlong="drop")
+    assert len(dropped.train) == 40  # type: ignore[arg-type]
+    assert "1 overlong sample of train dropped" in dropped.note
+    cut = open_chat(path, model_dir, 45, "off", val=0, overlong="truncate").train
+    assert isinstance(cut, Chats)
+    assert len(cut[40]["input_ids"]) == 45
+    assert PAD not in cut[40]["labels"].tolist(), "its end was cut off, and is not made up"
+
+
+def without_eos(folder: Path, **changes: Any) -> Path:
+    """A copy of the tiny model with other entries in its tokenizer_config.json."""
+    made = make_model_folder(folder)
+    file = made / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return made
+
+
+def test_what_makes_no_training_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    good = write(tmp_path / "good.jsonl", TALKS)
+    unanswered = write(tmp_path / "b.jsonl", [*TALKS, {"messages": [{"role": "user", "content": "?"}]}])
+    late = write(tmp_path / "c.jsonl", [*TALKS, talk("Why? " * 9, "y")])
+    other = without_eos(tmp_path / "other", eos_token="<|pad|>")
+    (other / "generation_config.json").unlink()
+    large = make_model_folder(tmp_path / "large", vocab_size=200)
+    cases: list[tuple[Path, Path, int | None, dict[str, Any], str]] = [
+        (unanswered, model_dir, None, {}, r"of 1 sample nothing is learned .*b\.jsonl:41"),
+        (late, model_dir, 45, {"overlong": "truncate"}, r"c\.jsonl:41.* is cut off before"),
+        (good, other, None, {}, r"ends with 'Ċ', and generation with <.pad.>"),
+        (good, large, None, {}, "the model's embedding 200"),
+        (good, model_dir, 65, {}, "the model knows 64 places"),
+        (good, model_dir, None, {"format": "chatml"}, "data.args.format"),
+        (good, model_dir, None, {"format": "alpaca"}, r"good\.jsonl:\d+ has no 'instruction'"),
+        (write(tmp_path / "d.jsonl", []), model_dir, None, {}, "is empty"),
+        (tmp_path, model_dir, None, {}, "b.jsonl, c.jsonl"),
+    ]
+    for path, folder, length, args, said in cases:
+        with pytest.raises(RequestError, match=said):
+            open_chat(path, folder, length, val=0, **args)

@@ -1,0 +1,100 @@
+from typing import Any
+
+import pytest
+
+from multigpu_cli.data.chat_tokens import ChatEncoder
+from multigpu_cli.data.conversations import Conversation
+from multigpu_cli.errors import RequestError
+from tests.support.tiny_language_models import CHATML, make_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+THINKING = (  # as reasoning models' templates do, it leaves out earlier thoughts
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "The capital of France?"},
+    {"role": "assistant", "content": "<think>hm</think>Paris"},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4, of course."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def learned_text(tokenizer: Any, conversation: Conversation, loss_on: str, template: str | None = None) -> list[str]:
+    """The stretches of text that are learned."""
+    ends = [tokenizer.eos_token_id]
+    ids, learned = ChatEncoder(tokenizer, template, loss_on, ends).encode(conversation, "a:1")
+    stretches: list[list[int]] = [[]]
+    for token, counts in zip(ids, learned, strict=True):
+        if counts:
+            stretches[-1].append(token)
+        elif stretches[-1]:
+            stretches.append([])
+    return [tokenizer.decode(stretch) for stretch in stretches if stretch]
+
+
+def test_each_answer_with_its_end_and_nothing_after_it(tokenizer: Any) -> None:
+    talk = Conversation(TALK)
+    assert learned_text(tokenizer, talk, "assistant") == ["<think>hm</think>Paris<|im_end|>", "4, of course.<|im_end|>"]
+    assert learned_text(tokenizer, talk, "completion") == ["4, of course.<|im_end|>"]
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert learned_text(tokenizer, talk, "all") == [whole]
+    assert ChatEncoder(tokenizer, None, "all", []).encode(talk, "a:1").ids == tokenizer(whole).input_ids
+
+
+def test_nothing_is_learned_where_the_last_message_is_not_an_answer(tokenizer: Any) -> None:
+    assert learned_text(tokenizer, Conversation(TALK[:4]), "completion") == []
+
+
+def test_a_template_that_renders_answers_otherwise_later_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(
+        RequestError, match="a:1: the chat template renders what precedes the end of message 3 otherwise"
+    ):
+        learned_text(tokenizer, Conversation(TALK), "assistant", THINKING)
+    assert learned_text(tokenizer, Conversation(TALK), "completion", THINKING) == ["4, of course.<|im_end|>"]
+
+
+def test_a_template_of_the_users_own_in_place_of_the_models(tokenizer: Any) -> None:
+    spoken = CHATML.replace("<|im_end|>\n", "<|im_end|>")
+    ids = ChatEncoder(tokenizer, spoken, "all", []).encode(Conversation(TALK), "a:1").ids
+    assert "<|im_end|><|im_start|>" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "loss_on", "expected"),
+    [
+        (Conversation(prompt="2 + 2 =", completion=" 4"), "completion", [" 4<|im_end|>"]),
+        (Conversation(prompt="2 + 2 =", completion=" 4"), "all", ["2 + 2 = 4<|im_end|>"]),
+        (Conversation(completion="The fox."), "all", ["The fox.<|im_end|>"]),
+        (Conversation(completion="The fox.<|im_end|>"), "all", ["The fox.<|im_end|>"]),
+    ],
+)
+def test_plain_text_ends_with_eos(
+    conversation: Conversation, loss_on: str, expected: list[str], tokenizer: Any
+) -> None:
+    assert learned_text(tokenizer, conversation, loss_on) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "said"),
+    [
+        (TALK[2:], None, "begins with a message of the assistant"),
+        (TALK, "{{ raise_exception('no system here') }}", "does not take its first 5 messages .no system here"),
+        (TALK, "{{ messages[0].__class__.__mro__ }}", "does not take its first 5 messages"),
+    ],
+)
+def test_what_a_template_does_not_take_is_named(
+    messages: list[dict[str, str]], template: str | None, said: str, tokenizer: Any
+) -> None:
+    """The last one shows that the template runs in a sandbox."""
+    with pytest.raises(RequestError, match=f"a:1:? .*{said}|a:1 {said}"):
+        learned_text(tokenizer, Conversation(messages), "assistant", template)

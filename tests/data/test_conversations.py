@@ -1,0 +1,61 @@
+from typing import Any
+
+import pytest
+
+from multigpu_cli.data.conversations import FORMS, Conversation, detect_form, read_conversation
+from multigpu_cli.errors import RequestError
+
+USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [{"name": "add"}]
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "expected"),
+    [
+        ("messages", {"messages": [USER, ANSWER], "tools": TOOLS}, Conversation([USER, ANSWER], tools=TOOLS)),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+            Conversation([USER, ANSWER]),
+        ),
+        ("sharegpt", {"conversations": [USER, ANSWER], "system": "Be brief."}, Conversation([SYSTEM, USER, ANSWER])),
+        ("alpaca", {"instruction": "2 + 2?", "input": "", "output": "4"}, Conversation([USER, ANSWER])),
+        (
+            "alpaca",
+            {"instruction": "Add", "input": "2 2", "output": "4"},
+            Conversation([{"role": "user", "content": "Add\n\n2 2"}, ANSWER]),
+        ),
+        ("completion", {"prompt": "2 + 2 =", "completion": " 4"}, Conversation(prompt="2 + 2 =", completion=" 4")),
+        ("completion", {"prompt": [USER], "completion": [ANSWER]}, Conversation([USER, ANSWER])),
+        ("text", {"text": "Four."}, Conversation(completion="Four.")),
+    ],
+)
+def test_each_form_is_recognized_and_read(form: str, record: dict[str, Any], expected: Conversation) -> None:
+    assert detect_form(record, "a:1") == form
+    assert read_conversation(record, form, "a:1") == expected
+
+
+def test_what_has_no_form_is_told_all_of_them() -> None:
+    with pytest.raises(RequestError, match="a:7 has question, answer") as raised:
+        detect_form({"question": "", "answer": ""}, "a:7")
+    assert all(name in str(raised.value) for name in FORMS)
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "said"),
+    [
+        ("messages", {"text": ""}, "a:2 has no 'messages'"),
+        ("messages", {"messages": []}, "there are no messages"),
+        ("messages", {"messages": [{"content": "x"}]}, "message 1 has no role"),
+        ("messages", {"messages": [USER, {"role": "assistant"}]}, "message 2 has no content"),
+        ("sharegpt", {"conversations": "hello"}, "no list of objects"),
+        ("alpaca", {"instruction": 3, "output": ""}, "instruction is a int"),
+        ("completion", {"prompt": "a", "completion": [ANSWER]}, "completion is a list"),
+        ("text", {"text": None}, "text is a NoneType"),
+    ],
+)
+def test_a_record_that_is_not_of_the_form_is_named(form: str, record: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=f"a:2.*{said}|{said}") as raised:
+        read_conversation(record, form, "a:2")
+    assert "a:2" in str(raised.value)

@@ -1,0 +1,109 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.schema import ModelConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.build import build_model
+from multigpu_cli.models.packing_check import check_packing
+from tests.support.tiny_language_models import SIZES, make_model_folder
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("llama"))
+
+
+def build(folder: Path | str, **args: Any) -> nn.Module:
+    return build_model(ModelConfig(args=args), "pretrained", {"model_dir": str(folder)})
+
+
+@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_weights_of_the_folder_and_packed_texts_apart(architecture: str, attention: str, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, architecture)
+    model = build(folder, attention=attention)
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    state = model.network.state_dict()  # type: ignore[union-attr]
+    assert all(torch.equal(state[name], value) for name, value in own.state_dict().items())
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    tokens = torch.randint(200, (2, 9))
+    torch.testing.assert_close(model(tokens), own(tokens).logits)
+    check_packing(model, 200, torch.device("cpu"))
+
+
+class Leaking(nn.Module):
+    """Attends to all that came before, whatever text it is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 50)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = self.embedding(inputs["input_ids"]).cumsum(1)
+        return logits
+
+
+def test_a_network_that_mixes_packed_texts_is_refused() -> None:
+    with pytest.raises(RequestError, match="--packing on: this network lets packed texts see each other"):
+        check_packing(Leaking(), 50, torch.device("cpu"))
+
+
+def change_config(folder: Path, **entries: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def leave_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def leave_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+
+
+BROKEN = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "unknown architecture": (lambda folder: change_config(folder, model_type="unheard"), "unheard"),
+    "code of its own": (
+        lambda folder: change_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"}),
+        "code that comes with a model is not run",
+    ),
+    "pickled weights": (leave_pickle, "pytorch_model.bin is a pickle"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+    "a missing shard": (leave_index, "model-00002-of-00002.safetensors is missing, 1 of 2 shards"),
+    "a larger model": (lambda folder: change_config(folder, num_hidden_layers=3), "9 tensors would be as initialised"),
+    "another width": (lambda folder: change_config(folder, intermediate_size=32), "mlp"),
+    "a torn file": (lambda folder: (folder / "model.safetensors").write_bytes(b"123"), "--model-dir"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_not_whole_is_refused(fault: str, llama: Path, tmp_path: Path) -> None:
+    damage, said = BROKEN[fault]
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    damage(folder)
+    with pytest.raises(RequestError, match=said):
+        build(folder)
+
+
+def test_nothing_is_downloaded() -> None:
+    with pytest.raises(RequestError, match=r"no such folder.*nothing is downloaded"):
+        build("nobody/such-a-model")
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", "int8"), ("attention", "none")])
+def test_unknown_arguments_are_named(name: str, value: str, llama: Path) -> None:
+    with pytest.raises(RequestError, match=f"model.args.{name}: '{value}'"):
+        build(llama, **{name: value})
