@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.data.chat_checks import apply_length_limit, check_ends, check_learned
+from multigpu_cli.data.chat_checks import check_samples
 from multigpu_cli.data.chat_samples import Chats, Packs
 from multigpu_cli.data.chat_tokens import LOSS_ON, ChatEncoder, ChatTokens
 from multigpu_cli.data.conversations import FORMS, detect_form, read_conversation
@@ -15,11 +15,9 @@ from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.model_folder import (
-    find_generation_ends,
     find_model_folder,
     hash_tokenizer,
-    load_config,
-    load_tokenizer,
+    load_text_model,
 )
 
 _SPLITS = ("train", "val", "test")
@@ -69,12 +67,10 @@ def load(
     """
     _check_choices(format, loss_on, overlong, val)
     files = _find_files(data_dir, file)
-    folder = find_model_folder(model_dir)
-    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    config, tokenizer, ends = load_text_model(find_model_folder(model_dir))
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
-    ends = find_generation_ends(folder, tokenizer)
-    _check_tokenizer(tokenizer, config, ends, max_length, folder)
+    _check_tokenizer(tokenizer, config, ends, max_length)
     limit = max_length or _find_limit(config, tokenizer)
     learns = loss_on or FORMS[form].loss_on
     encoder = ChatEncoder(tokenizer, template, learns, ends)
@@ -83,20 +79,16 @@ def load(
         name: Chats(records, rows, _encode(records, rows, form, encoder), limit, padding)
         for name, (records, rows) in _divide(files, val, seed).items()
     }
-    notes = [apply_length_limit(name, chats, overlong) for name, chats in splits.items()]
-    for chats in splits.values():
-        check_learned(chats, learns)
-        check_ends(chats, ends, tokenizer)
-    train = splits["train"]
-    packs = Packs(train, seed) if packing == "on" else None
+    notes = [check_samples(name, chats, overlong, learns, ends, tokenizer) for name, chats in splits.items()]
+    packs = Packs(splits["train"], seed) if packing == "on" else None
     return DataSource(
-        train=packs or train,
+        train=packs or splits["train"],
         val=splits.get("val"),
         test=splits.get("test"),
         input_shape=(limit,),
         num_classes=config.get_text_config().vocab_size,
         transform_signature=f"{hash_tokenizer(tokenizer, template)} {learns} {limit}",
-        note="; ".join(filter(None, [_describe(form, learns, train, packs), *notes])) + "; ",
+        note="; ".join(filter(None, [_describe(form, learns, splits["train"], packs), *notes])) + "; ",
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         model="pretrained",
@@ -159,16 +151,16 @@ def _divide(files: _Files, val: float, seed: int) -> dict[str, tuple[JsonLines, 
     return found | {name: (records, list(range(len(records)))) for name, records in more.items()}
 
 
-def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...], asked: int | None, folder: Path) -> None:
+def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...], asked: int | None) -> None:
     rows = config.get_text_config().vocab_size
     if len(tokenizer) > rows:
         raise RequestError(
-            f"--model-dir {folder}: its tokenizer has {len(tokenizer)} tokens, and the model's embedding {rows}",
+            f"--model-dir: its tokenizer has {len(tokenizer)} tokens, and the model's embedding {rows}",
             remedy="the tokenizer of this model; or model.resize_token_embeddings(…) and save_pretrained(…)",
         )
     if not ends:
         raise RequestError(
-            f"--model-dir {folder}: the tokenizer has no EOS token, so that nothing would ever end",
+            "--model-dir: its tokenizer has no EOS token, so that nothing would ever end",
             remedy="eos_token in tokenizer_config.json",
         )
     if asked and asked > (places := _find_limit(config, tokenizer)):

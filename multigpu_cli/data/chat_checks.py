@@ -9,7 +9,24 @@ from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.errors import RequestError, pluralize
 
 
-def apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
+def check_samples(split: str, chats: Chats, overlong: str, learns: str, ends: tuple[int, ...], tokenizer: Any) -> str:
+    """Drop or cut what is too long, and check the rest; returns a note about it.
+
+    Args:
+        overlong: stop, drop or truncate.
+        learns: what is learned, for messages.
+        ends: the tokens at which generation stops.
+
+    Raises:
+        RequestError: samples that are too long, of which nothing is learned, or which never end.
+    """
+    note = _apply_length_limit(split, chats, overlong)
+    _check_learned(chats, learns)
+    _check_ends(chats, ends, tokenizer)
+    return note
+
+
+def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
     """Drop or cut what is too long, and say so.
 
     Raises:
@@ -32,7 +49,7 @@ def apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
     return f"{pluralize(len(beyond), 'overlong sample')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
 
 
-def check_learned(chats: Chats, learns: str) -> None:
+def _check_learned(chats: Chats, learns: str) -> None:
     """Refuse samples of which nothing is learned: they would only cost time, and are rarely meant."""
     without = [index for index, count in enumerate(chats.learned) if not count]
     if not without:
@@ -51,7 +68,7 @@ def check_learned(chats: Chats, learns: str) -> None:
     )
 
 
-def check_ends(chats: Chats, ends: tuple[int, ...], tokenizer: Any) -> None:
+def _check_ends(chats: Chats, ends: tuple[int, ...], tokenizer: Any) -> None:
     """Refuse where the model would never learn to stop, or begins twice; the first sample stands for all."""
     sample = chats[0]
     ids, labels = sample["input_ids"], sample["labels"]

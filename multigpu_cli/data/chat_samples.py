@@ -65,12 +65,12 @@ class Chats(Dataset[dict[str, Tensor]]):
         """A sample's place, for messages."""
         return self.records.describe(self.rows[index])
 
-    def select(self, kept: Sequence[int]) -> None:
+    def select(self, chosen: Sequence[int]) -> None:
         """Keep these samples only."""
         self.rows, self.lengths, self.learned = (
-            [column[index] for index in kept] for column in (self.rows, self.lengths, self.learned)
+            [column[index] for index in chosen] for column in (self.rows, self.lengths, self.learned)
         )
-        self._tokens, self._marks = ([column[index] for index in kept] for column in (self._tokens, self._marks))
+        self._tokens, self._marks = ([column[index] for index in chosen] for column in (self._tokens, self._marks))
 
 
 class Packs(Dataset[dict[str, Tensor]]):

@@ -3,7 +3,7 @@
 import json
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
 
@@ -30,6 +30,29 @@ def find_model_folder(name: str | None) -> Path:
     return folder
 
 
+class TextModel(NamedTuple):
+    """A model of text without its weights.
+
+    Attributes:
+        config, tokenizer: those of transformers.
+        ends: the tokens at which generation stops.
+    """
+
+    config: Any
+    tokenizer: Any
+    ends: tuple[int, ...]
+
+
+def load_text_model(folder: Path) -> TextModel:
+    """What text is turned into tokens with, and what the model makes of them.
+
+    Raises:
+        RequestError: see `load_config` and `_load_tokenizer`.
+    """
+    tokenizer = _load_tokenizer(folder)
+    return TextModel(load_config(folder), tokenizer, _find_generation_ends(folder, tokenizer))
+
+
 def load_config(folder: Path) -> Any:
     """The configuration; a cache of keys and values is off, because it helps generation only.
 
@@ -52,7 +75,7 @@ def load_config(folder: Path) -> Any:
     return config
 
 
-def load_tokenizer(folder: Path) -> Any:
+def _load_tokenizer(folder: Path) -> Any:
     """The tokenizer.
 
     Raises:
@@ -75,7 +98,7 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def find_generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def _find_generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """The tokens at which generation stops: the tokenizer's EOS, and those of generation_config.json."""
     listed = _read_json(folder / "generation_config.json").get("eos_token_id")
     more = listed if isinstance(listed, list) else [listed]
