@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from multigpu_cli.config import data_place, launcher_rules, paths, sharding_rules
 from multigpu_cli.config.resume_rules import without_setting
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _WHERE = ("nproc_per_node", "max_restarts", "gpu_ids", "multi_gpu")
@@ -160,7 +160,7 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             remedy="--model pretrained; or --init-from for weights alone",
         )
     for key in ("max_length", "packing"):
-        if key in config.explicit and not chat:
+        if config.get(key) != SETTINGS[key].default and not chat:
             flag = "--" + key.replace("_", "-")
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
 

@@ -19,11 +19,6 @@ HABITS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "three samples fit, evaluated": ({"model": "tests.support.awkward_models:greedy"}, ["model.args.evaluation=3"]),
 }
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "nothing fits": (
-        {"model": "tests.support.awkward_models:greedy"},
-        ["model.args.training=0"],
-        "micro-batches of 1 (one sample)",
-    ),
     "stop": (
         {"on_oom": "stop", "model": "tests.support.awkward_models:greedy"},
         ["model.args.training=1"],
@@ -67,6 +62,13 @@ def test_the_first_steps_are_alike(habit: str) -> None:
         assert alike[2] == pytest.approx(losses, rel=2e-3)
         assert alike[3] == pytest.approx(evaluated, rel=2e-3)
         assert alike[2][0] == pytest.approx(losses[0], rel=1e-6), "bf16 weights have moved since, to rounding"
+
+
+def test_where_not_one_sample_fits_several_workers_are_told_of_sharding() -> None:
+    one, *several = run_all({"model": "tests.support.awkward_models:greedy"}, ["model.args.training=0"])
+    assert (one.kind, "micro-batches of 1 (one sample)" in one.error) == ("TrainingError", True)
+    assert [(ended.kind, "--multi-gpu fsdp" in ended.error) for ended in several] == [("RequestError", True)] * 2
+    assert not any(Path(f"run{workers}").exists() for workers in (1, 2, 3))
 
 
 @pytest.mark.parametrize("reason", REFUSED)

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
+from multigpu_cli.checkpoint.manifest import read_manifest
+from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
 
@@ -55,8 +57,9 @@ BODY = ["2.weight", "3.weight", "3.bias"]
 
 
 def weights(folder: str, step: int) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(f"{folder}/checkpoints/step_{step:08d}/state.pt", weights_only=True)
-    return state["model"]  # type: ignore[return-value]
+    saved = Path(folder, "checkpoints", f"step_{step:08d}")
+    model: dict[str, torch.Tensor] = Checkpoint(saved, read_manifest(saved)).state("model")["model"]
+    return model
 
 
 def find_changed_weights(folder: str, before: int, after: int) -> set[str]:
