@@ -85,7 +85,7 @@ def test_packs_hold_each_sample_once_and_change_with_the_epoch(tmp_path: Path, m
     alone = sorted(chats[n]["input_ids"].tolist() for n in range(len(chats)))
     found = []
     for epoch in (0, 1, 0):
-        packs.set_epoch(epoch)
+        packs.make_packs_of_epoch(epoch)
         rows = [packs[n] for n in range(len(packs))]
         assert max(len(row["input_ids"]) for row in rows) <= 64
         pieces = []
