@@ -90,8 +90,8 @@ class _Chunks:
 class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of a
-    batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample. Packs are made
+    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
+    a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample. Packs are made
     anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
     evaluations with a number that many can't take.
     """
