@@ -150,9 +150,14 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     chat, pretrained = config.data.name == "chat", config.model.name == "pretrained"
     if (chat or pretrained) and config.model.dir is None:
         what = "--data chat" if chat else "--model pretrained"
+        found = chat and config.data.dir is not None
         yield RequestError(
-            f"{what} without --model-dir",
-            remedy="--model-dir with the folder of a model of transformers",
+            f"--data-dir {config.data.dir}: .jsonl is conversations or texts for a language model (--data chat), which "
+            "need --model-dir"
+            if found
+            else f"{what} without --model-dir",
+            remedy="--model-dir with the folder of a model of transformers"
+            + ("; other records as .csv, or a dataset of your own with --data MODULE:FUNCTION" if found else ""),
         )
     if config.model.dir is not None and not (chat or pretrained):
         yield RequestError(

@@ -88,9 +88,9 @@ class Packs(Dataset[dict[str, Tensor]]):
         self._epoch = -1
         self._packs: list[list[int]] = []
         self._count = max(len(self._tightest), len(self._pack(0)))
-        self.set_epoch(0)
+        self.make_packs_of_epoch(0)
 
-    def set_epoch(self, epoch: int) -> None:
+    def make_packs_of_epoch(self, epoch: int) -> None:
         """Make the packs of an epoch; called by the loader before it asks for one of its samples."""
         if epoch != self._epoch:
             packs = self._pack(epoch)

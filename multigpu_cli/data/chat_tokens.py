@@ -87,15 +87,30 @@ class ChatEncoder:
                 f"--data chat: {place} begins with a message of the assistant: nothing comes before it",
                 remedy="a message of a user or system first, or data.args.loss_on=completion",
             )
-        spans = []
-        for number in answers:
-            before = self._render(conversation, number, place, asks=True)
-            through = self._render(conversation, number + 1, place, asks=False) if number + 1 < len(messages) else whole
-            for text in (before, through):
-                if not whole.startswith(text):
-                    raise _not_a_prefix(whole, text, number + 1, place)
-            spans.append((len(before), len(through)))
-        return spans
+        return [self._find_answer(conversation, number, whole, place) for number in answers]
+
+    def _find_answer(self, conversation: Conversation, number: int, whole: str, place: str) -> tuple[int, int]:
+        before = self._render(conversation, number, place, asks=True)
+        if not whole.startswith(before):
+            raise self._refuse(whole, before, f"asks for message {number + 1} otherwise than it is rendered", place)
+        through, messages = whole, conversation.messages or []
+        if number + 1 < len(messages):
+            through = self._render(conversation, number + 1, place, asks=False)
+            if not whole.startswith(through):  # some end the whole conversation with EOS
+                through = through.removesuffix(self._tokenizer.eos_token or "")
+        if not whole.startswith(through):
+            raise self._refuse(whole, through, f"renders message {number + 1} otherwise when more follow", place)
+        _check_said(messages[number], whole[len(before) : len(through)], number + 1, place)
+        return len(before), len(through)
+
+    def _refuse(self, whole: str, text: str, how: str, place: str) -> RequestError:
+        at = next((at for at, (one, other) in enumerate(zip(whole, text, strict=False)) if one != other), len(whole))
+        last = "" if self._loss_on == "completion" else "--set data.loss_on=completion, for the last message only, or "
+        return RequestError(
+            f"--data chat: {place}: the chat template {how}: {text[at : at + _SHOWN]!r} becomes "
+            f"{whole[at : at + _SHOWN]!r}, so that what is learned is not what the model says",
+            remedy=f"{last}a template for training with --set data.chat_template=FILE",
+        )
 
     def _render(self, conversation: Conversation, count: int, place: str, *, asks: bool) -> str:
         """The first messages as text; with `asks` up to the point where the model answers."""
@@ -118,12 +133,18 @@ class ChatEncoder:
         return text
 
 
-def _not_a_prefix(whole: str, text: str, number: int, place: str) -> RequestError:
-    at = next((at for at, (one, other) in enumerate(zip(whole, text, strict=False)) if one != other), len(whole))
-    return RequestError(
-        f"--data chat: {place}: the chat template renders what precedes the end of message {number} otherwise when "
-        f"more follows: {text[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r}, so that "
-        "what is learned is not what the model says",
-        remedy="--set data.loss_on=completion, which learns the last message only, or another template with "
-        "--set data.chat_template=FILE",
-    )
+def _check_said(message: dict[str, Any], rendered: str, number: int, place: str) -> None:
+    """Refuse a template that leaves out what is to be learned, up to white space and thoughts.
+
+    Raises:
+        RequestError: content, or a call of a tool, is not in the rendered answer.
+    """
+    content = message["content"].rpartition("</think>")[2]
+    wanted = [content, *(call.get("function", call)["name"] for call in message.get("tool_calls", ()))]
+    there = "".join(rendered.split())
+    for text in wanted:
+        if "".join(text.split()) not in there:
+            raise RequestError(
+                f"--data chat: {place}: the chat template leaves {text[:_SHOWN]!r} of message {number} out",
+                remedy="a template that renders it, with --set data.chat_template=FILE",
+            )

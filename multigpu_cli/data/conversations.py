@@ -1,5 +1,6 @@
 """The forms in which people keep conversations, as one."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -128,12 +129,47 @@ def _check_text(value: Any, name: str) -> str:
 
 
 def _check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages as a template takes them; content may be a list of parts, or None beside calls of tools."""
+    """Messages as a template takes them: content is a text, empty where there are calls of tools alone."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("there are no messages in it")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} has no role")
-        if not (isinstance(message.get("content"), str | list) or message.get("tool_calls")):
-            raise ValueError(f"message {number} has no content")
-    return [dict(message) for message in messages]
+    return [_check_message(message, number) for number, message in enumerate(messages, 1)]
+
+
+def _check_message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")
+    found = {name: value for name, value in message.items() if value is not None}  # of tables, which have each column
+    content = found.get("content", "" if found.get("tool_calls") else None)
+    if isinstance(content, list):
+        content = _join_parts(content, number)
+    if not isinstance(content, str):
+        raise ValueError(f"message {number} has no content")
+    found["content"] = content
+    if not isinstance(found.get("tool_calls", []), list):
+        raise ValueError(f"message {number}: tool_calls is no list")
+    if "tool_calls" in found:
+        found["tool_calls"] = [_read_call(call, number) for call in found["tool_calls"]]
+    return found
+
+
+def _join_parts(parts: list[Any], number: int) -> str:
+    """The text of parts: templates of text models render a list as Python does, or as nothing."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"message {number} has a part of type {kind}; text alone is read")
+    return "".join(part["text"] for part in parts)
+
+
+def _read_call(call: Any, number: int) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object: as a JSON text they would be quoted twice."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"message {number} has a call of a tool without a name")
+    if not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        read = {**function, "arguments": json.loads(function["arguments"] or "{}")}
+    except ValueError as error:
+        raise ValueError(f"message {number}: the arguments of {function['name']} are not JSON ({error})") from error
+    return {**call, "function": read} if "function" in call else read

@@ -90,15 +90,16 @@ class _Chunks:
 class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    One with a method `set_epoch` is told the epoch before. A dataset that fetches whole batches (`__getitems__`) is
-    seeded once per batch, by its first sample; the samples of a batch depend only on the seed and the step. A number
-    beyond the dataset's end is a repeated sample.
+    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
+    a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample. Packs are made
+    anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
+    evaluations with a number that many can't take.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self._size = len(dataset)  # type: ignore[arg-type]
-        self._set_epoch = getattr(unwrap_dataset(dataset), "set_epoch", None)
+        self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
@@ -114,8 +115,8 @@ class SeededDataset(Dataset[Any]):
         return list(zip(indices, get_samples(self.dataset, indices), strict=True))
 
     def _seed(self, epoch: int, index: int) -> None:
-        if self._set_epoch is not None:
-            self._set_epoch(epoch)
+        if self._make_packs is not None:
+            self._make_packs(epoch)
         seed_host(make_key(self.seed, epoch, index))
 
 

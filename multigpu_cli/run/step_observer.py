@@ -54,7 +54,7 @@ class StepObserver:
     def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
         """The optimizer has stepped, or skipped the step; `units` is the step's loss units over all workers."""
         step = self._layout.step
-        self.nonfinite.record(step, outcome.skipped)
+        self.nonfinite.record(step, outcome.skipped * (units > 0))  # a step without any is skipped too, and no fault
         self.loss.add(step, outcome.micro_batches, outcome.losses, units)
         if self.trace:
             self.trace.write(step + 1, self._indices)

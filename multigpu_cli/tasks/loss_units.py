@@ -32,6 +32,9 @@ class LossNormalizer:
     def rescale_gradients(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
         """At the end of a step: correct the reduced gradient to the real number of units.
 
+        The mean over no unit is NaN, so that the optimizer skips a step without any: momentum and decay would move the
+        weights.
+
         Args:
             counted: units of this worker's micro-batches; there may be none.
             samples: of the step, over all workers.
@@ -44,11 +47,15 @@ class LossNormalizer:
             local += count
         self.last = all_reduce_sum(self._world, local)
         self._seen, self._samples = self._seen + self.last, self._samples + samples
-        factor = self.divisor(samples) / self.last.clamp(min=1).double()
+        factor = self.divisor(samples) / self.last.double()
         gradients = [p.grad for p in parameters if p.grad is not None]
         for number in {gradient.dtype for gradient in gradients}:  # a kernel takes tensors and factor of one dtype
             same = [gradient for gradient in gradients if gradient.dtype == number]
             torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
+
+    def norm_of_step(self, norm: Tensor) -> Tensor:
+        """The gradient norm () of the last step, for people: 0 where it had no unit."""
+        return norm if isinstance(self.last, int) else torch.where(self.last > 0, norm, 0.0)
 
     def rate(self, samples_per_second: float) -> dict[str, float]:
         """For example `tokens_per_second` since the last call; {} if units are samples."""

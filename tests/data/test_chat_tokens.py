@@ -57,10 +57,39 @@ def test_nothing_is_learned_where_the_last_message_is_not_an_answer(tokenizer: A
 
 def test_a_template_that_renders_answers_otherwise_later_is_refused(tokenizer: Any) -> None:
     with pytest.raises(
-        RequestError, match="a:1: the chat template renders what precedes the end of message 3 otherwise"
-    ):
+        RequestError, match="a:1: the chat template renders message 3 otherwise when more follow"
+    ) as raised:
         learned_text(tokenizer, Conversation(TALK), "assistant", THINKING)
+    assert "data.loss_on=completion" in str(raised.value.remedy)
     assert learned_text(tokenizer, Conversation(TALK), "completion", THINKING) == ["4, of course.<|im_end|>"]
+
+
+def test_a_template_that_asks_for_more_than_it_renders_is_refused(tokenizer: Any) -> None:
+    """As DeepSeek's does, which begins a thought where it asks."""
+    asking = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    for loss_on in ("assistant", "completion"):
+        with pytest.raises(RequestError, match=r"the chat template asks for message [35] otherwise") as raised:
+            learned_text(tokenizer, Conversation(TALK), loss_on, asking)
+    assert "loss_on" not in str(raised.value.remedy), "it is set already, and does not help"
+
+
+def test_eos_at_the_end_of_the_whole_alone(tokenizer: Any) -> None:
+    """As Phi 3's template has it."""
+    closing = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    found = learned_text(tokenizer, Conversation(TALK), "assistant", closing)
+    assert found == ["<think>hm</think>Paris<|im_end|>", "4, of course.<|im_end|>\n<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("rendered", "said"),
+    [("", "leaves 'Paris' of message 3 out"), ("{{ message.content }}", "leaves 'weather' of message 5 out")],
+)
+def test_a_template_that_leaves_out_what_is_to_be_learned_is_refused(rendered: str, said: str, tokenizer: Any) -> None:
+    """Only its end would be learned: to answer nothing."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+    template = CHATML.replace("{{ message['content'] }}", rendered)
+    with pytest.raises(RequestError, match=said):
+        learned_text(tokenizer, Conversation([*TALK[:4], call]), "assistant", template)
 
 
 def test_a_template_of_the_users_own_in_place_of_the_models(tokenizer: Any) -> None:

@@ -59,3 +59,34 @@ def test_a_record_that_is_not_of_the_form_is_named(form: str, record: dict[str, 
     with pytest.raises(RequestError, match=f"a:2.*{said}|{said}") as raised:
         read_conversation(record, form, "a:2")
     assert "a:2" in str(raised.value)
+
+
+def test_messages_come_to_the_template_as_texts_and_objects() -> None:
+    """Parts of text joined, arguments of calls read, and without the nulls that tables write for missing fields."""
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 2?"}],
+        "name": None,
+    }
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
+    }
+    found = read_conversation({"messages": [parts, call], "tools": None}, "messages", "a:1").messages
+    function = {"name": "add", "arguments": {"a": 2}}
+    assert found == [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": [{"type": "image", "url": "a.png"}]}, "message 1 has a part of type image; text alone is read"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": "{a"}}]}, "the arguments of add are not JSON"),
+        ({"tool_calls": [{"id": "1"}]}, "message 1 has a call of a tool without a name"),
+        ({"tool_calls": 1}, "message 1: tool_calls is no list"),
+    ],
+)
+def test_what_is_no_text_is_named(message: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read_conversation({"messages": [{"role": "assistant", **message}]}, "messages", "a:1")

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import epoch_order
+from multigpu_cli.data.dataloader_fetcher import SeededDataset
+from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
 from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.errors import RequestError
@@ -135,6 +136,24 @@ def test_items_draw_the_same_numbers_in_any_process_and_on_any_worker(closing: l
         assert os.getpid() not in makers
     halves = [read_draws(epoch(here, replace(PLAN, workers=2), rank=rank)) for rank in range(2)]
     assert halves[0] | halves[1] == expected
+
+
+class Curriculum(Dataset[tuple[Tensor, int]]):
+    """A user's dataset whose own `set_epoch` takes the epochs that it knows."""
+
+    def set_epoch(self, epoch: int) -> None:
+        raise IndexError(epoch)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1), index
+
+
+def test_set_epoch_of_a_users_dataset_is_left_to_the_user() -> None:
+    """Loader processes would call it for each sample, and evaluations with a number beyond any epoch."""
+    assert SeededDataset(Curriculum(), seed=0)[EVAL_EPOCH, 3][1][1] == 3
 
 
 def test_items_draw_other_numbers_in_other_epochs_and_with_other_seeds() -> None:

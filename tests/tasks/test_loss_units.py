@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
@@ -125,9 +126,18 @@ def test_the_factor_of_16_bit_gradients_is_not_rounded_to_16_bits(number: torch.
     assert torch.equal(weight.grad, torch.tensor([3 * units.divisor(20) / 7], dtype=number))
 
 
-def test_a_step_without_any_token_moves_nothing_but_decay() -> None:
-    units = LossNormalizer(language_model(), World(torch.device("cpu")))
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.zeros(3)
-    units.rescale_gradients([], 20, [weight])
-    assert weight.grad.tolist() == [0.0] * 3
+def unanswered(split: str, seed: int) -> TensorDataset | None:
+    """The sentences without a single target that counts."""
+    whole = sentences(split, seed)
+    return whole and TensorDataset(whole.tensors[0], torch.full_like(whole.tensors[1], -100))
+
+
+def test_a_step_without_any_token_is_skipped_and_is_no_fault() -> None:
+    """The optimizer does not move the weights by decay or momentum either."""
+    flags = RUN | {"data": "tests.tasks.test_loss_units:unanswered", "weight_decay": 0.1, "nonfinite": "stop"}
+    flags |= {"schedule": "constant", "warmup_epochs": 0}
+    ended = [run_training(2, **flags, save_dir=f"to{steps}", max_steps=steps) for steps in (1, 3)]
+    assert [end.error for end in ended] == ["", ""]
+    assert [end.summary["steps"] for end in ended] == [1, 3]
+    assert ended[0].summary["fingerprint"] == ended[1].summary["fingerprint"]
+    assert {line["grad_norm"] for line in lines("to3")} == {0.0}
