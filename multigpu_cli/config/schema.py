@@ -119,7 +119,7 @@ class DataConfig:
         "data.rand_augment", None, integer(0, 30), "torchvision's RandAugment of training images: its magnitude, e.g. 9"
     )
     max_length: int | None = setting(
-        "max_length", None, integer(2), "chat: tokens of a sample or pack (default: 2048, or the model's places)"
+        "max_length", None, integer(2), "chat: tokens of a sample or pack (default: the model's places)"
     )
     packing: str = setting("packing", "on", choice("on", "off"), "chat: several samples in a row of tokens")
     sample_weights: ClassWeights | None = setting(

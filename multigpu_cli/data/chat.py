@@ -23,7 +23,7 @@ from multigpu_cli.runtime.model_folder import (
 _SPLITS = ("train", "val", "test")
 _OVERLONG = ("stop", "drop", "truncate")
 _LAYOUT = "a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl"
-_LONGEST = 2048  # tokens of a sample unless the user says otherwise: models know places for more than memory holds
+_UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
 
 
 class _Files(NamedTuple):
@@ -53,7 +53,7 @@ def load(
         data_dir: a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl.
         seed: draws the validation split and the packs.
         model_dir: the model, whose tokenizer and chat template are used.
-        max_length: tokens of a sample or pack (default: 2048, or as many as the model knows places for).
+        max_length: tokens of a sample or pack (default: as many as the model knows places for).
         packing: on or off: several samples in a row, which do not see each other. Evaluations do not pack.
         format: messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
         chat_template: file of a template in place of the model's own.
@@ -71,7 +71,7 @@ def load(
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     _check_tokenizer(tokenizer, config, ends, max_length)
-    limit = max_length or min(_LONGEST, _find_limit(config, tokenizer))
+    limit = max_length or _find_limit(config, tokenizer)
     learns = loss_on or FORMS[form].loss_on
     encoder = ChatEncoder(tokenizer, template, learns, ends)
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
@@ -170,9 +170,13 @@ def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...], asked: 
 
 
 def _find_limit(config: Any, tokenizer: Any) -> int:
-    """The most tokens that model and tokenizer take; a tokenizer without a limit says 10**30."""
-    longest = int(tokenizer.model_max_length)
-    return min(longest, getattr(config.get_text_config(), "max_position_embeddings", None) or longest)
+    """The most tokens that model and tokenizer take."""
+    text = config.get_text_config()
+    places = getattr(text, "max_position_embeddings", None) or _UNLIMITED
+    limit = min(int(places), int(tokenizer.model_max_length))
+    if limit >= _UNLIMITED:
+        raise RequestError("--max-length: the model names no longest text", remedy="--max-length 2048, say")
+    return limit
 
 
 def _read_template(data_dir: str | None, file: str) -> str:

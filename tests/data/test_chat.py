@@ -167,11 +167,3 @@ def test_what_makes_no_training_is_refused(tmp_path: Path, model_dir: Path) -> N
     for path, folder, length, args, said in cases:
         with pytest.raises(RequestError, match=said):
             open_chat(path, folder, length, val=0, **args)
-
-
-def test_a_model_of_long_texts_is_not_given_packs_of_its_longest(tmp_path: Path) -> None:
-    """Nowadays models know 100,000 places and more: no GPU holds a batch of such packs."""
-    made = make_model_folder(tmp_path / "long", places=10_000)
-    path = write(tmp_path / "a.jsonl", TALKS)
-    assert open_chat(path, made).input_shape == (2048,)
-    assert open_chat(path, made, 4096).input_shape == (4096,)
