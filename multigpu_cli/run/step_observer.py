@@ -54,7 +54,8 @@ class StepObserver:
     def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
         """The optimizer has stepped, or skipped the step; `units` is the step's loss units over all workers."""
         step = self._layout.step
-        self.nonfinite.record(step, outcome.skipped * (units > 0))  # a step without any is skipped too, and no fault
+        counted = isinstance(units, int) or units > 0  # a step without units is skipped too, and no fault
+        self.nonfinite.record(step, outcome.skipped if counted is True else outcome.skipped * counted)
         self.loss.add(step, outcome.micro_batches, outcome.losses, units)
         if self.trace:
             self.trace.write(step + 1, self._indices)
