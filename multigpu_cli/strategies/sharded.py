@@ -69,12 +69,11 @@ class Sharded(Strategy):
         super().__init__(model, world)
         _check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
-        self._keeps_weights, self._finds_unused = keeps_weights, finds_unused
-        self._usage: WeightUsage | None = None
+        self._keeps_weights = keeps_weights
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
-        self._model = cast(FSDPModule, model)
+        self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
         self._roots = [model] if average is None else [model, average]
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {
@@ -142,8 +141,6 @@ class Sharded(Strategy):
                 module.set_reduce_scatter_unused_params(True)
         with torch.no_grad():
             loss()  # fetches its samples while no loader is at work
-        if self._finds_unused and not self._usage:
-            self._usage = WeightUsage(self._model, self._world)  # type: ignore[arg-type]
         self._reshard()
 
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
@@ -176,7 +173,7 @@ class Sharded(Strategy):
         super().begin_step(micro_batches)
         self._rounds, self._done = -(-micro_batches // self._world.size), 0
         if self._usage:
-            self._usage.counts = True
+            self._usage.begin_step()
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:

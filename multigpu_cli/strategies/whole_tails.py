@@ -97,8 +97,8 @@ class WholeTails:
         if (piece := self._padded.pop(padded, None)) is None:
             return padded
         piece.rows.copy_(piece.cut(padded))
-        state = self._optimizer.state[piece.rows]
         for key, value in self._optimizer.state.pop(padded, {}).items():
+            state = self._optimizer.state[piece.rows]  # made where it is missing: only if the step made one
             if not _is_like(value, padded):
                 state[key] = value
             elif key in state:

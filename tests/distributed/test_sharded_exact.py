@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True, "amp": "bf16"},
     "fp32": GPT | {"sets": SIZES},
     "sgd": MLP | {"optimizer": "sgd", "freeze": "1.*", "amp": "bf16"},
+    "unfrozen": MLP | {"sets": [*MLP["sets"], "model.unfreeze_at=2"], "freeze": "1.*"},
     "steps": MLP | {"global_batch_size": 12, "batch_size": 6, "reshard": "step"},  # two of four are idle
     "many passes": IMAGES | {"global_batch_size": 30, "batch_size": 1, "optimizer": "sgd"},
     "unused": {"model": "tests.support.failing_model:choosy"},

@@ -49,6 +49,19 @@ class Tied(nn.Module):
         return found
 
 
+class Late(Tied):
+    """A block that does not run in the pass that prepares the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second = self.blocks
+        found: Tensor = first(super().forward(inputs))
+        return second(found) if torch.is_grad_enabled() else found
+
+
 def train(
     world: World,
     plan: BatchPlan,
@@ -116,6 +129,14 @@ def test_workers_together_do_what_one_does(share: str, keeps_weights: bool) -> N
     assert expected["norms"][0] > 0.05, "and it was clipped"
     assert_alike(first["state"], expected["state"])
     assert all(other["state"] == {} and other["norms"] == first["norms"] for other in others)
+
+
+def test_frozen_weights_and_late_blocks_where_unused_ones_are_looked_for() -> None:
+    """One has no gradient to watch, and the other is not there to be watched before its first pass."""
+    one = BatchPlan(**vars(SHARES["idle"]) | {"workers": 1})
+    expected = train(World(CPU), one, Late)
+    found = run_on_each_rank(3, lambda world: train(world, SHARES["idle"], Late, finds_unused=True))
+    assert_alike(found[0]["state"], expected["state"])
 
 
 @pytest.mark.parametrize("share", ["uneven", "idle"])

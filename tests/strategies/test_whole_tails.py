@@ -77,6 +77,21 @@ def test_rows_end_as_the_whole_does(
         assert torch.equal(torch.cat([state[place] for state in found]), whole)
 
 
+def test_rows_that_learn_later_have_no_state_before() -> None:
+    """As --freeze with model.unfreeze_at has them: the optimizer makes a state in their first step."""
+    values = draw((7, 9), torch.float32)
+    model = Weight(values[0].clone())
+    optimizer = build_optimizer(model, OptimizerConfig())
+    set_rate(optimizer, 0.1)
+    WholeTails(optimizer).add(model.weight, 0, 2 * model.weight.numel(), values[0].stride())
+    optimizer.step()
+    assert not optimizer.state
+    for gradient in values[1:]:
+        model.weight.grad = gradient
+        optimizer.step()
+    assert torch.equal(model.weight, optimize(values, "adamw", whole=(0, torch.cat([values[0]] * 2)))[0])
+
+
 def test_without_it_the_bits_differ() -> None:
     """The control: else this CPU has no vectors, and the test above nothing to find."""
     values = draw((200, 3), torch.float32)
