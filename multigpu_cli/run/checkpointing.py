@@ -64,6 +64,7 @@ class Checkpointer:
         best_sha256: of the best weights that were written, on rank 0.
         snapshot: what this rank wrote last, or is writing.
         owner: what the lock of the run folder says, if all ranks of a sharded run see it, and so write their rows.
+        saves: checkpoints that were begun.
     """
 
     store: Store
@@ -75,6 +76,7 @@ class Checkpointer:
     best_sha256: str = ""
     snapshot: dict[str, Any] | None = None
     owner: str = ""
+    saves: int = 0
 
 
 def save_checkpoint(run: "Run") -> None:
@@ -85,6 +87,7 @@ def save_checkpoint(run: "Run") -> None:
     run.observer.watchdog.set_position(run.progress.step, "saving")
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
+    checkpointer.saves += 1
     with run.observer.timer.pause():
         run.observer.loss.all_reduce_pending()
         state, sharded = run.state, run.strategy.sharded
@@ -147,7 +150,8 @@ def _save_rows(run: "Run", rows: dict[str, Rows]) -> None:
 
 def _prepare_sharded_save(run: "Run", snapshot: Snapshot, rows: dict[str, Rows]) -> ShardedSave:
     copied = {name: Rows(tensor, rows[name].begin) for name, tensor in snapshot.state[_ROWS].items()}
-    return ShardedSave(run.world, run.checkpointer.store, run.checkpointer.owner, run.progress.step, copied)
+    checkpointer = run.checkpointer
+    return ShardedSave(run.world, checkpointer.store, checkpointer.owner, run.progress.step, copied, checkpointer.saves)
 
 
 def _finish_pending_on_all_ranks(run: "Run") -> None:

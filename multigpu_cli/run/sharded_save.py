@@ -36,9 +36,13 @@ class ShardedSave:
     Args:
         owner: what the lock of the run folder says.
         rows: those that this rank writes, by tensor; complete once the state has been staged.
+        number: of the save in this run, since a step may be saved more than once.
     """
 
-    def __init__(self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows]) -> None:
+    def __init__(
+        self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int = 1
+    ) -> None:
+        self._number = number
         self._world, self._store, self._owner, self._step, self._rows = world, store, owner, step, rows
         self._exits = RankExits(world)
 
@@ -129,4 +133,4 @@ class ShardedSave:
         raise OSError("a rank has ended before its rows were written")
 
     def _name(self, what: str, rank: int) -> str:
-        return f"checkpoint-{self._step}-{what}-{rank}"
+        return f"checkpoint-{self._number}-{what}-{rank}"

@@ -44,7 +44,7 @@ class Run:
 
     def rank(self, rank: int, step: int = 10) -> ShardedSave:
         world = World(torch.device("cpu"), rank, 3, store=self.table)
-        return ShardedSave(world, self.store, "rank 0", step, ROWS[rank])
+        return ShardedSave(world, self.store, "rank 0", step, ROWS[rank], number=step)
 
     def save(self, step: int = 10) -> None:
         self.store.save(step, OUTLINE, FACTS, peers=self.rank(0, step))
