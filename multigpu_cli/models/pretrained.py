@@ -1,5 +1,7 @@
 """A causal language model of transformers with its pretrained weights, from a folder."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -33,6 +35,8 @@ def build(model_dir: str | None = None, dtype: str = "float32", attention: str =
     folder = find_model_folder(model_dir)
     config = load_config(folder)
     check_weight_files(folder)
+    if torch.get_default_device().type == "meta":  # a rank that is sent the weights
+        return _build_without_weights(config, dtype, attention)
     from safetensors import SafetensorError  # late: transformers has loaded it
 
     try:
@@ -58,4 +62,11 @@ def build(model_dir: str | None = None, dtype: str = "float32", attention: str =
             remedy="the config.json and the weights of one model, with its language-model head",
         )
     model: nn.Module = network
+    return model
+
+
+def _build_without_weights(config: Any, dtype: str, attention: str) -> nn.Module:
+    model: nn.Module = import_transformers().AutoModelForCausalLM.from_config(
+        config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
+    )
     return model

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import read_weights
+from multigpu_cli.monitor.journal import read_events
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 
@@ -135,6 +137,11 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -
     assert ended.summary["resumed_from"]
     assert ended.summary["fingerprint"] == whole.summary["fingerprint"]
     assert ended.summary["final"] == whole.summary["final"]
+    sharded = run_training(2, **flags | {"multi_gpu": "fsdp"}, save_dir="sharded")
+    assert not sharded.error, sharded.error
+    assert sharded.summary["fingerprint"] == whole.summary["fingerprint"]
+    start = next(read_events(Path("sharded/journal.jsonl")))
+    assert start["plan"]["first_weights"].startswith("rank 0 builds the weights")
 
 
 def test_another_tokenizer_or_template_is_refused_on_resume(here: Path) -> None:
