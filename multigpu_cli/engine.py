@@ -185,7 +185,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.strategy.rollback_buffers(skipped)
     if state.average:
         state.average.update_parameters(state.model)
-    outcome = StepResult(layout.micro_batches, losses, run.loss_normalizer.norm_of_step(norm), skipped)
+    outcome = StepResult(layout.micro_batches, losses, run.loss_normalizer.get_step_norm(norm), skipped)
     observer.step_done(outcome, run.loss_normalizer.last)
     return outcome
 

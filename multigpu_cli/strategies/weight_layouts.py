@@ -55,7 +55,7 @@ def copy_to_layout(tensor: Tensor, strides: Strides | None) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def order_in_memory(strides: Strides | None, ndim: int) -> Sequence[int]:
+def sort_dims_by_stride(strides: Strides | None, ndim: int) -> Sequence[int]:
     """The dimensions from the outermost to the innermost."""
     return range(ndim) if strides is None else sorted(range(ndim), key=lambda dim: -strides[dim])
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multigpu_cli.strategies.weight_layouts import Strides, order_in_memory
+from multigpu_cli.strategies.weight_layouts import Strides, sort_dims_by_stride
 
 _BLOCK = 64  # a multiple of the numbers in any vector, and in two of them, which torch takes at a time
 
@@ -62,7 +62,7 @@ class WholeTails:
         ends_alike = rows.numel() % _BLOCK == 0 and (behind >= _BLOCK or whole % _BLOCK == 0)
         if rows.numel() and not ends_alike:
             before, after = (0, _BLOCK) if behind >= _BLOCK else (start % _BLOCK, behind)
-            self._pieces[rows] = _Piece(rows, tuple(order_in_memory(strides, rows.ndim)), before, after)
+            self._pieces[rows] = _Piece(rows, tuple(sort_dims_by_stride(strides, rows.ndim)), before, after)
 
     @torch.no_grad()
     def _pad(self, *_: object) -> None:

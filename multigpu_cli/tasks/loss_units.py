@@ -53,7 +53,7 @@ class LossNormalizer:
             same = [gradient for gradient in gradients if gradient.dtype == number]
             torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
 
-    def norm_of_step(self, norm: Tensor) -> Tensor:
+    def get_step_norm(self, norm: Tensor) -> Tensor:
         """The gradient norm () of the last step, for people: 0 where it had no unit."""
         return norm if isinstance(self.last, int) else torch.where(self.last > 0, norm, 0.0)
 

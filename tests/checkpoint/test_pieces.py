@@ -58,13 +58,13 @@ def test_any_rows_of_any_format_come_back(kind: torch.dtype, tmp_path: Path) -> 
     found = Pieces(tmp_path, names)
     for name, tensor in (("a", whole), ("few", whole[:2]), ("none", whole[:0])):
         outline = torch.empty_like(tensor, device="meta")
-        assert same_bits(found.read(name, outline), tensor)
+        assert have_same_bits(found.read(name, outline), tensor)
         for begin in range(len(tensor) + 1):
             for end in range(begin, len(tensor) + 1):
-                assert same_bits(found.read(name, outline, begin, end), tensor[begin:end])
+                assert have_same_bits(found.read(name, outline, begin, end), tensor[begin:end])
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
     as_bytes = [each.contiguous().unsqueeze(-1).view(torch.uint8) for each in (one, other)]
     return one.dtype == other.dtype and torch.equal(*as_bytes)
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_in_pieces_comes_back_whole_or_in_part(store: Store) -> Non
     assert found.outline()["model"]["0.weight"].is_meta
 
 
-def torn(folder: Path) -> None:
+def tear_file(folder: Path) -> None:
     file = folder / "rank_1.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -133,7 +133,7 @@ def name_a_file_elsewhere(folder: Path) -> None:
 
 
 DAMAGE: dict[Callable[[Path], None], str] = {
-    torn: "rank_1.safetensors has",
+    tear_file: "rank_1.safetensors has",
     flip: "rank_1.safetensors does not match its checksum",
     remove_piece: "rank_2.safetensors is missing",
     swap_pieces: "rank_0.safetensors ",
@@ -169,43 +169,43 @@ def test_a_foreign_file_beside_the_pieces_is_not_read(store: Store) -> None:
     assert torch.equal(read(folder)["model"]["0.weight"], WEIGHT)
 
 
-def twice(pieces: list[dict[str, Rows]]) -> None:
+def overlap_rows(pieces: list[dict[str, Rows]]) -> None:
     pieces[1]["model.0.weight"] = Rows(WEIGHT[2:6], 2)
 
 
-def with_a_gap(pieces: list[dict[str, Rows]]) -> None:
+def leave_gap(pieces: list[dict[str, Rows]]) -> None:
     del pieces[1]["model.0.weight"]
 
 
-def without_the_last(pieces: list[dict[str, Rows]]) -> None:
+def drop_last_row(pieces: list[dict[str, Rows]]) -> None:
     del pieces[2]["model.0.weight"]
 
 
-def beyond_the_end(pieces: list[dict[str, Rows]]) -> None:
+def exceed_the_end(pieces: list[dict[str, Rows]]) -> None:
     pieces[2]["model.0.weight"] = Rows(WEIGHT[:2], 6)
 
 
-def of_no_rank(pieces: list[dict[str, Rows]]) -> None:
+def drop_tensor(pieces: list[dict[str, Rows]]) -> None:
     for rows in pieces:
         rows.pop("model.0.weight", None)
 
 
-def of_another_width(pieces: list[dict[str, Rows]]) -> None:
+def change_width(pieces: list[dict[str, Rows]]) -> None:
     pieces[1]["model.0.weight"] = Rows(torch.ones(3, 5), 3)
 
 
-def of_another_format(pieces: list[dict[str, Rows]]) -> None:
+def change_format(pieces: list[dict[str, Rows]]) -> None:
     pieces[1]["model.0.weight"] = Rows(torch.ones(3, 4).half(), 3)
 
 
 WRONG: dict[Callable[[list[dict[str, Rows]]], None], str] = {
-    twice: "of the 7 rows of model.0.weight its files have 0 to 3, 2 to 6, 6 to 7",
-    with_a_gap: "have 0 to 3, 6 to 7",
-    without_the_last: "have 0 to 3, 3 to 6",
-    beyond_the_end: "have 0 to 3, 3 to 6, 6 to 8",
-    of_no_rank: "of the 7 rows of model.0.weight its files have none",
-    of_another_width: "model.0.weight is of another shape or format than in state.pt",
-    of_another_format: "model.0.weight is of another shape or format than in state.pt",
+    overlap_rows: "of the 7 rows of model.0.weight its files have 0 to 3, 2 to 6, 6 to 7",
+    leave_gap: "have 0 to 3, 6 to 7",
+    drop_last_row: "have 0 to 3, 3 to 6",
+    exceed_the_end: "have 0 to 3, 3 to 6, 6 to 8",
+    drop_tensor: "of the 7 rows of model.0.weight its files have none",
+    change_width: "model.0.weight is of another shape or format than in state.pt",
+    change_format: "model.0.weight is of another shape or format than in state.pt",
 }
 
 

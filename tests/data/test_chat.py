@@ -24,11 +24,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def talk(question: str, answer: str) -> dict[str, Any]:
+def make_talk(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-TALKS = [talk(f"What is {n}?", "x" * (n % 5 + 1)) for n in range(40)]
+TALKS = [make_talk(f"What is {n}?", "x" * (n % 5 + 1)) for n in range(40)]
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -125,7 +125,7 @@ def test_splits_by_seed_or_by_file(tmp_path: Path, model_dir: Path) -> None:
 
 
 def test_what_is_too_long_is_said_dropped_or_cut(tmp_path: Path, model_dir: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*TALKS, talk("Long?", "y" * 40)])
+    path = write(tmp_path / "a.jsonl", [*TALKS, make_talk("Long?", "y" * 40)])
     with pytest.raises(RequestError, match=r"1 of 41 samples for train are longer.*a\.jsonl:41") as raised:
         open_chat(path, model_dir, 45, val=0)
     assert "--max-length 6" in str(raised.value.remedy)
@@ -138,7 +138,7 @@ def test_what_is_too_long_is_said_dropped_or_cut(tmp_path: Path, model_dir: Path
     assert PAD not in cut[40]["labels"].tolist(), "its end was cut off, and is not made up"
 
 
-def without_eos(folder: Path, **changes: Any) -> Path:
+def make_folder_without_eos(folder: Path, **changes: Any) -> Path:
     """A copy of the tiny model with other entries in its tokenizer_config.json."""
     made = make_model_folder(folder)
     file = made / "tokenizer_config.json"
@@ -149,8 +149,8 @@ def without_eos(folder: Path, **changes: Any) -> Path:
 def test_what_makes_no_training_is_refused(tmp_path: Path, model_dir: Path) -> None:
     good = write(tmp_path / "good.jsonl", TALKS)
     unanswered = write(tmp_path / "b.jsonl", [*TALKS, {"messages": [{"role": "user", "content": "?"}]}])
-    late = write(tmp_path / "c.jsonl", [*TALKS, talk("Why? " * 9, "y")])
-    other = without_eos(tmp_path / "other", eos_token="<|pad|>")
+    late = write(tmp_path / "c.jsonl", [*TALKS, make_talk("Why? " * 9, "y")])
+    other = make_folder_without_eos(tmp_path / "other", eos_token="<|pad|>")
     (other / "generation_config.json").unlink()
     large = make_model_folder(tmp_path / "large", vocab_size=200)
     cases: list[tuple[Path, Path, int | None, dict[str, Any], str]] = [

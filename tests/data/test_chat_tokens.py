@@ -29,7 +29,7 @@ def tokenizer() -> Any:
     return make_tokenizer()
 
 
-def learned_text(tokenizer: Any, conversation: Conversation, loss_on: str, template: str | None = None) -> list[str]:
+def decode_learned(tokenizer: Any, conversation: Conversation, loss_on: str, template: str | None = None) -> list[str]:
     """The stretches of text that are learned."""
     ends = [tokenizer.eos_token_id]
     ids, learned = ChatEncoder(tokenizer, template, loss_on, ends).encode(conversation, "a:1")
@@ -44,24 +44,27 @@ def learned_text(tokenizer: Any, conversation: Conversation, loss_on: str, templ
 
 def test_each_answer_with_its_end_and_nothing_after_it(tokenizer: Any) -> None:
     talk = Conversation(TALK)
-    assert learned_text(tokenizer, talk, "assistant") == ["<think>hm</think>Paris<|im_end|>", "4, of course.<|im_end|>"]
-    assert learned_text(tokenizer, talk, "completion") == ["4, of course.<|im_end|>"]
+    assert decode_learned(tokenizer, talk, "assistant") == [
+        "<think>hm</think>Paris<|im_end|>",
+        "4, of course.<|im_end|>",
+    ]
+    assert decode_learned(tokenizer, talk, "completion") == ["4, of course.<|im_end|>"]
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert learned_text(tokenizer, talk, "all") == [whole]
+    assert decode_learned(tokenizer, talk, "all") == [whole]
     assert ChatEncoder(tokenizer, None, "all", []).encode(talk, "a:1").ids == tokenizer(whole).input_ids
 
 
 def test_nothing_is_learned_where_the_last_message_is_not_an_answer(tokenizer: Any) -> None:
-    assert learned_text(tokenizer, Conversation(TALK[:4]), "completion") == []
+    assert decode_learned(tokenizer, Conversation(TALK[:4]), "completion") == []
 
 
 def test_a_template_that_renders_answers_otherwise_later_is_refused(tokenizer: Any) -> None:
     with pytest.raises(
         RequestError, match="a:1: the chat template renders message 3 otherwise when more follow"
     ) as raised:
-        learned_text(tokenizer, Conversation(TALK), "assistant", THINKING)
+        decode_learned(tokenizer, Conversation(TALK), "assistant", THINKING)
     assert "data.loss_on=completion" in str(raised.value.remedy)
-    assert learned_text(tokenizer, Conversation(TALK), "completion", THINKING) == ["4, of course.<|im_end|>"]
+    assert decode_learned(tokenizer, Conversation(TALK), "completion", THINKING) == ["4, of course.<|im_end|>"]
 
 
 def test_a_template_that_asks_for_more_than_it_renders_is_refused(tokenizer: Any) -> None:
@@ -69,14 +72,14 @@ def test_a_template_that_asks_for_more_than_it_renders_is_refused(tokenizer: Any
     asking = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     for loss_on in ("assistant", "completion"):
         with pytest.raises(RequestError, match=r"the chat template asks for message [35] otherwise") as raised:
-            learned_text(tokenizer, Conversation(TALK), loss_on, asking)
+            decode_learned(tokenizer, Conversation(TALK), loss_on, asking)
     assert "loss_on" not in str(raised.value.remedy), "it is set already, and does not help"
 
 
 def test_eos_at_the_end_of_the_whole_alone(tokenizer: Any) -> None:
     """As Phi 3's template has it."""
     closing = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
-    found = learned_text(tokenizer, Conversation(TALK), "assistant", closing)
+    found = decode_learned(tokenizer, Conversation(TALK), "assistant", closing)
     assert found == ["<think>hm</think>Paris<|im_end|>", "4, of course.<|im_end|>\n<|im_end|>"]
 
 
@@ -89,7 +92,7 @@ def test_a_template_that_leaves_out_what_is_to_be_learned_is_refused(rendered: s
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
     template = CHATML.replace("{{ message['content'] }}", rendered)
     with pytest.raises(RequestError, match=said):
-        learned_text(tokenizer, Conversation([*TALK[:4], call]), "assistant", template)
+        decode_learned(tokenizer, Conversation([*TALK[:4], call]), "assistant", template)
 
 
 def test_a_template_of_the_users_own_in_place_of_the_models(tokenizer: Any) -> None:
@@ -110,7 +113,7 @@ def test_a_template_of_the_users_own_in_place_of_the_models(tokenizer: Any) -> N
 def test_plain_text_ends_with_eos(
     conversation: Conversation, loss_on: str, expected: list[str], tokenizer: Any
 ) -> None:
-    assert learned_text(tokenizer, conversation, loss_on) == expected
+    assert decode_learned(tokenizer, conversation, loss_on) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,4 +129,4 @@ def test_what_a_template_does_not_take_is_named(
 ) -> None:
     """The last one shows that the template runs in a sandbox."""
     with pytest.raises(RequestError, match=f"a:1:? .*{said}|a:1 {said}"):
-        learned_text(tokenizer, Conversation(messages), "assistant", template)
+        decode_learned(tokenizer, Conversation(messages), "assistant", template)

@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def full_batch_gradient() -> dict[str, Tensor]:
+def compute_full_batch_gradient() -> dict[str, Tensor]:
     """In float64, each conversation by itself, with masks written by hand: the mean over all learned tokens."""
     tokenizer = make_tokenizer()
     model = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
 ) -> None:
     """Of 1, 2 and 3 workers, with and without accumulation; Llama has steps in float32 inside."""
     make_model_folder(here / "model", architecture, places=128)
-    expected = full_batch_gradient()
+    expected = compute_full_batch_gradient()
     before = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64).state_dict()
     for workers, batch in ((1, 2), (2, 1), (3, 3)):
         ended = run_training(

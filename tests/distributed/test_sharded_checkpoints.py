@@ -219,23 +219,23 @@ def die_at(moment: str, step: int) -> None:
 
         return call
 
-    def of_file(file: Path, *_: Any) -> int:
+    def get_step_of_file(file: Path, *_: Any) -> int:
         return int(file.parent.name[-8:])
 
-    def of_save(save: Any, *_: Any) -> int:
+    def get_step_of_save(save: Any, *_: Any) -> int:
         return int(save._step)
 
     kind = sharded_save.ShardedSave
     match moment:
         case "before its rows":
-            sharded_save.write_piece = kill_at(of_file, sharded_save.write_piece, after=False)  # type: ignore[attr-defined]
+            sharded_save.write_piece = kill_at(get_step_of_file, sharded_save.write_piece, after=False)  # type: ignore[attr-defined]
         case "after its rows":
-            sharded_save.write_piece = kill_at(of_file, sharded_save.write_piece, after=True)  # type: ignore[attr-defined]
+            sharded_save.write_piece = kill_at(get_step_of_file, sharded_save.write_piece, after=True)  # type: ignore[attr-defined]
         case "after all rows":
-            kind.add_pieces = kill_at(of_save, kind.add_pieces, after=True)  # type: ignore[method-assign]
+            kind.add_pieces = kill_at(get_step_of_save, kind.add_pieces, after=True)  # type: ignore[method-assign]
         case _:
             kind.find_damaged_pieces = kill_at(  # type: ignore[method-assign]
-                of_save, kind.find_damaged_pieces, after=False
+                get_step_of_save, kind.find_damaged_pieces, after=False
             )
 
 

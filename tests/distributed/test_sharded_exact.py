@@ -29,7 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
     "steps": MLP | {"global_batch_size": 12, "batch_size": 6, "reshard": "step"},  # two of four are idle
     "many passes": IMAGES | {"global_batch_size": 30, "batch_size": 1, "optimizer": "sgd"},
     "unused": {"model": "tests.support.failing_model:choosy"},
-    "tied": {"model": "tests.distributed.test_sharded_exact:twice", "amp": "bf16", "sets": ["strategy.wrap=again"]},
+    "tied": {
+        "model": "tests.distributed.test_sharded_exact:build_twice",
+        "amp": "bf16",
+        "sets": ["strategy.wrap=again"],
+    },
 }
 
 
@@ -53,7 +57,7 @@ class Twice(nn.Module):
         return logits
 
 
-def twice(input_shape: tuple[int], num_classes: int) -> nn.Module:
+def build_twice(input_shape: tuple[int], num_classes: int) -> nn.Module:
     return Twice(*input_shape, num_classes)
 
 

@@ -41,7 +41,7 @@ def test_torchs_own_that_are_elementwise(kind: type[torch.optim.Optimizer]) -> N
     check_is_elementwise(kind(build().parameters(), lr=0.1))  # type: ignore[call-arg]
 
 
-def matrices(model: nn.Module) -> list[Tensor]:
+def list_matrices(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
 
@@ -54,4 +54,4 @@ def test_those_that_need_the_whole_weight_are_refused(kind: type[torch.optim.Opt
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_is_refused() -> None:
     with pytest.raises(RequestError, match="Muon needs all of them"):
-        check_is_elementwise(torch.optim.Muon(matrices(build()), lr=0.1))
+        check_is_elementwise(torch.optim.Muon(list_matrices(build()), lr=0.1))

@@ -126,7 +126,7 @@ def test_the_factor_of_16_bit_gradients_is_not_rounded_to_16_bits(number: torch.
     assert torch.equal(weight.grad, torch.tensor([3 * units.divisor(20) / 7], dtype=number))
 
 
-def unanswered(split: str, seed: int) -> TensorDataset | None:
+def make_unanswered(split: str, seed: int) -> TensorDataset | None:
     """The sentences without a single target that counts."""
     whole = sentences(split, seed)
     return whole and TensorDataset(whole.tensors[0], torch.full_like(whole.tensors[1], -100))
@@ -134,7 +134,7 @@ def unanswered(split: str, seed: int) -> TensorDataset | None:
 
 def test_a_step_without_any_token_is_skipped_and_is_no_fault() -> None:
     """The optimizer does not move the weights by decay or momentum either."""
-    flags = RUN | {"data": "tests.tasks.test_loss_units:unanswered", "weight_decay": 0.1, "nonfinite": "stop"}
+    flags = RUN | {"data": "tests.tasks.test_loss_units:make_unanswered", "weight_decay": 0.1, "nonfinite": "stop"}
     flags |= {"schedule": "constant", "warmup_epochs": 0}
     ended = [run_training(2, **flags, save_dir=f"to{steps}", max_steps=steps) for steps in (1, 3)]
     assert [end.error for end in ended] == ["", ""]
