@@ -19,6 +19,7 @@ from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.model_folder import (
+    describe_tokenizer,
     find_model_folder,
     hash_tokenizer,
     load_text_model,
@@ -100,6 +101,7 @@ def load(
         num_classes=config.get_text_config().vocab_size,
         transform_signature=f"{hash_tokenizer(tokenizer, template)} {learns} {limit}",
         note="; ".join(filter(None, [_describe(form, learns, splits["train"], packs), *notes])) + "; ",
+        text_model=describe_tokenizer(tokenizer, template),
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         paired=paired,
