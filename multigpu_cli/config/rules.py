@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from multigpu_cli.config import data_place, launcher_rules, paths, sharding_rules
+from multigpu_cli.config import adapter_rules, data_place, launcher_rules, paths, sharding_rules
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -165,9 +165,13 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             remedy="--model pretrained; or --init-from for weights alone",
         )
     for key in ("max_length", "packing"):
-        if config.get(key) != SETTINGS[key].default and not chat:
+        if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
             flag = "--" + key.replace("_", "-")
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
+
+
+def _adapter(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from adapter_rules.find_adapter_errors(config)
 
 
 def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -261,6 +265,7 @@ RULES = (
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),
     Rule("data model model_dir max_length packing", _pretrained),
+    Rule(adapter_rules.KEYS, _adapter),
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),

@@ -121,7 +121,9 @@ class DataConfig:
     max_length: int | None = setting(
         "max_length", None, integer(2), "chat: tokens of a sample or pack (default: the model's places)"
     )
-    packing: str = setting("packing", "on", choice("on", "off"), "chat: several samples in a row of tokens")
+    packing: str = setting(
+        "packing", "auto", choice("auto", "on", "off"), "chat: several samples in a row (auto: but of preferences)"
+    )
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
     )
@@ -148,6 +150,25 @@ class ModelConfig:
     init_from: str | None = setting("init_from", None, types.path, "start from the weights in this file or folder")
     init_partial: bool = setting("init_partial", False, types.switch, "what --init-from lacks stays as initialised")
     compile: str = setting("compile", "off", choice("off", "default", "reduce-overhead"), "torch.compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small weights that learn in place of a pretrained model's, through peft."""
+
+    PANEL = "Data, model, task"
+    kind: str = setting(
+        "adapter", "none", choice("none", "lora", "rslora", "dora"), "learn small weights beside a pretrained model's"
+    )
+    r: int = setting("adapter.r", 16, integer(1), "rank of the adapter's matrices")
+    alpha: int = setting("adapter.alpha", 32, integer(1), "their product counts times alpha / r")
+    dropout: float = setting("adapter.dropout", 0.0, number(0, 1, below=True), "of the adapter's inputs")
+    targets: tuple[str, ...] = setting(
+        "adapter.targets", (), types.modules, "layers with an adapter, e.g. q_proj,v_proj (default: all but the head)"
+    )
+    modules_to_save: tuple[str, ...] = setting(
+        "adapter.modules_to_save", (), types.modules, "modules that learn as a whole, e.g. lm_head"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +345,7 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     length: LengthConfig = field(default_factory=LengthConfig)

@@ -56,10 +56,12 @@ class DataSource:
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets of a regression.
         vocabulary: converts between text and tokens, if samples are text.
+        text_model: what checkpoints record of a pretrained model's tokenizer, if it made the tokens.
         table: converts rows of text to features, if samples are rows of a table.
         note: a property of the samples that the plan shows.
         warnings: what looks wrong in the data but may be intended.
         packed: a training sample holds several texts side by side, told apart by their position ids.
+        paired: a sample is a chosen and a rejected answer, in rows of their own.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: options of the DataLoader.
         form: which parts of a sample are inputs, and which are targets.
@@ -81,6 +83,7 @@ class DataSource:
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
     vocabulary: "Vocabulary | None" = None
+    text_model: Mapping[str, str] = field(default_factory=dict)
     table: "TableFeatures | None" = None
     note: str = ""
     warnings: tuple[str, ...] = ()
@@ -88,6 +91,7 @@ class DataSource:
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
     packed: bool = False
+    paired: bool = False
     loader_options: LoaderOptions = LoaderOptions()
     form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)

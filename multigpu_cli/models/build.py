@@ -9,15 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multigpu_cli.config.schema import ModelConfig
+from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.factory import call_model_factory, find_model_factory
 from multigpu_cli.models.rate_factors import match_names
 from multigpu_cli.runtime.model_call import bind_call
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
+_NO_ADAPTER = AdapterConfig()
 
-def build_model(config: ModelConfig, name: str, offered: dict[str, Any], *, whole_output: bool = False) -> nn.Module:
+
+def build_model(
+    config: ModelConfig,
+    name: str,
+    offered: dict[str, Any],
+    *,
+    whole_output: bool = False,
+    adapter: AdapterConfig = _NO_ADAPTER,
+) -> nn.Module:
     """Call the factory, then freeze and checkpoint activations; the caller has seeded the generators.
 
     Args:
@@ -26,12 +35,17 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any], *, whol
         whole_output: as for `adapt_model`.
 
     Raises:
-        RequestError: no such model, arguments it does not take, or something that is no nn.Module.
+        RequestError: no such model, arguments or adapter it does not take, or something that is no nn.Module.
     """
     model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
     refuse_torchscript(model, f"--model {name}: the factory returned")
+    if adapter.kind != "none":
+        from multigpu_cli.models.adapter import add_adapter, check_freeze  # late: few runs have one
+
+        model = add_adapter(model, adapter, offered["seed"])
+        check_freeze(model, config.freeze)
     return prepare_model(adapt_model(model, whole_output=whole_output), config, name)
 
 
