@@ -83,8 +83,10 @@ class Task(ABC):
             it to `super().evaluate` does.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
+        logits_note: how many logits are in memory at a time, for the plan; `check_model` finds out.
     """
 
+    logits_note: str = ""
     unit: str = "sample"
     units_per_sample: int = 1
     sums: tuple[str, ...] = ()
