@@ -72,6 +72,7 @@ class Sharded(Strategy):
         self._keeps_weights = keeps_weights
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
+        self.places = mesh.size(mesh.ndim - 1)
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
         self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
         self._roots = [model] if average is None else [model, average]
