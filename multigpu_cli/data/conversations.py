@@ -71,7 +71,9 @@ def _read_sharegpt(record: Record) -> Conversation:
     messages = []
     for turn in turns:
         role = turn.get("from", turn.get("role"))
-        messages.append({"role": _ROLES.get(str(role), role), "content": turn.get("value", turn.get("content"))})
+        role = _ROLES.get(str(role), role)
+        if messages or role != "assistant":  # some begin in mid-talk: such a turn answers nothing (Vicuna drops it too)
+            messages.append({"role": role, "content": turn.get("value", turn.get("content"))})
     return Conversation(_check_messages([*_read_system(record), *messages]), tools=record.get("tools"))
 
 
