@@ -165,7 +165,7 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             remedy="--model pretrained; or --init-from for weights alone",
         )
     for key in ("max_length", "packing"):
-        if config.get(key) != SETTINGS[key].default and not chat:
+        if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
             flag = "--" + key.replace("_", "-")
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
 

@@ -121,7 +121,9 @@ class DataConfig:
     max_length: int | None = setting(
         "max_length", None, integer(2), "chat: tokens of a sample or pack (default: the model's places)"
     )
-    packing: str = setting("packing", "on", choice("on", "off"), "chat: several samples in a row of tokens")
+    packing: str = setting(
+        "packing", "auto", choice("auto", "on", "off"), "chat: several samples in a row (auto: but of preferences)"
+    )
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
     )

@@ -1,16 +1,20 @@
 """Conversations, or plain text, from .jsonl files, for fine-tuning a language model."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
 
 from multigpu_cli.data.chat_checks import check_samples
 from multigpu_cli.data.chat_samples import Chats, Packs
 from multigpu_cli.data.chat_tokens import LOSS_ON, ChatEncoder, ChatTokens
-from multigpu_cli.data.conversations import FORMS, detect_form, read_conversation
+from multigpu_cli.data.conversations import FORMS, PREFERENCE, detect_form, read_conversation
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.json_lines import JsonLines
 from multigpu_cli.data.locate_dataset_files import locate_other_file
+from multigpu_cli.data.preference_pairs import Answers, Pairs, check_differences, encode_pair
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
@@ -39,7 +43,7 @@ def load(
     seed: int,
     model_dir: str | None = None,
     max_length: int | None = None,
-    packing: str = "on",
+    packing: str = "auto",
     format: str = "auto",
     chat_template: str | None = None,
     loss_on: str | None = None,
@@ -54,8 +58,9 @@ def load(
         seed: draws the validation split and the packs.
         model_dir: the model, whose tokenizer and chat template are used.
         max_length: tokens of a sample or pack (default: as many as the model knows places for).
-        packing: on or off: several samples in a row, which do not see each other. Evaluations do not pack.
-        format: messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
+        packing: on or off: several samples in a row, which do not see each other; auto: on, but not for preferences.
+            Evaluations do not pack.
+        format: preference, messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
         chat_template: file of a template in place of the model's own.
         loss_on: assistant, completion or all (default: the assistant's messages, completions, all of a plain text).
         overlong: stop, drop or truncate: samples of more than max_length tokens.
@@ -72,27 +77,35 @@ def load(
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     _check_tokenizer(tokenizer, config, ends, max_length)
     limit = max_length or _find_limit(config, tokenizer)
-    learns = loss_on or FORMS[form].loss_on
+    learns, paired = loss_on or FORMS[form].loss_on, form == PREFERENCE
+    if paired:
+        _check_fits_pairs(packing, learns)
     encoder = ChatEncoder(tokenizer, template, learns, ends)
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    splits = {
-        name: Chats(records, rows, _encode(records, rows, form, encoder), limit, padding)
+    splits: dict[str, Chats] = {
+        name: Answers(records, rows, _encode_pairs(records, rows, encoder), limit, padding)
+        if paired
+        else Chats(records, rows, _encode(records, rows, form, encoder), limit, padding)
         for name, (records, rows) in _divide(files, val, seed).items()
     }
     notes = [check_samples(name, chats, overlong, learns, ends, tokenizer) for name, chats in splits.items()]
-    packs = Packs(splits["train"], seed) if packing == "on" else None
+    packs = Packs(splits["train"], seed) if packing != "off" and not paired else None
+    pairs = {name: Pairs(answers) for name, answers in splits.items() if isinstance(answers, Answers)}
+    samples: dict[str, Dataset[Any]] = {**splits, **pairs}
     return DataSource(
-        train=packs or splits["train"],
-        val=splits.get("val"),
-        test=splits.get("test"),
+        train=packs or samples["train"],
+        val=samples.get("val"),
+        test=samples.get("test"),
         input_shape=(limit,),
         num_classes=config.get_text_config().vocab_size,
         transform_signature=f"{hash_tokenizer(tokenizer, template)} {learns} {limit}",
         note="; ".join(filter(None, [_describe(form, learns, splits["train"], packs), *notes])) + "; ",
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
+        paired=paired,
+        warnings=tuple(chain.from_iterable(check_differences(name, part) for name, part in pairs.items())),
         model="pretrained",
-        task="language-model",
+        task="dpo" if paired else "language-model",
     )
 
 
@@ -102,13 +115,36 @@ def _encode(records: JsonLines, rows: Sequence[int], form: str, encoder: ChatEnc
         yield encoder.encode(read_conversation(records[row], form, place), place)
 
 
+def _encode_pairs(
+    records: JsonLines, rows: Sequence[int], encoder: ChatEncoder
+) -> Iterator[tuple[ChatTokens, ChatTokens]]:
+    for row in rows:
+        place = records.describe(row)
+        yield encode_pair(encoder, read_conversation(records[row], PREFERENCE, place), place)
+
+
 def _describe(form: str, learns: str, train: Chats, packs: Packs | None) -> str:
     tokens = sum(min(length, train.limit) for length in train.lengths)
-    text = f"{pluralize(len(train), 'sample')} ({form}) of {tokens:,} tokens; learned: {learns}, {sum(train.learned):,}"
+    text = (
+        f"{pluralize(len(train), train.noun)} ({form}) of {tokens:,} tokens; learned: {learns}, {sum(train.learned):,}"
+    )
     if packs is None:
         return text
     filled = tokens / (len(packs) * packs.limit)
     return f"{text}; packs of at most {packs.limit} tokens, {100 * filled:.1f} % full"
+
+
+def _check_fits_pairs(packing: str, learns: str) -> None:
+    """Refuse settings that preferences can't follow."""
+    if packing == "on":
+        raise RequestError(
+            "--packing on: a chosen and a rejected answer are a pair, and are not packed", remedy="leave out --packing"
+        )
+    if learns == "all":
+        raise RequestError(
+            "data.args.loss_on=all: of preferences the answers are compared, and not their common prompt",
+            remedy="leave it out, or data.args.loss_on=completion: the last answer only",
+        )
 
 
 def _find_files(data_dir: str | None, file: str | None) -> _Files:

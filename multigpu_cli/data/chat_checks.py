@@ -38,15 +38,17 @@ def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
     longest = max(beyond, key=lambda index: chats.lengths[index])
     if overlong == "stop":
         raise RequestError(
-            f"--max-length {chats.limit}: {len(beyond)} of {pluralize(len(chats), 'sample')} for {split} are longer, "
+            f"--max-length {chats.limit}: {len(beyond)} of {pluralize(len(chats), chats.noun)} for {split} are longer, "
             f"the longest has {chats.lengths[longest]} tokens ({chats.describe(longest)})",
             remedy=f"--max-length {chats.lengths[longest]}, or --set data.overlong=drop or truncate",
         )
     if overlong == "drop":
         chats.select([index for index, length in enumerate(chats.lengths) if length <= chats.limit])
         if not len(chats):
-            raise RequestError(f"--max-length {chats.limit}: no sample for {split} is as short", remedy="a larger one")
-    return f"{pluralize(len(beyond), 'overlong sample')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
+            raise RequestError(
+                f"--max-length {chats.limit}: no {chats.noun} for {split} is as short", remedy="a larger one"
+            )
+    return f"{pluralize(len(beyond), f'overlong {chats.noun}')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
 
 
 def _check_learned(chats: Chats, learns: str) -> None:
@@ -57,13 +59,13 @@ def _check_learned(chats: Chats, learns: str) -> None:
     first = without[0]
     if chats.lengths[first] > chats.limit:
         raise RequestError(
-            f"--max-length {chats.limit}: of {pluralize(len(without), 'sample')} nothing is learned; the first "
+            f"--max-length {chats.limit}: of {pluralize(len(without), chats.noun)} nothing is learned; the first "
             f"({chats.describe(first)}) is cut off before what the model is to say",
             remedy="a larger --max-length, or --set data.overlong=drop",
         )
     raise RequestError(
-        f"--data chat: of {pluralize(len(without), 'sample')} nothing is learned with data.loss_on={learns}; the first "
-        f"is {chats.describe(first)}",
+        f"--data chat: of {pluralize(len(without), chats.noun)} nothing is learned with data.loss_on={learns}; the "
+        f"first is {chats.describe(first)}",
         remedy="records with an answer, or another data.loss_on",
     )
 

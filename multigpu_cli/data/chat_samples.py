@@ -33,7 +33,10 @@ class Chats(Dataset[dict[str, Tensor]]):
     Attributes:
         lengths: (n,) tokens of each sample, not cut.
         learned: (n,) how many of them count in the loss.
+        noun: what a sample is called in messages.
     """
+
+    noun = "sample"
 
     def __init__(
         self, records: JsonLines, rows: Sequence[int], encoded: Iterable[ChatTokens], limit: int, padding: int

@@ -86,6 +86,7 @@ class ChatEncoder:
         """First character and end of each message that is learned, in the whole rendered text."""
         messages = conversation.messages or []
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [number for number in answers if number >= conversation.given]
         if self._loss_on == "completion":
             answers = [number for number in answers if number == len(messages) - 1]
         if 0 in answers:

@@ -19,12 +19,16 @@ class Conversation(NamedTuple):
         messages: {"role": …, "content": …} each, for the model's chat template; None where the record is plain text.
         prompt, completion: of plain text.
         tools: what the template is told of tools, or None.
+        given: so many messages are the prompt: nothing of them is learned.
+        rejected: of a preference, the conversation with the other answer; this one has the chosen one.
     """
 
     messages: list[dict[str, Any]] | None = None
     prompt: str = ""
     completion: str = ""
     tools: list[Any] | None = None
+    given: int = 0
+    rejected: "Conversation | None" = None
 
 
 class Form(NamedTuple):
@@ -77,12 +81,20 @@ def _read_sharegpt(record: Record) -> Conversation:
     return Conversation(_check_messages([*_read_system(record), *messages]), tools=record.get("tools"))
 
 
+def _read_preference(record: Record) -> Conversation:
+    from multigpu_cli.data.preferences import read_preference  # late: it builds on this module
+
+    return read_preference(record)
+
+
 def _read_system(record: Record) -> list[dict[str, Any]]:
     """The message of the system that stands beside the others in a record, if any."""
     return [{"role": "system", "content": record["system"]}] if record.get("system") else []
 
 
+PREFERENCE = "preference"
 FORMS = {
+    PREFERENCE: Form(("chosen", "rejected"), _read_preference, "assistant"),
     "messages": Form(("messages",), _read_messages, "assistant"),
     "sharegpt": Form(("conversations",), _read_sharegpt, "assistant"),
     "alpaca": Form(("instruction", "output"), _read_alpaca, "assistant"),

@@ -60,6 +60,7 @@ class DataSource:
         note: a property of the samples that the plan shows.
         warnings: what looks wrong in the data but may be intended.
         packed: a training sample holds several texts side by side, told apart by their position ids.
+        paired: a sample is a chosen and a rejected answer, in rows of their own.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         loader_options: options of the DataLoader.
         form: which parts of a sample are inputs, and which are targets.
@@ -88,6 +89,7 @@ class DataSource:
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
     packed: bool = False
+    paired: bool = False
     loader_options: LoaderOptions = LoaderOptions()
     form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -106,7 +106,7 @@ def _describe_extras(config: Config) -> str:
 def _describe_data(request: RunRequest) -> str:
     source, reason = request.source, explain_dataset(request.config)
     note = f"{reason}: {source.note}" if reason else source.note
-    kind = "packs" if source.packed else "samples"
+    kind = "packs" if source.packed else "pairs" if source.paired else "samples"
     return f"{request.config.data.name} ({note}{source.num_train_samples:,} training {kind})"
 
 
