@@ -72,7 +72,7 @@ def _read_sharegpt(record: Record) -> Conversation:
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError("conversations is no list of objects")
-    messages = []
+    messages: list[dict[str, Any]] = []
     for turn in turns:
         role = turn.get("from", turn.get("role"))
         role = _ROLES.get(str(role), role)
