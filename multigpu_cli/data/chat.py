@@ -64,8 +64,7 @@ def load(
         RequestError: a record that is none, a template that does not fit, samples of which nothing is learned.
     """
     _check_choices(format, loss_on, overlong, val)
-    files = find_files(data_dir, file)
-    config, tokenizer, ends = load_text_model(find_model_folder(model_dir))
+    files, (config, tokenizer, ends) = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     _check_tokenizer(tokenizer, config, ends)
