@@ -156,7 +156,8 @@ def test_links_lead_somewhere(guide: Path) -> None:
 @pytest.mark.parametrize("guide", PAGES, ids=name_of)
 def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
     group = typer.main.get_group(main_multi_gpu.app)
-    ours = {flag for each in (group, *group.commands.values()) for option in each.params for flag in option.opts}
+    all_commands = [group, *group.commands.values(), *group.commands["data"].commands.values()]
+    ours = {flag for each in all_commands for option in each.params for flag in option.opts}
     assert [line for line in prose(guide).splitlines() if line.count("`") % 2] == []  # code that spans lines hides
     for code in CODE.findall(prose(guide)):
         if PLACE.fullmatch(code):
@@ -213,6 +214,8 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
     group = typer.main.get_group(main_multi_gpu.app)
     name, *rest = [*words[at + 1 :], ""]
     command = group.commands.get(name)
+    if name == "data":
+        command, rest = command.commands[rest[0]], rest[1:]
     context = (command or group).make_context("multigpu", rest[:-1] if command else words[at + 1 :])
     environment = {}
     if "torchrun" in words[:at]:
