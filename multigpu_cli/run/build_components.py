@@ -87,7 +87,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
-    spec = replace(spec, plan=replace(spec.plan, model_call=call))
+    spec = replace(spec, plan=replace(spec.plan, model_call=call, adapter=_describe_adapter(spec, built.model)))
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
@@ -225,6 +225,19 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
     words = words if workers > 1 else "none: one process holds everything"
     return replace(spec, plan=replace(spec.plan, sharding=words, first_weights=start))
+
+
+def _describe_adapter(spec: RunSpec, model: nn.Module) -> str:
+    """How much learns, and how much of the network stays as it is."""
+    config = spec.config.adapter
+    if config.kind == "none":
+        return ""
+    counts = dict.fromkeys((True, False), 0)
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    return (
+        f"{config.kind}, r {config.r}, alpha {config.alpha}: {counts[True]:,} parameters learn, {counts[False]:,} stay"
+    )
 
 
 def build_strategy(

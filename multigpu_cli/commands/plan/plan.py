@@ -106,6 +106,7 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
         "device": components.plan.device,
         "precision": components.state.precision.name,
         "parameters": sum(p.numel() for p in components.state.model.parameters()),
+        "trained": sum(p.numel() for p in components.trainable_parameters),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
         "works": alone.works,
@@ -211,7 +212,11 @@ def note_too_large(memory: Memory, capacity: int | None) -> Iterator[str]:
 def format_plan(forecast: Forecast) -> Iterator[str]:
     """Memory, measured times and the table of the forecast."""
     about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
-    yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
+    frozen = about["parameters"] - about["trained"]
+    count = f"{about['parameters']:,} parameters" + (
+        f" ({about['trained']:,} trained, {frozen:,} frozen)" * bool(frozen)
+    )
+    yield f"{about['model']} on {about['data']}, {count}, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
     stored = f"{format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
