@@ -40,9 +40,9 @@ def build(
             raise RequestError(f"model.args.{name}: {value!r}", remedy=" or ".join(known))
     folder = find_model_folder(model_dir)
     config = load_config(folder)
-    check_weight_files(folder)
     if torch.get_default_device().type == "meta":  # a rank that is sent the weights
         return _build_without_weights(config, dtype, attention)
+    check_weight_files(folder)
     from safetensors import SafetensorError  # late: transformers has loaded it
 
     more = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}

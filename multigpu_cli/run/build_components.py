@@ -80,6 +80,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     average = _copy_for_average(spec.config, built.model, shards=shards)
     blocks = _find_compiled_blocks(spec, built.model, world)
     model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))
+    spec = replace(spec, plan=replace(spec.plan, adapter=_describe_adapter(spec, built.model)))
     spec = _measure_buckets(spec, built.model, world)
     spec = _describe_sharding(spec, built.model, start)
     strategy = build_strategy(model, average, world, spec, source=source)
@@ -87,7 +88,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
-    spec = replace(spec, plan=replace(spec.plan, model_call=call, adapter=_describe_adapter(spec, built.model)))
+    spec = replace(spec, plan=replace(spec.plan, model_call=call))
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
