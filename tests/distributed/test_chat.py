@@ -68,7 +68,7 @@ def load_model(adapter: str = "none", dtype: torch.dtype = torch.float64) -> tor
     settings = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=hasattr(model, "transformer")
     )
-    model = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+    model = peft.get_peft_model(model, settings)
     dice = torch.Generator().manual_seed(0)
     learning = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in learning.values():
