@@ -196,7 +196,6 @@ def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_
         "exact": True,
         "adapter": kind,
         "ema": 0.9,
-        "multi_gpu": "fsdp",
         "batch_size": 1,
         "global_batch_size": 3,
         "checkpoint_every": 1,
@@ -204,9 +203,9 @@ def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_
     }
     whole = run_training(1, **flags, save_dir="whole")
     assert not whole.error, whole.error
-    killed = run_training(3, **flags, save_dir="killed", prepare=die_at_third_checkpoint)
+    killed = run_training(3, **flags, multi_gpu="fsdp", save_dir="killed", prepare=die_at_third_checkpoint)
     assert killed.killed
-    ended = run_training(2, **flags, save_dir="killed")
+    ended = run_training(2, **flags, multi_gpu="fsdp", save_dir="killed")
     assert not ended.error, ended.error
     assert ended.summary["resumed_from"]
     assert ended.summary["fingerprint"] == whole.summary["fingerprint"]
