@@ -31,7 +31,7 @@ class LanguageModel(Task):
     tokens that were the likeliest ones. The better result has the lower loss.
 
     Raises:
-        RequestError: the dataset has no vocabulary.
+        RequestError: the dataset has no vocabulary, or has preferences.
     """
 
     unit = "token"
@@ -43,6 +43,11 @@ class LanguageModel(Task):
             raise RequestError(
                 f"--task language-model: the dataset has a vocabulary of {source.num_classes} tokens",
                 remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
+            )
+        if source.paired:
+            raise RequestError(
+                "--task language-model: the data are preferences, a chosen and a rejected answer each",
+                remedy="--task dpo; or data.args.format=messages, say, where records hold a conversation beside them",
             )
         self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
         self._in_chunks = False
