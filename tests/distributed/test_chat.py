@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def compute_full_batch_gradient() -> dict[str, Tensor]:
     return {f"network.{name}": weight.grad for name, weight in model.named_parameters()}
 
 
+def check_token_rates(events: Iterable[dict[str, Any]], *, pads: bool) -> None:
+    """One step took all conversations, each with its newline at the end."""
+    line = next(event for event in events if event["event"] == "train")
+    tokenizer = make_tokenizer()
+    tokens = sum(len(tokenizer.apply_chat_template(talk, return_dict=False)) for talk in TALKS)
+    assert line["all_tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / len(TALKS))
+    assert line["tokens_per_second"] < line["all_tokens_per_second"]
+    assert (line["padding_share"] > 0) == pads
+
+
 @pytest.mark.parametrize(("architecture", "dtype", "close"), [("gpt2", "float64", 1e-9), ("llama", "float32", 1e-5)])
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_the_gradient_is_that_of_the_full_batch_in_float64(
@@ -99,6 +110,8 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
         )
         assert not ended.error, ended.error
         assert ended.summary["steps"] == 1
+        if packing == "off":
+            check_token_rates(read_events(Path(str(workers), "journal.jsonl")), pads=batch > 1)
         after = read_weights(Path(str(workers), "last.pt"))
         for name, gradient in expected.items():
             moved = before[name.removeprefix("network.")] - after[name]
