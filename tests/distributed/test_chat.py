@@ -98,6 +98,16 @@ def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, str]]]
     return torch.cat(losses)
 
 
+def check_token_rates(events: Iterable[dict[str, Any]], *, pads: bool) -> None:
+    """One step took all conversations, each with its newline at the end."""
+    line = next(event for event in events if event["event"] == "train")
+    tokenizer = make_tokenizer()
+    tokens = sum(len(tokenizer.apply_chat_template(talk, return_dict=False)) for talk in TALKS)
+    assert line["all_tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / len(TALKS))
+    assert line["tokens_per_second"] < line["all_tokens_per_second"]
+    assert (line["padding_share"] > 0) == pads
+
+
 GRADIENTS = [
     pytest.param(architecture, dtype, close, packing, adapter, marks=[pytest.mark.slow] if rare else [])
     for architecture, dtype, close in (("gpt2", "float64", 1e-9), ("llama", "float32", 1e-5))
@@ -132,6 +142,8 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
         )
         assert not ended.error, ended.error
         assert ended.summary["steps"] == 1
+        if packing == "off":
+            check_token_rates(read_events(Path(str(workers), "journal.jsonl")), pads=batch > 1)
         after = read_weights(Path(str(workers), "last.pt"))
         for name, gradient in expected.items():
             moved = before[name] - after[f"network.{name}"]
