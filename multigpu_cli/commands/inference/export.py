@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from multigpu_cli.checkpoint.export import (
-    RawInputs,
-    TrainedWeights,
-    export_network,
-    export_weights,
-    load_trained_weights,
-)
+from multigpu_cli.checkpoint.export import RawInputs, export_network, export_weights
 from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.trained_weights import TrainedWeights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.config.schema import Config

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.checkpoint.export import TrainedWeights
-from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.checkpoint.trained_weights import TrainedWeights
 from multigpu_cli.config.own_code import check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -103,8 +102,7 @@ def load_run_without_data(
 
 def _load_weights(config: Config, source: DataSource, weights: TrainedWeights) -> LoadedRun:
     model = init_model(config, source)
-    check_fit(model, weights.state, str(weights.origin))
-    model.load_state_dict(weights.state)
+    weights.load_into(model)
     return LoadedRun(config, source, model.eval())
 
 

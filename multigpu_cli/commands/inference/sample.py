@@ -2,7 +2,7 @@
 
 import torch
 
-from multigpu_cli.checkpoint.export import load_trained_weights
+from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run_without_data
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.data.vocabulary import Numbers
