@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
+_ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the run's pretrained model is now")]
 _OwnCode = Annotated[bool, typer.Option(help="import your own code that the run names")]
 _Run = Annotated[str, run_argument("RUN", "folder of a run")]
 _SortBy = Annotated[
@@ -85,18 +86,23 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 @app.command(cls=Command)
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
-    to: Annotated[str, typer.Option(metavar="FILE", help="….safetensors, ….pt, ….pt2 or ….onnx")],
+    to: Annotated[str, typer.Option(metavar="PATH", help="….safetensors, ….pt, ….pt2 or ….onnx; or a new folder")],
+    kind: Annotated[
+        str | None, typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers and peft")
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(metavar="PATH", help="where the run's dataset is now")] = None,
+    model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
     as_json: _Json = False,
 ) -> None:
     """Write trained weights, or the whole network, for other programs, and check what was written."""
     from multigpu_cli.commands.requests import parse_export_target
 
-    target = parse_export_target(to, checkpoint)
+    target = parse_export_target(to, checkpoint, kind)
     from multigpu_cli.commands.inference.export import export_run, format_export  # torch loads here
 
-    written = export_run(checkpoint, target, data_dir=data_dir, own_code=own_code)
+    places = {"data_dir": data_dir, "model_dir": model_dir}
+    written = export_run(checkpoint, target, format=kind, **places, own_code=own_code)
     print_result(written, format_export(written), as_json=as_json)
 
 

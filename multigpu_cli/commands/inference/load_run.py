@@ -19,6 +19,7 @@ from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build_model import init_model
 from multigpu_cli.run.pretrained_base import check_base
+from multigpu_cli.runtime.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
 from multigpu_cli.tasks.open_data import open_data
 
 
@@ -98,6 +99,18 @@ def load_run_without_data(
     )
     check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
     return _load_weights(config, source, weights)
+
+
+def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel:
+    """Tokenizer and ends of the pretrained model of a run.
+
+    Raises:
+        RequestError: they are not there, or not those of the training.
+    """
+    model, record = load_text_model(find_model_folder(run.config.model.dir)), weights.settings.get("base", {})
+    found = describe_tokenizer(model.tokenizer, record.get("template"))
+    check_base(record, run.config, replace(run.source, text_model=found), str(weights.origin))
+    return model
 
 
 def _load_weights(config: Config, source: DataSource, weights: TrainedWeights) -> LoadedRun:
