@@ -270,18 +270,20 @@ def predict(
 @app.command(cls=Command)
 def sample(
     run: _Weights,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="the beginning of the text")] = "\n",
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="the beginning of the text, or a question")] = "\n",
     length: Annotated[str, typer.Option(metavar="N", help="tokens to add")] = "500",
     temperature: Annotated[str, typer.Option(metavar="X", help="lower: likelier tokens; 0: the likeliest")] = "0.8",
     top_k: Annotated[str | None, typer.Option(metavar="N", help="draw from the N likeliest only")] = None,
     seed: Annotated[str, typer.Option(metavar="N", help="of the draws")] = "42",
+    raw: Annotated[bool, typer.Option("--raw", help="go on from the prompt, without a chat template")] = False,
+    model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
 ) -> None:
-    """Write text with a run's language model."""
+    """Write text with a run's language model; one with a chat template answers the prompt."""
     from multigpu_cli.commands.requests import parse_inference_request, parse_sampling
 
-    request = parse_inference_request(run, {}, own_code=own_code)
+    request = parse_inference_request(run, {"model_dir": model_dir}, own_code=own_code)
     sampling = parse_sampling(length, temperature, top_k, seed)
-    from multigpu_cli.commands.inference.sample import generate_text  # torch loads here
+    from multigpu_cli.commands.inference.sample import Sampling, generate_text  # torch loads here
 
-    print(generate_text(request, prompt, **sampling))
+    print(generate_text(request, prompt, Sampling(**sampling, raw=raw)))
