@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before torch is imported: whoever runs the tests may have been launched, or may like colours."""
     for name in [*_LAUNCHER, *_LOOKS, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
+    cache = tempfile.TemporaryDirectory(prefix="hf-")  # of tokens, and of what others keep there
+    config.add_cleanup(cache.cleanup)
+    os.environ["HF_HOME"] = cache.name
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share few cores
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # torch looks up names; a server that drops some
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, and so all that it starts

@@ -1,21 +1,24 @@
 """Conversations, or plain text, from .jsonl files, for fine-tuning a language model."""
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.chat_checks import check_samples
+from multigpu_cli.data.chat_files import divide_files, find_files
 from multigpu_cli.data.chat_samples import Chats, Packs
-from multigpu_cli.data.chat_tokens import LOSS_ON, ChatEncoder, ChatTokens
-from multigpu_cli.data.conversations import FORMS, PREFERENCE, detect_form, read_conversation
+from multigpu_cli.data.chat_tokens import LOSS_ON, ChatEncoder
+from multigpu_cli.data.conversations import FORMS, PREFERENCE, detect_form
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.encode_records import open_record_tokens
 from multigpu_cli.data.json_lines import JsonLines
 from multigpu_cli.data.locate_dataset_files import locate_other_file
-from multigpu_cli.data.preference_pairs import Answers, Pairs, check_differences, encode_pair
-from multigpu_cli.data.split import split_by_sample
+from multigpu_cli.data.preference_pairs import Answers, Pairs, check_differences
+from multigpu_cli.data.token_file import TokenFile
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.model_folder import (
@@ -25,18 +28,8 @@ from multigpu_cli.runtime.model_folder import (
     load_text_model,
 )
 
-_SPLITS = ("train", "val", "test")
 _OVERLONG = ("stop", "drop", "truncate")
-_LAYOUT = "a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl"
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
-
-
-class _Files(NamedTuple):
-    """The records of each split; only `train` where the file is to be divided."""
-
-    train: JsonLines
-    val: JsonLines | None = None
-    test: JsonLines | None = None
 
 
 def load(
@@ -59,8 +52,7 @@ def load(
         seed: draws the validation split and the packs.
         model_dir: the model, whose tokenizer and chat template are used.
         max_length: tokens of a sample or pack (default: as many as the model knows places for).
-        packing: on or off: several samples in a row, which do not see each other; auto: on, but not for preferences.
-            Evaluations do not pack.
+        packing: on, off, or auto (on, but not for preferences): several samples in a row, in training alone.
         format: preference, messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
         chat_template: file of a template in place of the model's own.
         loss_on: assistant, completion or all (default: the assistant's messages, completions, all of a plain text).
@@ -72,72 +64,74 @@ def load(
         RequestError: a record that is none, a template that does not fit, samples of which nothing is learned.
     """
     _check_choices(format, loss_on, overlong, val)
-    files = _find_files(data_dir, file)
-    config, tokenizer, ends = load_text_model(find_model_folder(model_dir))
+    files, (config, tokenizer, ends) = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
-    _check_tokenizer(tokenizer, config, ends, max_length)
-    limit = max_length or _find_limit(config, tokenizer)
-    learns, paired = loss_on or FORMS[form].loss_on, form == PREFERENCE
-    if paired:
-        _check_fits_pairs(packing, learns)
-    encoder = ChatEncoder(tokenizer, template, learns, ends)
-    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    splits: dict[str, Chats] = {
-        name: Answers(records, rows, _encode_pairs(records, rows, encoder), limit, padding)
-        if paired
-        else Chats(records, rows, _encode(records, rows, form, encoder), limit, padding)
-        for name, (records, rows) in _divide(files, val, seed).items()
-    }
-    notes = [check_samples(name, chats, overlong, learns, ends, tokenizer) for name, chats in splits.items()]
+    _check_tokenizer(tokenizer, config, ends)
+    limit = _find_limit(config, tokenizer, max_length)
+    learns, paired = _choose_loss(form, packing, loss_on)
+    encoder, identity = ChatEncoder(tokenizer, template, learns, ends), hash_tokenizer(tokenizer, template)
+    tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, ends, identity))
+    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(tokenizer))
+    notes = [check_samples(name, part, overlong, learns, ends, tokenizer) for name, part in splits.items()]
     packs = Packs(splits["train"], seed) if packing != "off" and not paired else None
-    pairs = {name: Pairs(answers) for name, answers in splits.items() if isinstance(answers, Answers)}
-    samples: dict[str, Dataset[Any]] = {**splits, **pairs}
+    samples = {name: Pairs(part) if isinstance(part, Answers) else part for name, part in splits.items()}
     return DataSource(
         train=packs or samples["train"],
         val=samples.get("val"),
         test=samples.get("test"),
         input_shape=(limit,),
         num_classes=config.get_text_config().vocab_size,
-        transform_signature=f"{hash_tokenizer(tokenizer, template)} {learns} {limit}",
-        note="; ".join(filter(None, [_describe(form, learns, splits["train"], packs), *notes])) + "; ",
+        transform_signature=f"{identity} {learns} {limit}",
+        note="".join(f"{each}; " for each in (_describe(form, learns, splits["train"], packs), *notes) if each),
         text_model=describe_tokenizer(tokenizer, template),
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         paired=paired,
-        warnings=tuple(chain.from_iterable(check_differences(name, part) for name, part in pairs.items())),
+        warnings=tuple(_warn_of_pairs(samples)),
         model="pretrained",
         task="dpo" if paired else "language-model",
     )
 
 
-def _encode(records: JsonLines, rows: Sequence[int], form: str, encoder: ChatEncoder) -> Iterator[ChatTokens]:
-    for row in rows:
-        place = records.describe(row)
-        yield encoder.encode(read_conversation(records[row], form, place), place)
+def _open_splits(
+    parts: Mapping[str, tuple[JsonLines, np.ndarray]],
+    open_tokens: Callable[[JsonLines], TokenFile],
+    paired: bool,
+    limit: int,
+    padding: int,
+) -> dict[str, Chats]:
+    """The samples of each split; a file that is divided is opened once."""
+    tokens = {records: open_tokens(records) for records in dict.fromkeys(records for records, _ in parts.values())}
+    kind = Answers if paired else Chats
+    return {name: kind(records, tokens[records], rows, limit, padding) for name, (records, rows) in parts.items()}
 
 
-def _encode_pairs(
-    records: JsonLines, rows: Sequence[int], encoder: ChatEncoder
-) -> Iterator[tuple[ChatTokens, ChatTokens]]:
-    for row in rows:
-        place = records.describe(row)
-        yield encode_pair(encoder, read_conversation(records[row], PREFERENCE, place), place)
+def _find_padding(tokenizer: Any) -> int:
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def _warn_of_pairs(samples: Mapping[str, Dataset[Any]]) -> Iterator[str]:
+    for name, part in samples.items():
+        if isinstance(part, Pairs):
+            yield from check_differences(name, part)
 
 
 def _describe(form: str, learns: str, train: Chats, packs: Packs | None) -> str:
-    tokens = sum(min(length, train.limit) for length in train.lengths)
-    text = (
-        f"{pluralize(len(train), train.noun)} ({form}) of {tokens:,} tokens; learned: {learns}, {sum(train.learned):,}"
-    )
+    tokens = int(np.minimum(train.lengths, train.limit).sum(dtype=np.int64))
+    learned = int(train.learned.sum(dtype=np.int64))
+    text = f"{pluralize(len(train), train.noun)} ({form}) of {tokens:,} tokens; learned: {learns}, {learned:,}"
     if packs is None:
         return text
     filled = tokens / (len(packs) * packs.limit)
     return f"{text}; packs of at most {packs.limit} tokens, {100 * filled:.1f} % full"
 
 
-def _check_fits_pairs(packing: str, learns: str) -> None:
-    """Refuse settings that preferences can't follow."""
+def _choose_loss(form: str, packing: str, loss_on: str | None) -> tuple[str, bool]:
+    """What is learned, and whether records are preferences, which can't follow all settings."""
+    learns = loss_on or FORMS[form].loss_on
+    if form != PREFERENCE:
+        return learns, False
     if packing == "on":
         raise RequestError(
             "--packing on: a chosen and a rejected answer are a pair, and are not packed", remedy="leave out --packing"
@@ -147,49 +141,10 @@ def _check_fits_pairs(packing: str, learns: str) -> None:
             "data.args.loss_on=all: of preferences the answers are compared, and not their common prompt",
             remedy="leave it out, or data.args.loss_on=completion: the last answer only",
         )
+    return learns, True
 
 
-def _find_files(data_dir: str | None, file: str | None) -> _Files:
-    if data_dir is None:
-        raise RequestError("--data chat needs --data-dir", remedy=_LAYOUT)
-    place = Path(data_dir)
-    if place.is_dir():
-        names = sorted(path.name for path in place.glob("*.jsonl"))
-        if file is None and "train.jsonl" in names:
-            found = {name: JsonLines(place / f"{name}.jsonl") for name in _SPLITS if f"{name}.jsonl" in names}
-            return _check_records(_Files(**found))
-        if file is None and len(names) != 1:
-            raise RequestError(
-                f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}",
-                remedy=f"{_LAYOUT}{'; or --set data.file=' + names[0] if names else ''}",
-            )
-        place = locate_other_file("chat", place, file or names[0])
-    return _check_records(_Files(JsonLines(place)))
-
-
-def _check_records(files: _Files) -> _Files:
-    for records in files:
-        if records is not None and not len(records):
-            raise RequestError(f"--data chat: {records.path} is empty", remedy="one JSON object per line")
-    return files
-
-
-def _divide(files: _Files, val: float, seed: int) -> dict[str, tuple[JsonLines, list[int]]]:
-    """The records of each split, as numbers of lines in a file."""
-    every = range(len(files.train))
-    if files.val is None and val > 0:
-        train, held_out = split_by_sample(len(every), (val,), seed)
-        found = {
-            "train": (files.train, train.sort().values.tolist()),
-            "val": (files.train, held_out.sort().values.tolist()),
-        }
-    else:
-        found = {"train": (files.train, list(every))}
-    more = {name: records for name, records in zip(_SPLITS[1:], files[1:], strict=True) if records is not None}
-    return found | {name: (records, list(range(len(records)))) for name, records in more.items()}
-
-
-def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...], asked: int | None) -> None:
+def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...]) -> None:
     rows = config.get_text_config().vocab_size
     if len(tokenizer) > rows:
         raise RequestError(
@@ -201,20 +156,19 @@ def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...], asked: 
             "--model-dir: its tokenizer has no EOS token, so that nothing would ever end",
             remedy="eos_token in tokenizer_config.json",
         )
-    if asked and asked > (places := _find_limit(config, tokenizer)):
-        raise RequestError(
-            f"--max-length {asked}: the model knows {places} places", remedy=f"--max-length {places}, or less"
-        )
 
 
-def _find_limit(config: Any, tokenizer: Any) -> int:
-    """The most tokens that model and tokenizer take."""
-    text = config.get_text_config()
-    places = getattr(text, "max_position_embeddings", None) or _UNLIMITED
+def _find_limit(config: Any, tokenizer: Any, asked: int | None) -> int:
+    """Tokens of a sample at most: --max-length, or as many as model and tokenizer take."""
+    places = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
     limit = min(int(places), int(tokenizer.model_max_length))
-    if limit >= _UNLIMITED:
+    if asked is None and limit >= _UNLIMITED:
         raise RequestError("--max-length: the model names no longest text", remedy="--max-length 2048, say")
-    return limit
+    if asked is not None and asked > limit:
+        raise RequestError(
+            f"--max-length {asked}: the model knows {limit} places", remedy=f"--max-length {limit}, or less"
+        )
+    return asked or limit
 
 
 def _read_template(data_dir: str | None, file: str) -> str:

@@ -32,31 +32,31 @@ def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
     Raises:
         RequestError: --set data.overlong=stop, or nothing is left.
     """
-    beyond = [index for index, length in enumerate(chats.lengths) if length > chats.limit]
+    beyond = int((chats.lengths > chats.limit).sum())
     if not beyond:
         return ""
-    longest = max(beyond, key=lambda index: chats.lengths[index])
+    longest = int(chats.lengths.argmax())
     if overlong == "stop":
         raise RequestError(
-            f"--max-length {chats.limit}: {len(beyond)} of {pluralize(len(chats), chats.noun)} for {split} are longer, "
+            f"--max-length {chats.limit}: {beyond} of {pluralize(len(chats), chats.noun)} for {split} are longer, "
             f"the longest has {chats.lengths[longest]} tokens ({chats.describe(longest)})",
             remedy=f"--max-length {chats.lengths[longest]}, or --set data.overlong=drop or truncate",
         )
     if overlong == "drop":
-        chats.select([index for index, length in enumerate(chats.lengths) if length <= chats.limit])
+        chats.select(np.flatnonzero(chats.lengths <= chats.limit))
         if not len(chats):
             raise RequestError(
                 f"--max-length {chats.limit}: no {chats.noun} for {split} is as short", remedy="a larger one"
             )
-    return f"{pluralize(len(beyond), f'overlong {chats.noun}')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
+    return f"{pluralize(beyond, f'overlong {chats.noun}')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
 
 
 def _check_learned(chats: Chats, learns: str) -> None:
     """Refuse samples of which nothing is learned: they would only cost time, and are rarely meant."""
-    without = [index for index, count in enumerate(chats.learned) if not count]
-    if not without:
+    without = np.flatnonzero(chats.learned == 0)
+    if not len(without):
         return
-    first = without[0]
+    first = int(without[0])
     if chats.lengths[first] > chats.limit:
         raise RequestError(
             f"--max-length {chats.limit}: of {pluralize(len(without), chats.noun)} nothing is learned; the first "

@@ -1,5 +1,6 @@
 """The samples of conversations: each alone, or several packed into a row."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -8,72 +9,71 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.chat_tokens import ChatTokens
 from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.epoch_order import epoch_order
 from multigpu_cli.data.json_lines import JsonLines
-from multigpu_cli.planning.packing import pack_first_fit, pack_windows
+from multigpu_cli.data.token_file import TokenFile
+from multigpu_cli.planning.packing import count_first_fit, pack_first_fit, pack_windows
 from multigpu_cli.planning.rng_keys import make_key
 
 _PACKING = 0x9AC4  # separates the stream of packs from the epochs' orders
 
 
 class Chats(Dataset[dict[str, Tensor]]):
-    """Samples: input_ids, position_ids and labels, (t,) int64 each. All are rendered once, at five bytes per token.
+    """Samples: input_ids, position_ids and labels, (t,) int64 each, as they are asked for; tokens lie in a file.
 
     Labels stand at their own token, and are -100 where a token is not learned, as in Hugging Face's datasets.
 
     Args:
         records: of the file, for the places in messages.
-        rows: which of them are samples.
-        encoded: their tokens, in turn.
+        tokens: of all records, `width` samples each.
+        rows: which of the records are used.
         limit: tokens of a sample at most; what is beyond is cut off.
         padding: the token that fills up a batch. It is never a label, also where it is EOS.
 
     Attributes:
-        lengths: (n,) tokens of each sample, not cut.
-        learned: (n,) how many of them count in the loss.
+        lengths: (n,) int32 tokens of each sample, not cut.
+        learned: (n,) int32 how many of them count in the loss.
+        rows: (n,) int32 the record of each sample.
         noun: what a sample is called in messages.
+        width: how many samples stand in a record.
     """
 
-    noun = "sample"
+    noun, width = "sample", 1
 
     def __init__(
-        self, records: JsonLines, rows: Sequence[int], encoded: Iterable[ChatTokens], limit: int, padding: int
+        self, records: JsonLines, tokens: TokenFile, rows: Sequence[int] | np.ndarray, limit: int, padding: int
     ) -> None:
-        self.records, self.rows, self.limit = records, list(rows), limit
+        self.records, self.limit = records, limit
         self.collate_fn = partial(pad_samples, padding=padding)
-        self.lengths: list[int] = []
-        self.learned: list[int] = []
-        self._tokens: list[np.ndarray] = []  # (t,) int32 each, and (t,) bool
-        self._marks: list[np.ndarray] = []
-        for tokens in encoded:
-            marks = np.array(tokens.learned[:limit], dtype=bool)
-            marks[:1] = False  # nothing foretells the first
-            self.lengths.append(len(tokens.ids))
-            self.learned.append(int(marks.sum()))
-            self._tokens.append(np.array(tokens.ids[:limit], dtype=np.int32))
-            self._marks.append(marks)
+        self._tokens = tokens
+        self.rows = np.repeat(np.asarray(rows, dtype=np.int32), self.width)
+        samples = self.rows * self.width + np.arange(len(self.rows)) % self.width
+        self.lengths = np.diff(tokens.starts)[samples].astype(np.int32)
+        counts = (int(self._read(index)[1].sum()) for index in range(len(self.rows)))
+        self.learned = np.fromiter(counts, dtype=np.int32, count=len(self.rows))
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, learned = self._tokens.read(self.rows[index] * self.width + index % self.width, self.limit)
+        learned[:1] = False  # nothing foretells the first
+        return ids, learned
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.from_numpy(self._tokens[index]).long()
-        marks = torch.from_numpy(self._marks[index])
-        positions = torch.arange(len(ids))
-        return {"input_ids": ids, "position_ids": positions, "labels": torch.where(marks, ids, IGNORED)}
+        tokens, learned = self._read(index)
+        ids = torch.from_numpy(tokens).long()
+        labels = torch.where(torch.from_numpy(learned), ids, IGNORED)
+        return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "labels": labels}
 
     def describe(self, index: int) -> str:
         """A sample's place, for messages."""
         return self.records.describe(self.rows[index])
 
-    def select(self, chosen: Sequence[int]) -> None:
+    def select(self, chosen: np.ndarray) -> None:
         """Keep these samples only."""
-        self.rows, self.lengths, self.learned = (
-            [column[index] for index in chosen] for column in (self.rows, self.lengths, self.learned)
-        )
-        self._tokens, self._marks = ([column[index] for index in chosen] for column in (self._tokens, self._marks))
+        self.rows, self.lengths, self.learned = self.rows[chosen], self.lengths[chosen], self.learned[chosen]
 
 
 class Packs(Dataset[dict[str, Tensor]]):
@@ -86,29 +86,37 @@ class Packs(Dataset[dict[str, Tensor]]):
     def __init__(self, chats: Chats, seed: int) -> None:
         self.chats, self.limit, self._seed = chats, chats.limit, seed
         self.collate_fn = chats.collate_fn
-        self._lengths = [min(length, chats.limit) for length in chats.lengths]
-        self._tightest = pack_first_fit(range(len(chats)), self._lengths, self.limit)
-        self._epoch = -1
-        self._packs: list[list[int]] = []
-        self._count = max(len(self._tightest), len(self._pack(0)))
-        self.make_packs_of_epoch(0)
+        lengths = np.minimum(chats.lengths, chats.limit)
+        self._lengths = array("i", lengths.tobytes())  # numbers of Python: numpy's are slow one by one
+        tightest = count_first_fit(array("i", np.sort(lengths)[::-1].tobytes()), self.limit)
+        self._epoch = 0
+        self._set(self._pack(0))
+        self._count = max(tightest, len(self._ends) - 1)
 
     def make_packs_of_epoch(self, epoch: int) -> None:
         """Make the packs of an epoch; called by the loader before it asks for one of its samples."""
         if epoch != self._epoch:
-            packs = self._pack(epoch)
-            self._packs = packs if len(packs) <= self._count else self._tightest
+            self._set(self._pack(epoch))
+            if len(self._ends) - 1 > self._count:
+                self._set(pack_first_fit(range(len(self.chats)), self._lengths, self.limit))
             self._epoch = epoch
 
-    def _pack(self, epoch: int) -> list[list[int]]:
-        order = epoch_order(len(self.chats), make_key(self._seed, _PACKING), epoch).tolist()
-        return pack_windows(order, self._lengths, self.limit)
+    def _pack(self, epoch: int) -> Iterable[list[int]]:
+        order = epoch_order(len(self.chats), make_key(self._seed, _PACKING), epoch)
+        return pack_windows(array("q", order.numpy().tobytes()), self._lengths, self.limit)
+
+    def _set(self, packs: Iterable[list[int]]) -> None:
+        self._samples, self._ends = array("i"), array("i", [0])  # of all packs in turn, and where each ends
+        for pack in packs:
+            self._samples.extend(pack)
+            self._ends.append(len(self._samples))
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        samples = [self.chats[each] for each in self._packs[index]] if index < len(self._packs) else []
+        first, end = (self._ends[min(each, len(self._ends) - 1)] for each in (index, index + 1))
+        samples = [self.chats[each] for each in self._samples[first:end]]
         empty = torch.zeros(0, dtype=torch.int64)
         return {
             name: torch.cat([empty, *(sample[name] for sample in samples)])

@@ -1,6 +1,7 @@
 """Conversations as tokens, with those that are learned, by the model's own tokenizer and chat template."""
 
 from collections.abc import Sequence
+from datetime import date
 from typing import Any, NamedTuple
 
 from multigpu_cli.data.conversations import Conversation
@@ -8,6 +9,8 @@ from multigpu_cli.errors import RequestError
 
 LOSS_ON = ("assistant", "completion", "all")
 _SHOWN = 60  # characters of a rendered text in a message
+TODAY = date(2024, 7, 26)
+"""For templates that write the date: Llama 3.1's own. Samples may not change from day to day."""
 
 
 class ChatTokens(NamedTuple):
@@ -61,6 +64,9 @@ class ChatEncoder:
             stops = [at for at in inside if ids[at] in self._ends]
             for at in inside:
                 learned[at] = self._loss_on == "all" or not stops or at <= stops[-1]
+            after = inside[-1] + 1 if inside and not stops else len(ids)
+            if after < len(ids) and ids[after] in self._ends:  # GLM ends an answer with the role of who speaks next
+                learned[after] = True
         return ChatTokens(ids, learned)
 
     def encode_prompt(self, conversation: Conversation, place: str) -> list[int]:
@@ -136,6 +142,7 @@ class ChatEncoder:
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=asks,
+                strftime_now=TODAY.strftime,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(

@@ -72,10 +72,12 @@ def _read_sharegpt(record: Record) -> Conversation:
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError("conversations is no list of objects")
-    messages = []
+    messages: list[dict[str, Any]] = []
     for turn in turns:
         role = turn.get("from", turn.get("role"))
-        messages.append({"role": _ROLES.get(str(role), role), "content": turn.get("value", turn.get("content"))})
+        role = _ROLES.get(str(role), role)
+        if messages or role != "assistant":  # some begin in mid-talk: such a turn answers nothing (Vicuna drops it too)
+            messages.append({"role": role, "content": turn.get("value", turn.get("content"))})
     return Conversation(_check_messages([*_read_system(record), *messages]), tools=record.get("tools"))
 
 

@@ -1,10 +1,10 @@
 """A file of JSON lines, indexed by the place of each line and read one line at a time."""
 
 import json
+from array import array
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from multigpu_cli.errors import RequestError
 
@@ -15,20 +15,26 @@ class JsonLines:
     """The records of a file, one JSON object per line; empty lines do not count.
 
     The file is opened anew for each record, so that loader processes share no position in it.
+
+    Attributes:
+        digest: SHA-256 of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        places, at = [], 0
+        self._lines, self._starts = array("q"), array("q")  # of each record: its line from 1, and its first byte
+        at, digest = 0, sha256()
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                digest.update(line)
                 if line.strip():
-                    places.append((number, at))
+                    self._lines.append(number)
+                    self._starts.append(at)
                 at += len(line)
-        self._places = np.array(places, dtype=np.int64).reshape(-1, 2)  # (n, 2): line from 1, and its first byte
+        self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One record.
@@ -37,7 +43,7 @@ class JsonLines:
             RequestError: the line is no JSON object; names it.
         """
         with self.path.open("rb") as file:
-            file.seek(int(self._places[index, 1]))
+            file.seek(self._starts[index])
             line = file.readline()
         try:
             record = json.loads(line)
@@ -49,4 +55,4 @@ class JsonLines:
 
     def describe(self, index: int) -> str:
         """The record's place, for messages: file:line."""
-        return f"{self.path}:{self._places[index, 0]}"
+        return f"{self.path}:{self._lines[index]}"

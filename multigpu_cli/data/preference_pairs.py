@@ -1,9 +1,10 @@
 """The samples of preferences: a chosen and a rejected answer to one prompt, side by side."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -11,7 +12,6 @@ from torch.utils.data import Dataset
 from multigpu_cli.data.chat_samples import Chats
 from multigpu_cli.data.chat_tokens import ChatEncoder, ChatTokens
 from multigpu_cli.data.conversations import Conversation
-from multigpu_cli.data.json_lines import JsonLines
 from multigpu_cli.errors import RequestError, pluralize
 
 _SIDES = ("chosen", "rejected")
@@ -40,26 +40,14 @@ def encode_pair(encoder: ChatEncoder, conversation: Conversation, place: str) ->
 class Answers(Chats):
     """Both answers of each pair, the chosen one first, as 2n samples of their own; see `Chats` for the arguments."""
 
-    noun = "answer"
-
-    def __init__(
-        self,
-        records: JsonLines,
-        rows: Sequence[int],
-        encoded: Iterable[tuple[ChatTokens, ChatTokens]],
-        limit: int,
-        padding: int,
-    ) -> None:
-        twice = [row for row in rows for _ in _SIDES]
-        super().__init__(records, twice, chain.from_iterable(encoded), limit, padding)
+    noun, width = "answer", len(_SIDES)
 
     def describe(self, index: int) -> str:
         return f"{super().describe(index)}, {_SIDES[index % 2]}"
 
-    def select(self, chosen: Sequence[int]) -> None:
+    def select(self, chosen: np.ndarray) -> None:
         """Keep the pairs of which both answers are among these."""
-        found = set(chosen)
-        super().select([index for index in chosen if index ^ 1 in found])
+        super().select(chosen[np.isin(chosen ^ 1, chosen)])
 
 
 class Pairs(Dataset[list[dict[str, Tensor]]]):

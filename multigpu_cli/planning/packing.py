@@ -1,13 +1,16 @@
 """Packs samples of different lengths into rows of a fixed capacity: first-fit decreasing."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
 WINDOW = 1024
 """Samples that are packed among themselves, so that an epoch's packs follow the epoch's order."""
 
 
-def pack_windows(order: Sequence[int], lengths: Sequence[int], capacity: int, window: int = WINDOW) -> list[list[int]]:
-    """The samples of each pack: each window of the order is packed by itself.
+def pack_windows(
+    order: Sequence[int], lengths: Sequence[int], capacity: int, window: int = WINDOW
+) -> Iterator[list[int]]:
+    """The samples of each pack in turn: each window of the order is packed by itself.
 
     Args:
         order: samples, as an epoch has them.
@@ -15,11 +18,8 @@ def pack_windows(order: Sequence[int], lengths: Sequence[int], capacity: int, wi
         capacity: tokens of a pack.
         window: samples that are packed among themselves.
     """
-    return [
-        pack
-        for start in range(0, len(order), window)
-        for pack in pack_first_fit(order[start : start + window], lengths, capacity)
-    ]
+    for start in range(0, len(order), window):
+        yield from pack_first_fit(order[start : start + window], lengths, capacity)
 
 
 def pack_first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -28,14 +28,27 @@ def pack_first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int
     At most 11/9 of the fewest packs possible, plus one. Samples of one length stay in their order.
     """
     ranked = sorted(samples, key=lambda sample: -lengths[sample])
-    room = _Room(len(ranked), capacity)
     packs: list[list[int]] = []
-    for sample in ranked:
-        place = room.take(lengths[sample])
+    for sample, place in zip(ranked, _place(map(lengths.__getitem__, ranked), len(ranked), capacity), strict=True):
         if place == len(packs):
             packs.append([])
         packs[place].append(sample)
     return packs
+
+
+def count_first_fit(descending: Sequence[int], capacity: int) -> int:
+    """The number of packs of `pack_first_fit`, which depends on the lengths alone.
+
+    Args:
+        descending: lengths of all samples, the longest first.
+    """
+    return 1 + max(_place(descending, len(descending), capacity), default=-1)
+
+
+def _place(descending: Iterable[int], count: int, capacity: int) -> Iterator[int]:
+    """The number of the pack of each of `count` samples."""
+    room = _Room(count, capacity)
+    return map(room.take, descending)
 
 
 class _Room:
@@ -47,7 +60,7 @@ class _Room:
 
     def __init__(self, count: int, capacity: int) -> None:
         self._leaves = 1 << max(0, count - 1).bit_length()
-        self._most = [capacity] * (2 * self._leaves)
+        self._most = array("q", [capacity]) * (2 * self._leaves)
 
     def take(self, length: int) -> int:
         """The first pack with room for `length`, which it then has no more."""

@@ -29,6 +29,7 @@ class Plan:
         first_weights: who builds the weights of a sharded model, with the reason; empty otherwise.
         compiled: how the model is compiled; empty if it is not.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
+        logits: how many of a pretrained language model are in memory at a time; empty otherwise.
     """
 
     placement_reason: str
@@ -52,6 +53,7 @@ class Plan:
     first_weights: str = ""
     compiled: str = ""
     model_call: str = ""
+    logits: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -70,6 +72,7 @@ class Plan:
             *([("first weights", self.first_weights)] if self.first_weights else []),
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
+            *([("logits", self.logits)] if self.logits else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -106,6 +109,7 @@ class Plan:
             "sharding": self.sharding,
             "first_weights": self.first_weights,
             "model_call": self.model_call,
+            "logits": self.logits,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

@@ -67,7 +67,7 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
 
 def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) -> TrainComponents:
     """Build the model and what trains it, and load the checkpoint."""
-    shards = spec.placement.strategy == "fsdp" and world.size > 1
+    shards = spec.placement.divides_model(world)
     precision, first = Precision(spec.plan.precision, world.device), partial(first_batch, loaders.train, 2)
     build = build_model_to_shard if shards else build_whole_model
     if shards:
@@ -90,7 +90,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
-    spec = replace(spec, plan=replace(spec.plan, model_call=call))
+    spec = replace(spec, plan=replace(spec.plan, model_call=call, logits=task.logits_note))
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
@@ -137,7 +137,7 @@ def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
         return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
     task = build_task(spec.config, spec.source)
     own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
-    if spec.placement.strategy == "fsdp" and own:
+    if spec.placement.shards and own:
         raise RequestError(
             f"--task {spec.task} has its own `evaluate`: with --multi-gpu fsdp all workers have to run the model in it "
             "equally often",
@@ -201,7 +201,7 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
 
 def _find_compiled_blocks(spec: RunSpec, model: nn.Module, world: World) -> list[nn.Module]:
     """What --compile compiles by itself, since its weights are gathered by themselves; [] for the whole model."""
-    if spec.config.model.compile == "off" or spec.placement.strategy != "fsdp" or world.size == 1:
+    if spec.config.model.compile == "off" or not spec.placement.divides_model(world):
         return []
     from multigpu_cli.models.blocks import find_blocks_to_wrap
 
@@ -217,7 +217,7 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     Raises:
         RequestError: strategy.wrap matches nothing.
     """
-    if spec.placement.strategy != "fsdp":
+    if not spec.placement.shards:
         return spec
     from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
 
@@ -239,7 +239,7 @@ def build_strategy(
         source: the rank that has the weights, where only one has; None: none has.
     """
     config, placement, live = spec.config, spec.placement, spec.user_objects
-    if placement.strategy == "fsdp" and world.size > 1:
+    if placement.divides_model(world):
         return _shard(model, average, world, config, source)
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction

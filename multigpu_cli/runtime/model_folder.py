@@ -177,7 +177,10 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as missing:
-        raise RequestError("transformers is not installed", remedy="pip install transformers") from missing
+        raise RequestError(
+            "transformers is not installed",
+            remedy="pip install 'multigpu-cli[hugging-face]' (in a checkout: pip install -e '.[hugging-face]')",
+        ) from missing
     transformers.utils.logging.disable_progress_bar()
     return transformers
 

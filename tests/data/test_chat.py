@@ -115,7 +115,7 @@ def test_splits_by_seed_or_by_file(tmp_path: Path, model_dir: Path) -> None:
     assert isinstance(train, Chats)
     assert isinstance(val, Chats)
     assert (len(train), len(val)) == (36, 4)
-    assert sorted(train.rows + val.rows) == list(range(40))
+    assert sorted([*train.rows, *val.rows]) == list(range(40))
     folder = tmp_path / "folder"
     folder.mkdir()
     for name, count in (("train", 9), ("test", 3)):
@@ -136,6 +136,16 @@ def test_what_is_too_long_is_said_dropped_or_cut(tmp_path: Path, model_dir: Path
     assert isinstance(cut, Chats)
     assert len(cut[40]["input_ids"]) == 45
     assert PAD not in cut[40]["labels"].tolist(), "its end was cut off, and is not made up"
+
+
+def test_a_model_that_names_no_longest_text_takes_max_length(tmp_path: Path) -> None:
+    """Such as BLOOM, whose positions have no table."""
+    tokenizer, path = make_tokenizer(), write(tmp_path / "a.jsonl", TALKS)
+    tokenizer.save_pretrained(tmp_path)
+    transformers.BloomConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="names no longest text"):
+        open_chat(path, tmp_path)
+    assert open_chat(path, tmp_path, 2048).input_shape == (2048,)
 
 
 def make_folder_without_eos(folder: Path, **changes: Any) -> Path:
@@ -163,7 +173,9 @@ def test_what_makes_no_training_is_refused(tmp_path: Path, model_dir: Path) -> N
         (good, model_dir, None, {"format": "alpaca"}, r"good\.jsonl:\d+ has no 'instruction'"),
         (write(tmp_path / "d.jsonl", []), model_dir, None, {}, "is empty"),
         (tmp_path, model_dir, None, {}, "b.jsonl, c.jsonl"),
+        (write(tmp_path / "e.jsonl", TALKS[:5]), model_dir, None, {"val": 0.05}, r"5 records in .*e\.jsonl leave none"),
     ]
     for path, folder, length, args, said in cases:
-        with pytest.raises(RequestError, match=said):
-            open_chat(path, folder, length, val=0, **args)
+        with pytest.raises(RequestError, match=said) as raised:
+            open_chat(path, folder, length, **{"val": 0, **args})
+    assert "--set data.val=0" in str(raised.value.remedy)

@@ -20,6 +20,7 @@ TOOLS = [{"name": "add"}]
             Conversation([USER, ANSWER]),
         ),
         ("sharegpt", {"conversations": [USER, ANSWER], "system": "Be brief."}, Conversation([SYSTEM, USER, ANSWER])),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": "Hi"}, USER, ANSWER]}, Conversation([USER, ANSWER])),
         ("alpaca", {"instruction": "2 + 2?", "input": "", "output": "4"}, Conversation([USER, ANSWER])),
         (
             "alpaca",
@@ -50,6 +51,7 @@ def test_what_has_no_form_is_told_all_of_them() -> None:
         ("messages", {"messages": [{"content": "x"}]}, "message 1 has no role"),
         ("messages", {"messages": [USER, {"role": "assistant"}]}, "message 2 has no content"),
         ("sharegpt", {"conversations": "hello"}, "no list of objects"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": "Hi"}]}, "there are no messages"),
         ("alpaca", {"instruction": 3, "output": ""}, "instruction is a int"),
         ("completion", {"prompt": "a", "completion": [ANSWER]}, "completion is a list"),
         ("text", {"text": None}, "text is a NoneType"),

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import read_weights
+from multigpu_cli.models import token_losses
 from multigpu_cli.monitor.journal import read_events
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
@@ -53,6 +54,7 @@ STEP: dict[str, Any] = {  # one step of plain gradient descent: the weights move
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(token_losses, "_LOGITS", 1000)  # three tokens at a time
     lines = [json.dumps({"messages": talk}) + "\n" for talk in TALKS]
     Path("talks.jsonl").write_text("".join(lines))
     return tmp_path
@@ -68,7 +70,7 @@ def load_model(adapter: str = "none", dtype: torch.dtype = torch.float64) -> tor
     settings = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=hasattr(model, "transformer")
     )
-    model = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+    model = peft.get_peft_model(model, settings)
     dice = torch.Generator().manual_seed(0)
     learning = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in learning.values():
@@ -177,6 +179,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str,
     assert sharded.summary["fingerprint"] == whole.summary["fingerprint"]
     start = next(read_events(Path("sharded/journal.jsonl")))
     assert start["plan"]["first_weights"].startswith("rank 0 builds the weights")
+    assert start["plan"]["logits"].startswith("of the learned tokens alone, at most 3 at once")
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.planning.packing import pack_first_fit, pack_windows
+from multigpu_cli.planning.packing import count_first_fit, pack_first_fit, pack_windows
 
 CAPACITY = 20
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)
@@ -30,7 +30,7 @@ def test_it_is_first_fit_decreasing(lengths: list[int]) -> None:
 def test_windows_follow_the_order(lengths: list[int], window: int, dice: object) -> None:
     order = list(range(len(lengths)))
     dice.shuffle(order)  # type: ignore[attr-defined]
-    packs = pack_windows(order, lengths, CAPACITY, window)
+    packs = list(pack_windows(order, lengths, CAPACITY, window))
     places = {sample: place // window for place, sample in enumerate(order)}
     windows = [{places[sample] for sample in pack} for pack in packs]
     assert all(len(each) == 1 for each in windows)
@@ -41,4 +41,6 @@ def test_windows_follow_the_order(lengths: list[int], window: int, dice: object)
 def test_in_one_window_the_number_of_packs_does_not_depend_on_the_order(lengths: list[int], dice: object) -> None:
     order = list(range(len(lengths)))
     dice.shuffle(order)  # type: ignore[attr-defined]
-    assert len(pack_first_fit(order, lengths, CAPACITY)) == len(pack_first_fit(range(len(lengths)), lengths, CAPACITY))
+    count = len(pack_first_fit(order, lengths, CAPACITY))
+    assert count == len(pack_first_fit(range(len(lengths)), lengths, CAPACITY))
+    assert count == count_first_fit(sorted(lengths, reverse=True), CAPACITY)

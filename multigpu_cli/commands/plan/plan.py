@@ -1,6 +1,6 @@
 """plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from measurements of one worker."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -144,14 +144,24 @@ def forecast_rows(
 
 
 def measure_interconnect(workers: int, device: DeviceConfig) -> Link:
-    """The wire between the GPUs that a run may use here, or between idle processes on the CPU."""
+    """The wire between the GPUs that a run may use here, or between idle processes on the CPU.
+
+    With --multi-gpu fsdp an all-gather and a reduce-scatter count as one all-reduce, of which they are the halves.
+    """
     ids = usable_gpus(device)
     devices = (torch.device("cpu"),) * max(2, min(workers, count_cores()))
     if len(ids) > 1:
         devices = cuda_devices(ids[:workers])
     measured = measure_in_workers(Placement("ddp", devices, len(devices), "plan"))
-    points = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])]
-    return Link.from_measurements(measured["backend"], len(devices), points, overlaps=len(ids) > 1)
+    points, how = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])], measured["backend"]
+    if device.multi_gpu == "fsdp":
+        points, how = _add_halves(measured["halves"]), f"{how}, all-gather and reduce-scatter"
+    return Link.from_measurements(how, len(devices), points, overlaps=len(ids) > 1)
+
+
+def _add_halves(halves: Mapping[str, list[list[float]]]) -> list[tuple[float, float]]:
+    """(bytes, seconds) of an all-gather and a reduce-scatter, one after the other."""
+    return [(size, one + other) for (size, one), (_, other) in zip(*halves.values(), strict=True)]
 
 
 def save_plan(forecast: Forecast, folder: Path) -> None:
@@ -224,6 +234,9 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     for count, work in about["works"].items():
         times = ", ".join(f"{1e3 * getattr(work, name):.2f} ms {name}" for name in _PHASES)
         yield f"measured {times} for each of {count}"
+        if work.gather is not None:
+            sent = {"gather all weights once": work.gather, "reduce all gradients": work.reduction}
+            yield "         " + ", ".join(f"{1e3 * seconds:.2f} ms to {name}" for name, seconds in sent.items())
     yield f"         {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
     yield f"wire     {about['wire']}"
     yield "forecast, not measured:"

@@ -1,0 +1,60 @@
+"""What is learned with the chat templates of well-known models: as the golden files have it, and as trl marks it."""
+
+from importlib.util import find_spec
+from itertools import groupby
+
+import pytest
+
+from multigpu_cli.data.chat_tokens import TODAY, ChatEncoder
+from multigpu_cli.errors import RequestError
+from tests.support.golden_masks import (
+    GOLDEN,
+    describe_masks,
+    list_templates,
+    make_conversations,
+    make_tokenizer,
+    read_golden,
+)
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+if not (find_spec("trl") and find_spec("chatterbot_corpus")):
+    pytest.skip("trl or chatterbot-corpus is not installed", allow_module_level=True)
+
+GIVEN = ("\n", "<think>", "<think>\n\n</think>\n\n", "<|start|>assistant")
+"""What trl marks and the call for an answer writes already, or what comes after the answer's end."""
+
+
+def test_masks_are_as_in_the_golden_files() -> None:
+    """All templates in one test: the tokenizer is trained once."""
+    different = [name for name in list_templates() if describe_masks(name) != read_golden(name)]
+    assert not different, "python -m tests.support.golden_masks writes them anew"
+    assert {path.stem for path in GOLDEN.glob("*.txt")} <= set(list_templates())
+
+
+def test_masks_agree_with_the_marks_in_trls_templates() -> None:
+    """Its variants for training mark what the assistant says; they were made without our rendering of prefixes."""
+    compared = 0
+    for name in list_templates():
+        tokenizer, ends = make_tokenizer(name)
+        for title, conversation in make_conversations().items():
+            if not name.endswith("_training") or (name, title) == ("diffusion_gemma_training", "a call of a tool"):
+                continue  # that one does not write the role after a tool's answer where it asks, so the model does
+            try:
+                ids, learned = ChatEncoder(tokenizer, None, "assistant", ends).encode(conversation, "a:1")
+            except RequestError:
+                continue
+            marked = tokenizer.apply_chat_template(
+                conversation.messages,
+                tools=conversation.tools,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                strftime_now=TODAY.strftime,
+            )["assistant_masks"]
+            if name == "gptoss_training":  # the end of a message that is not the last, where the model says <|return|>
+                end = tokenizer.convert_tokens_to_ids("<|end|>")
+                marked = [mark and token != end for token, mark in zip(ids, marked, strict=True)]
+            for (counts, theirs), group in groupby(zip(ids, learned, marked, strict=True), key=lambda each: each[1:]):
+                text = tokenizer.decode([token for token, *_ in group])
+                assert bool(counts) == bool(theirs) or (theirs and text in GIVEN), (name, title, text)
+            compared += any(learned)
+    assert compared > 30
