@@ -23,6 +23,11 @@ _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
     ".pt2": (),
     ".onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
+_FOLDER_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "hf": ("transformers",),
+    "adapter": ("transformers", "peft"),
+    "merged": ("transformers", "peft"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,21 +151,39 @@ def parse_csv_target(out: str) -> Path:
     return target
 
 
-def parse_export_target(to: str, checkpoint: str) -> Path:
-    """The file that export writes.
+def parse_export_target(to: str, checkpoint: str, format: str | None = None) -> Path:
+    """The file, or with a format the folder, that export writes.
 
     Raises:
         RequestError: its format is unknown or lacks a package, it exists already, or the checkpoint does not.
     """
-    target = Path(to)
-    if target.suffix not in _EXPORT_PACKAGES:
-        raise RequestError(f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}", remedy="--to weights.safetensors")
-    packages = _EXPORT_PACKAGES[target.suffix]
+    target, packages = Path(to), _find_export_packages(to, format)
     if missing := [package for package in packages if find_spec(package) is None]:
-        raise RequestError(f"--to {to} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
+        what = f"--format {format}" if format else f"--to {to}"
+        raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
     _check_new_file("--to", target)
     _check_run_exists(checkpoint)
     return target
+
+
+def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
+    """What has to be installed for a format.
+
+    Raises:
+        RequestError: there is no such format, or the target is of another.
+    """
+    suffix = Path(to).suffix
+    if format is None and suffix not in _EXPORT_PACKAGES:
+        raise RequestError(
+            f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}",
+            remedy=f"--to weights.safetensors; or --format {' or '.join(_FOLDER_PACKAGES)} for a folder",
+        )
+    if format is None:
+        return _EXPORT_PACKAGES[suffix]
+    if suffix in _EXPORT_PACKAGES:
+        raise RequestError(f"--to {to}: --format {format} writes a folder, not a file", remedy="--to FOLDER")
+    parse_option(choice(*_FOLDER_PACKAGES), "--format", format)
+    return _FOLDER_PACKAGES[format]
 
 
 def _check_run_exists(run: str) -> None:
@@ -170,6 +193,6 @@ def _check_run_exists(run: str) -> None:
 
 def _check_new_file(flag: str, target: Path) -> None:
     if target.exists():
-        raise RequestError(f"{flag} {target}: the file exists already", remedy="another name, or remove it")
+        raise RequestError(f"{flag} {target}: it exists already", remedy="another name, or remove it")
     if not target.parent.is_dir():
         raise RequestError(f"{flag} {target}: there is no folder {target.parent}", remedy="create it first")

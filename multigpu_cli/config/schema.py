@@ -312,10 +312,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Journal and sample trace."""
+    """Journal, samples of a model, and sample trace."""
 
     PANEL = "Logging"
     interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
+    prompts: str | None = setting(
+        "prompts", None, types.path, "chat: file of prompts that the model completes after an epoch", free=True
+    )
+    sample_every: int = setting(
+        "sample_every", 1, integer(1), "chat: epochs between completions of --prompts", free=True
+    )
     trace_samples: bool = setting("trace_samples", False, types.switch, "write sample numbers to a file", free=True)
 
 

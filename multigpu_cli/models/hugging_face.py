@@ -45,6 +45,14 @@ class NamedInputs(nn.Module):
         self._call.check_names(named)  # its **kwargs would pass over them in silence
         return callee(**named)
 
+    def make_cache(self) -> Any:
+        """An empty cache of keys and values, which passes with `past_key_values` fill; None where there is no use."""
+        if "past_key_values" not in self._call.names:
+            return None
+        from transformers import DynamicCache  # late: to generate text only
+
+        return DynamicCache(config=self.network.config)
+
 
 class Logits(NamedInputs):
     """The same with `.logits` out; or, called with `TokenTargets`, the losses of tokens.

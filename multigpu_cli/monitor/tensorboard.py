@@ -87,6 +87,9 @@ class TensorBoard:
                 from torch.utils.tensorboard.summary import scalar  # late: over a second
 
                 self._add([scalar(tag, value) for tag, value in _scalars(event)], event["time"])
+            case "samples":
+                texts = (_quote_sample(sample) for sample in event["samples"])
+                self._add([_text(f"samples/{at}", text) for at, text in enumerate(texts, 1)], event["time"])
             case "fault":
                 text = f"{event.get('kind', 'fault')}: {event.get('action', '')}"
                 self._add([_text("faults", text)], event["time"])
@@ -173,6 +176,12 @@ def _text(tag: str, content: str) -> Any:
     from torch.utils.tensorboard.summary import text
 
     return text(tag, content)
+
+
+def _quote_sample(sample: Mapping[str, Any]) -> str:
+    """Prompt and answer as they are: TensorBoard reads Markdown, in which an indented text is quoted."""
+    answer = sample["answer"] if sample["ended"] else sample["answer"] + " …"
+    return "\n\n---\n\n".join("    " + text.replace("\n", "\n    ") for text in (sample["prompt"], answer))
 
 
 def _file_name() -> str:

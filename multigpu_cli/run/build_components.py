@@ -31,6 +31,7 @@ from multigpu_cli.run.build_model import (
 )
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
+from multigpu_cli.run.prompt_samples import load_prompts
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.collectives import broadcast_object
@@ -55,10 +56,12 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     task = run_on_all_ranks(world, lambda: _build_task(spec, spec.user_objects))
+    prompts = run_on_all_ranks(world, lambda: load_prompts(spec))
     with ExitStack() as on_failure:  # loader processes would outlive it, in a process that goes on
         loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task, on_failure))
         components = _build_learner(spec, world, task, loaders)
         on_failure.pop_all()
+    components.prompts = prompts
     return components
 
 

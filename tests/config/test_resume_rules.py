@@ -97,6 +97,8 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "checkpoint_every": "10m",
     "keep": 9,
     "log_interval": 1,
+    "prompts": "prompts.jsonl",
+    "sample_every": 2,
     "trace_samples": True,
     "nonfinite": "stop",
     "on_oom": "stop",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.data import Dataset
 
-from multigpu_cli.checkpoint.export import load_trained_weights
+from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.commands.workers import join_workers, place_on_machine

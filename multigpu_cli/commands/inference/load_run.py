@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.checkpoint.export import TrainedWeights
-from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.checkpoint.trained_weights import TrainedWeights
 from multigpu_cli.config.own_code import check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -20,6 +19,7 @@ from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build_model import init_model
 from multigpu_cli.run.pretrained_base import check_base
+from multigpu_cli.runtime.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
 from multigpu_cli.tasks.open_data import open_data
 
 
@@ -101,10 +101,21 @@ def load_run_without_data(
     return _load_weights(config, source, weights)
 
 
+def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel:
+    """Tokenizer and ends of the pretrained model of a run.
+
+    Raises:
+        RequestError: they are not there, or not those of the training.
+    """
+    model, record = load_text_model(find_model_folder(run.config.model.dir)), weights.settings.get("base", {})
+    found = describe_tokenizer(model.tokenizer, record.get("template"))
+    check_base(record, run.config, replace(run.source, text_model=found), str(weights.origin))
+    return model
+
+
 def _load_weights(config: Config, source: DataSource, weights: TrainedWeights) -> LoadedRun:
     model = init_model(config, source)
-    check_fit(model, weights.state, str(weights.origin))
-    model.load_state_dict(weights.state)
+    weights.load_into(model)
     return LoadedRun(config, source, model.eval())
 
 
