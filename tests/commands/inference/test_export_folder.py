@@ -100,7 +100,7 @@ def test_an_adapter_loads_in_peft_and_is_merged(
 def test_half_precision_is_merged_in_float32_and_else_stays(
     models: dict[str, Path], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    half = {"model.args": {"dtype": "bfloat16"}}
+    half: dict[str, Any] = {"model.args": {"dtype": "bfloat16"}}
     save_trained_run(here / "whole", models["qwen2"], **half)
     save_trained_run(here / "lora", models["qwen2"], adapter="lora", **half)
     assert export("whole", "--to", "out", "--format", "hf", capsys=capsys)["difference"] == 0
