@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 EVERY_MARK := slow or quality or browser or netns or root or gpu or slurm or not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos mutants bench gpu-bench gpu-check lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos mutants bench bench-peers gpu-bench gpu-check lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -43,6 +43,9 @@ gpu-check: ## every way that needs a GPU, a JSON line each, with this machine's 
 
 bench: $(VENV)/.installed ## how fast it is, against hand-written loops and limits, under ten minutes on two quiet cores
 	$(BIN)/python -m benchmarks.suite
+
+bench-peers: $(VENV)/.installed-dev ## fine-tuning on packed texts beside TRL's SFTTrainer, in pairs: a quarter of an hour on two quiet cores
+	$(BIN)/python -m benchmarks.peers_chat
 
 gpu-bench: ## the same on a GPU, with this machine's own python3: ten minutes at most, goes on if called again
 	$(PYTHON) -m benchmarks.gpu

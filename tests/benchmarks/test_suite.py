@@ -18,7 +18,9 @@ def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*PARTS} - {"startup", "step_overhead", "monitoring"}))
+@pytest.mark.parametrize(
+    "name", sorted({*PARTS, "peers_chat", "logits_memory"} - {"startup", "step_overhead", "monitoring"})
+)
 def test_the_longer_ones_too(name: str) -> None:
     assert part(name, tiny=True)
 
