@@ -219,6 +219,8 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
         count = next(re.sub(r".*=", "", word) for word in words[:at] if "nproc" in word)
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         environment = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    if "split" in context.params:
+        context.params.pop("model_dir")  # that of the run
     if "data" in context.params:
         build_config(context.params, environment)
 

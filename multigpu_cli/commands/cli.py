@@ -134,7 +134,7 @@ def plan(
 
     request = parse_plan_request(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
     forecast = make_plan(config, request)
-    if config.checkpoint.save_dir is not None:
+    if config.checkpoint.save_dir is not None and forecast.rows:
         save_plan(forecast, Path(config.checkpoint.save_dir))
     print_result(forecast, format_plan(forecast), as_json=values["json"])
 

@@ -16,7 +16,7 @@ from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
 
-_DATA = {"data", "data.args", "data.inputs", "data_dir"}
+_DATA = {"data", "data.args", "data.inputs", "data_dir", "model_dir"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
     ".safetensors": (),
     ".pt": (),
@@ -76,14 +76,14 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
     """Read the options of evaluate, predict and sample.
 
     Args:
-        given: data, data_dir, set, split, batch_size, nproc_per_node; None where an option was not given.
+        given: data, data_dir, model_dir, set, split, batch_size, nproc_per_node; None where an option was not given.
 
     Raises:
         RequestError: there is no such run, or a value is not valid.
     """
     _check_run_exists(run)
     sets = list(given.get("set") or ())
-    config = resolve({name: given.get(name) for name in ("data", "data_dir")}, sets, None)
+    config = resolve({name: given.get(name) for name in ("data", "data_dir", "model_dir")}, sets, None)
     if others := sorted(config.explicit - _DATA):
         raise RequestError(f"--set {others[0]}: only the data can differ from the run's", remedy="data.args.NAME=…")
     return InferenceRequest(

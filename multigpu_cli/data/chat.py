@@ -22,6 +22,7 @@ from multigpu_cli.data.token_file import TokenFile
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.model_folder import (
+    describe_tokenizer,
     find_model_folder,
     hash_tokenizer,
     load_text_model,
@@ -84,6 +85,7 @@ def load(
         num_classes=config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
         note="".join(f"{each}; " for each in (_describe(form, learns, splits["train"], packs), *notes) if each),
+        text_model=describe_tokenizer(tokenizer, template),
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         paired=paired,

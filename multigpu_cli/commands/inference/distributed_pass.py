@@ -73,7 +73,10 @@ def run_distributed(
     with join_workers(wanted, 600.0) as (_, world):
         set_threads_per_rank(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
-        run = run_on_all_ranks(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
+        run = run_on_all_ranks(
+            world,
+            lambda: load_run(weights, request.changes, own_code=request.own_code, checks_base=world.is_main),
+        )
         precision = _choose_precision(run.config, world)
         part = run_on_all_ranks(
             world, lambda: _prepare_pass(request, str(weights.origin), run, world, precision, needs_targets)
