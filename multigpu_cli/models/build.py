@@ -1,6 +1,7 @@
 """Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -129,7 +130,8 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Recompute each block's activations in backward instead of keeping them (Chen et al. 2016).
 
     Blocks are the members of the model's Sequentials and ModuleLists (not of nested ones), or else its children, as far
-    as they have parameters. Dropout draws the same numbers again, and BatchNorm does not count a batch twice.
+    as they have parameters; of a network of transformers those of the outermost ones, wherever they lie. Dropout draws
+    the same numbers again, and BatchNorm does not count a batch twice.
     """
     for block in _blocks(model):
         block.forward = partial(
@@ -141,10 +143,19 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    containers = (nn.Sequential, nn.ModuleList)
-    roots = [model] if isinstance(model, containers) else [m for m in model.children() if isinstance(m, containers)]
+    levels = 1 if not hasattr(model, "callees") else sys.maxsize
+    roots = list(_find_rows(model, levels))
     blocks = [block for root in roots for block in root.children()] or list(model.children())
     return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
+
+
+def _find_rows(module: nn.Module, levels: int) -> Iterator[nn.Module]:
+    """The Sequentials and ModuleLists that lie in no other one, at most so many levels deep."""
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        yield module
+    elif levels:
+        for child in module.children():
+            yield from _find_rows(child, levels - 1)
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

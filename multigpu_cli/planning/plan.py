@@ -30,6 +30,7 @@ class Plan:
         compiled: how the model is compiled; empty if it is not.
         adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
+        logits: how many of a pretrained language model are in memory at a time; empty otherwise.
     """
 
     placement_reason: str
@@ -54,6 +55,7 @@ class Plan:
     compiled: str = ""
     adapter: str = ""
     model_call: str = ""
+    logits: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -73,6 +75,7 @@ class Plan:
             *([("first weights", self.first_weights)] if self.first_weights else []),
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
+            *([("logits", self.logits)] if self.logits else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -110,6 +113,7 @@ class Plan:
             "sharding": self.sharding,
             "first_weights": self.first_weights,
             "model_call": self.model_call,
+            "logits": self.logits,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

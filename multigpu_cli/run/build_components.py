@@ -88,7 +88,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
-    spec = replace(spec, plan=replace(spec.plan, model_call=call))
+    spec = replace(spec, plan=replace(spec.plan, model_call=call, logits=task.logits_note))
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)

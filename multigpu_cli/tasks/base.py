@@ -83,8 +83,10 @@ class Task(ABC):
             it to `super().evaluate` does.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
+        logits_note: how many logits are in memory at a time, for the plan; `check_model` finds out.
     """
 
+    logits_note: str = ""
     unit: str = "sample"
     units_per_sample: int = 1
     sums: tuple[str, ...] = ()
@@ -143,7 +145,7 @@ class Task(ABC):
         return {}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
-        """Metrics beside the loss, from the means over units of the task's `sums`."""
+        """Metrics beside the loss, from the means over units of the loss and of the task's `sums`."""
         return {}
 
     def details(self, counts: Tensor) -> dict[str, Any]:
@@ -208,9 +210,10 @@ class Task(ABC):
             slots, counts, units = run(world, lambda: self._pass(model, loader, world, precision, batch_size))
         counts = _all_reduce_counts(world, counts)
         seen = int(all_reduce_sum(world, units))
-        loss, *others = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
-        figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
-        return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
+        sums = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
+        means = dict(zip(("loss", *self.sums), sums, strict=True))
+        figures = self.metrics(counts, max(1, seen)) | self.figures(means)
+        return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
     def _pass(
         self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import read_weights
+from multigpu_cli.models import token_losses
 from multigpu_cli.monitor.journal import read_events
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
@@ -53,6 +54,7 @@ STEP: dict[str, Any] = {  # one step of plain gradient descent: the weights move
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(token_losses, "_LOGITS", 1000)  # three tokens at a time
     lines = [json.dumps({"messages": talk}) + "\n" for talk in TALKS]
     Path("talks.jsonl").write_text("".join(lines))
     return tmp_path
@@ -96,6 +98,16 @@ def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, str]]]
     return torch.cat(losses)
 
 
+def check_token_rates(events: Iterable[dict[str, Any]], *, pads: bool) -> None:
+    """One step took all conversations, each with its newline at the end."""
+    line = next(event for event in events if event["event"] == "train")
+    tokenizer = make_tokenizer()
+    tokens = sum(len(tokenizer.apply_chat_template(talk, return_dict=False)) for talk in TALKS)
+    assert line["all_tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / len(TALKS))
+    assert line["tokens_per_second"] < line["all_tokens_per_second"]
+    assert (line["padding_share"] > 0) == pads
+
+
 GRADIENTS = [
     pytest.param(architecture, dtype, close, packing, adapter, marks=[pytest.mark.slow] if rare else [])
     for architecture, dtype, close in (("gpt2", "float64", 1e-9), ("llama", "float32", 1e-5))
@@ -130,6 +142,8 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
         )
         assert not ended.error, ended.error
         assert ended.summary["steps"] == 1
+        if packing == "off":
+            check_token_rates(read_events(Path(str(workers), "journal.jsonl")), pads=batch > 1)
         after = read_weights(Path(str(workers), "last.pt"))
         for name, gradient in expected.items():
             moved = before[name] - after[f"network.{name}"]
@@ -177,6 +191,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str,
     assert sharded.summary["fingerprint"] == whole.summary["fingerprint"]
     start = next(read_events(Path("sharded/journal.jsonl")))
     assert start["plan"]["first_weights"].startswith("rank 0 builds the weights")
+    assert start["plan"]["logits"].startswith("of the learned tokens alone, at most 3 at once")
 
 
 @pytest.mark.slow

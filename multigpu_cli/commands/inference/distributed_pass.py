@@ -107,14 +107,17 @@ def _prepare_pass(
     source = replace(run.source, **changed)
     task = build_task(config, source)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
+    model, number_format = run.model.to(world.device), Precision(precision.name, world.device)
+    if type(task).evaluate is Task.evaluate:  # PPO's check begins to play
+        task.check_model(model, number_format)
     return InferencePass(
         origin=origin,
         split=name,
         world=world,
-        model=run.model.to(world.device),
+        model=model,
         task=task,
         loader=task.loader(name, config.data, world, config.reproducibility.seed),
-        precision=Precision(precision.name, world.device),
+        precision=number_format,
         batch_size=request.batch_size or usual,
         has_targets=unlabeled is None and name != "new",
         names=getattr(split, "names", None),
