@@ -27,12 +27,13 @@ def count_tokens(items: Sequence[Any], targets: Any) -> TokenCounts | None:
     """The tokens of a batch; None where its samples are no rows of `input_ids`.
 
     Args:
-        items: the samples as the dataset handed them out.
+        items: the samples as the dataset handed them out; those of preferences are two rows each.
         targets: of the batch that was made of them.
     """
-    if not all(isinstance(item, Mapping) and "input_ids" in item for item in items):
+    rows = [row for item in items for row in (item if isinstance(item, list) else [item])]
+    if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
         return None
-    if not isinstance(targets, Tensor) or targets.ndim != 2 or targets.dtype != torch.int64:
+    if not isinstance(targets, Tensor) or targets.ndim not in (2, 3) or targets.dtype != torch.int64:
         return None
-    real = sum(len(item["input_ids"]) for item in items)
+    real = sum(len(row["input_ids"]) for row in rows)
     return TokenCounts(real, int((targets != IGNORED).sum()), targets.numel())

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import has_adapter, without_adapter
+from multigpu_cli.models.token_losses import TokenLosses, TokenTargets, find_difference, score_logits
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
-from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
+from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.language_model import explain_logits
 
 
 class DPO(Task):
@@ -57,7 +58,7 @@ class DPO(Task):
                 "were mixed up, and nothing could be learned of so many",
                 remedy="a number below 0.5",
             )
-        self._beta = beta
+        self._beta, self._in_chunks = beta, False
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
         """See `Task`; without an adapter there is no reference."""
@@ -66,6 +67,11 @@ class DPO(Task):
                 "--task dpo: the network has no adapter, and the reference is the network without it",
                 remedy="--adapter lora",
             )
+        if hasattr(model, "compute_losses"):
+            vocabulary, device = self.source.num_classes, next(model.parameters()).device
+            with precision.autocast():
+                difference = find_difference(model, vocabulary, device)
+            self._in_chunks, self.logits_note = not difference, explain_logits(difference, vocabulary)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return self._losses(self._rewards(model, batch)).sum()
@@ -92,15 +98,16 @@ class DPO(Task):
 
     def _rewards(self, model: Any, batch: Batch) -> Tensor:
         """(n, 2): chosen and rejected. Differences are taken by token, which are small and lose no digits."""
-        inputs = {name: part.flatten(0, 1) for name, part in batch.inputs.items()}
-        targets = batch.targets.flatten(0, 1)
-        with without_adapter(model), eval_mode(model):  # first, so that its logits are freed
-            reference = _log_likelihoods(model(inputs), targets)
-        gains = (_log_likelihoods(model(inputs), targets) - reference).sum(1)
+        with without_adapter(model), eval_mode(model):
+            reference = self._compute_losses(model, batch)
+        gains = (reference - self._compute_losses(model, batch)).sum(1)
         return self._beta * gains.view(-1, 2)
 
-
-def _log_likelihoods(logits: Tensor, targets: Tensor) -> Tensor:
-    """(rows, t): of each target, 0 where none counts."""
-    wide = at_least_float32(logits.flatten(0, 1))
-    return -cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="none").view_as(targets)
+    def _compute_losses(self, model: Any, batch: Batch) -> Tensor:
+        """(2n, t): of each target, 0 where none counts."""
+        inputs = {name: part.flatten(0, 1) for name, part in batch.inputs.items()}
+        targets = batch.targets.flatten(0, 1)
+        if not self._in_chunks:
+            return score_logits(model(inputs), targets).losses
+        found: TokenLosses = model(TokenTargets(inputs, targets, batch.tokens and batch.tokens.learned))
+        return found.losses

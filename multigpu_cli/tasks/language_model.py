@@ -64,7 +64,7 @@ class LanguageModel(Task):
             if hasattr(model, "compute_losses"):
                 difference = find_difference(model, vocabulary, device)
                 self._in_chunks = not difference
-                self.logits_note = _explain_logits(difference, vocabulary)
+                self.logits_note = explain_logits(difference, vocabulary)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         smoothing = self.config.label_smoothing
@@ -101,7 +101,7 @@ class LanguageModel(Task):
         return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
 
 
-def _explain_logits(difference: str, vocabulary: int) -> str:
+def explain_logits(difference: str, vocabulary: int) -> str:
     """How many tokens' logits there are at a time, for the plan."""
     if difference:
         return f"of all tokens at once, since in chunks {difference}"

@@ -92,8 +92,11 @@ def read_losses(folder: str) -> Iterator[float]:
     return (event["loss"] for event in read_events(Path(folder, "journal.jsonl")) if event["event"] == "train")
 
 
-@pytest.mark.parametrize("strategy", ["auto", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_two_steps_are_those_of_the_full_batch_in_float64(strategy: str, here: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "close"),
+    [("auto", "float64", 1e-9), pytest.param("fsdp", "float32", 1e-3, marks=pytest.mark.slow)],
+)
+def test_two_steps_are_those_of_the_full_batch_in_float64(strategy: str, dtype: str, close: float, here: Path) -> None:
     """On 1, 2 and 3 workers, with and without accumulation, with uneven shares; Llama has steps in float32 inside."""
     make_model_folder(here / "model", "gpt2", places=128)
     before, expected, losses = descend_by_hand()
@@ -107,12 +110,12 @@ def test_two_steps_are_those_of_the_full_batch_in_float64(strategy: str, here: P
             global_batch_size=-(-len(ROWS) // (batch * workers)) * batch * workers,  # as many as there are, or more
             save_dir=str(workers),
             sets=[
-                *("model.dtype=float64", "adapter.r=4", "task.beta=0.2", "data.val=0"),
+                *(f"model.dtype={dtype}", "adapter.r=4", "task.beta=0.2", "data.val=0"),
                 *("optimizer.momentum=0", "optimizer.nesterov=false"),
             ],
         )
         assert not ended.error, ended.error
-        assert list(read_losses(str(workers))) == pytest.approx(losses, rel=1e-6)
+        assert list(read_losses(str(workers))) == pytest.approx(losses, rel=1e-5)
         after = {
             name.removeprefix("network."): weight
             for name, weight in read_weights(Path(str(workers), "last.pt")).items()
@@ -120,7 +123,7 @@ def test_two_steps_are_those_of_the_full_batch_in_float64(strategy: str, here: P
         assert after.keys() == expected.keys()
         for name, weight in expected.items():
             difference = float((after[name] - weight).norm() / (weight - before[name]).norm())
-            assert difference < 1e-9, f"{workers} workers, {name}: {difference}"
+            assert difference < close, f"{workers} workers, {name}: {difference}"
     start = next(read_events(Path("3/journal.jsonl")))
     assert "(preference)" in start["plan"]["contents"]
     assert start["plan"]["contents"].endswith("10 training pairs), dpo")

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.schema import AdapterConfig, TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.token_counts import TokenCounts
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import add_adapter
 from multigpu_cli.models.build import adapt_model
@@ -72,7 +73,8 @@ def make_batch() -> Batch:
             ids[row, side, : len(tokens)] = tokens
             targets[row, side, ASKED - 1 : len(tokens) - 1] = tokens[ASKED:]
     positions = torch.arange(11).expand(3, 2, 11)
-    return Batch({"input_ids": ids, "position_ids": positions}, targets, torch.arange(3), 0)
+    counts = TokenCounts(sum(map(sum, LENGTHS)), int((targets >= 0).sum()), ids.numel())
+    return Batch({"input_ids": ids, "position_ids": positions}, targets, torch.arange(3), 0, counts)
 
 
 def compute_log_ratios(network: Any) -> list[tuple[Tensor, Tensor]]:
@@ -101,6 +103,9 @@ def collect_gradients(network: nn.Module) -> dict[str, Tensor]:
 def test_loss_and_gradient_are_those_of_the_paper(smoothing: float) -> None:
     network, batch = move_adapter(make_network()).double(), make_batch()
     task = make_task(beta=0.3, label_smoothing=smoothing)
+    if smoothing:  # with the logits of the learned tokens alone
+        task.check_model(network, Precision("off", CPU))
+        assert task.logits_note.startswith("of the learned tokens alone")
     loss = task.loss_sum(network, batch)
     loss.backward()
     found = collect_gradients(network)
