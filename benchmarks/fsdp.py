@@ -22,10 +22,12 @@ from multigpu_cli.models.gpt import GPT, build
 from multigpu_cli.runtime.launch_env import LaunchEnv
 
 GLOBAL_BATCH = 16
+BLOCKS = 21  # short ones, since two processes that wait for each other are disturbed often
 
 
 def measure(tiny: bool = False) -> list[Row]:
-    found = raced(partial(_run, 4 if tiny else 28), joined=max)
+    found = raced(partial(_run, 4 if tiny else 84), joined=max)
+    found.count = BLOCKS
     return [
         found.ratio("FSDP2, GPT: by hand / itself (control)", "control", "raw"),
         found.micro("FSDP2, GPT: a step by hand, fused and clipped (wall)", "raw"),

@@ -59,11 +59,16 @@ def row(name: str, values: Sequence[float], **more: Any) -> Row:
 
 
 class Seconds:
-    """What each side took, turn by turn."""
+    """What each side took, turn by turn.
+
+    Attributes:
+        count: blocks into which the turns are cut.
+    """
 
     def __init__(self, clock: Clock = time.thread_time) -> None:
         self.clock = clock
         self.of: dict[str, list[float]] = {}
+        self.count = BLOCKS
 
     def add(self, side: str, seconds: float) -> None:
         self.of.setdefault(side, []).append(seconds)
@@ -75,11 +80,11 @@ class Seconds:
             if position:
                 self.add(side, self.clock() - began)
 
-    def blocks(self, side: str, count: int = BLOCKS) -> list[float]:
+    def blocks(self, side: str) -> list[float]:
         """The 10th percentile of each block; the first tenth of the turns is warm-up."""
         turns = self.of[side][len(self.of[side]) // 10 :]
-        size = max(1, len(turns) // count)
-        return [tenth(turns[at : at + size]) for at in range(0, size * min(count, len(turns)), size)]
+        size = max(1, len(turns) // self.count)
+        return [tenth(turns[at : at + size]) for at in range(0, size * min(self.count, len(turns)), size)]
 
     def ratio(self, name: str, ours: str, theirs: str, **more: Any) -> Row:
         """ours / theirs, block by block."""

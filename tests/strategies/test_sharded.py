@@ -50,17 +50,33 @@ class Tied(nn.Module):
         return found
 
 
-class Late(Tied):
-    """A block that does not run in the pass that prepares the training."""
+class Pair(nn.Module):
+    """A block of two layers, the second of which is not always used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2))
+        self.always, self.sometimes = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, inputs: Tensor, *, whole: bool) -> Tensor:
+        found: Tensor = self.always(inputs)
+        return self.sometimes(found) if whole else found
+
+
+class Late(Tied):
+    """The second block does not run in the pass that prepares the training, and only its half in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+        self.steps: set[float] = set()  # each has moved the weights
 
     def forward(self, inputs: Tensor) -> Tensor:
         first, second = self.blocks
-        found: Tensor = first(super().forward(inputs))
-        return second(found) if torch.is_grad_enabled() else found
+        found: Tensor = first(super().forward(inputs), whole=True)
+        if not torch.is_grad_enabled():
+            return found
+        self.steps.add(float(self.head.weight.detach().sum()))
+        return second(found, whole=len(self.steps) < 3)  # type: ignore[no-any-return]
 
 
 def train(
@@ -153,7 +169,7 @@ def test_the_optimizer_moves_the_weights_where_torch_pads_them_anew(
 
 
 def test_frozen_weights_and_late_blocks_where_unused_ones_are_looked_for() -> None:
-    """One has no gradient to watch, and the other is not there to be watched before its first pass."""
+    """One has no gradient to watch, and the other is not there to be watched before its first pass; then it rests."""
     one = BatchPlan(**vars(SHARES["idle"]) | {"workers": 1})
     expected = train(World(CPU), one, Late)
     found = run_on_each_rank(3, lambda world: train(world, SHARES["idle"], Late, finds_unused=True))
