@@ -19,6 +19,7 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import open_run, resolve_request, try_request
 from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
+from multigpu_cli.run.prompt_samples import sample_prompts
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.run.train_log import log_recovery, log_step
@@ -145,6 +146,7 @@ def finish_step(run: Run, outcome: StepResult) -> str:
         log_step(run, outcome)
     if end.at_epoch_end:
         evaluate_epoch(run)
+        sample_prompts(run)
     finished = run.finished
     stopping, overdue = run.agree_on_stop_and_save(end)
     if (stopping or finished) and not end.at_log_interval:

@@ -17,31 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.serialize import deserialize, serialize
-from multigpu_cli.checkpoint.store import Checkpoint, Store
-from multigpu_cli.checkpoint.weights import extra_state, is_state_dict
+from multigpu_cli.checkpoint.weights import extra_state
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.model_call import Arguments, bind_arguments
 
 _TOLERANCE = 1e-4  # of the largest output; another runtime sums in another order
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """The trained weights of a run, with the settings of that run.
-
-    Attributes:
-        origin: the file they were read from.
-        state: names → tensors; the averaged weights if the run used --ema.
-        settings: of the run, by key.
-        model: name of the model, None where it follows from the settings.
-    """
-
-    origin: Path
-    state: dict[str, Any]
-    settings: dict[str, Any]
-    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,44 +36,6 @@ class RawInputs:
 
     add_before: Callable[[bytes], bytes]
     samples: dict[str, Any]
-
-
-def load_trained_weights(path: Path) -> TrainedWeights:
-    """Load the weights of a run folder (the best ones), of best.pt or last.pt, or of a checkpoint.
-
-    Raises:
-        RequestError: the path is none of these, or the file is damaged, or contains more than tensors and plain values.
-    """
-    if path.is_file():
-        return _from_file(path)
-    if (path / "best.pt").is_file():
-        return _from_file(path / "best.pt")
-    newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints", 1).find_newest()[0]
-    folder = newest.folder if newest else path
-    if not (folder / MANIFEST).is_file():
-        raise RequestError(
-            f"{path} contains no weights",
-            remedy="name a run folder, its best.pt or last.pt, or a checkpoints/step_… folder",
-        )
-    if damage := find_damage(folder):
-        raise RequestError(f"{folder}: {damage}", remedy="use an older checkpoint of that run, or its best.pt")
-    manifest = read_manifest(folder)
-    found = Checkpoint(folder, manifest).state("model", "average")
-    average = {name.removeprefix("module."): value for name, value in (found["average"] or {}).items()}
-    average.pop("n_averaged", None)
-    state = average or found["model"]
-    return TrainedWeights(folder / "state.pt", state, manifest["settings"], manifest["pins"]["model"])
-
-
-def _from_file(file: Path) -> TrainedWeights:
-    found = deserialize(file.read_bytes(), str(file))
-    parts = found if isinstance(found, dict) else {}
-    state, settings = parts.get("model"), parts.get("config")
-    if not isinstance(settings, dict) or not isinstance(state, dict) or not is_state_dict(state):
-        raise RequestError(
-            f"{file} is not the best.pt or last.pt of a run", remedy="name a file that a run has written"
-        )
-    return TrainedWeights(file, state, settings)
 
 
 def export_weights(state: dict[str, Any], target: Path) -> list[str]:

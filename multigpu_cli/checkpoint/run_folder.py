@@ -38,6 +38,7 @@ class ResumePoint:
         micro_batch_after_oom: the micro-batch to start with, if an attempt ran out of memory before its first
             checkpoint.
         global_batch: the global batch of that attempt, which does not change.
+        eval_batch_after_oom: the most samples of a batch, if an attempt ran out of memory in a sharded evaluation.
         checkpoint_rank: the rank whose disk has the checkpoint.
     """
 
@@ -50,6 +51,7 @@ class ResumePoint:
     rewind_from: str | None = None
     micro_batch_after_oom: int | None = None
     global_batch: int | None = None
+    eval_batch_after_oom: int | None = None
     checkpoint_rank: int = 0
 
     def as_dict(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ data_app = typer.Typer(cls=Group, rich_markup_mode=None, context_settings=_CONTE
 app.add_typer(data_app, name="data")
 
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
+_ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the run's pretrained model is now")]
 _OwnCode = Annotated[bool, typer.Option(help="import your own code that the run names")]
 _Run = Annotated[str, run_argument("RUN", "folder of a run")]
 _SortBy = Annotated[
@@ -90,18 +91,23 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 @app.command(cls=Command)
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
-    to: Annotated[str, typer.Option(metavar="FILE", help="….safetensors, ….pt, ….pt2 or ….onnx")],
+    to: Annotated[str, typer.Option(metavar="PATH", help="….safetensors, ….pt, ….pt2 or ….onnx; or a new folder")],
+    kind: Annotated[
+        str | None, typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers and peft")
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(metavar="PATH", help="where the run's dataset is now")] = None,
+    model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
     as_json: _Json = False,
 ) -> None:
     """Write trained weights, or the whole network, for other programs, and check what was written."""
     from multigpu_cli.commands.requests import parse_export_target
 
-    target = parse_export_target(to, checkpoint)
+    target = parse_export_target(to, checkpoint, kind)
     from multigpu_cli.commands.inference.export import export_run, format_export  # torch loads here
 
-    written = export_run(checkpoint, target, data_dir=data_dir, own_code=own_code)
+    places = {"data_dir": data_dir, "model_dir": model_dir}
+    written = export_run(checkpoint, target, format=kind, **places, own_code=own_code)
     print_result(written, format_export(written), as_json=as_json)
 
 
@@ -139,7 +145,7 @@ def plan(
 
     request = parse_plan_request(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
     forecast = make_plan(config, request)
-    if config.checkpoint.save_dir is not None:
+    if config.checkpoint.save_dir is not None and forecast.rows:
         save_plan(forecast, Path(config.checkpoint.save_dir))
     print_result(forecast, format_plan(forecast), as_json=values["json"])
 
@@ -288,18 +294,20 @@ def predict(
 @app.command(cls=Command)
 def sample(
     run: _Weights,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="the beginning of the text")] = "\n",
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="the beginning of the text, or a question")] = "\n",
     length: Annotated[str, typer.Option(metavar="N", help="tokens to add")] = "500",
     temperature: Annotated[str, typer.Option(metavar="X", help="lower: likelier tokens; 0: the likeliest")] = "0.8",
     top_k: Annotated[str | None, typer.Option(metavar="N", help="draw from the N likeliest only")] = None,
     seed: Annotated[str, typer.Option(metavar="N", help="of the draws")] = "42",
+    raw: Annotated[bool, typer.Option("--raw", help="go on from the prompt, without a chat template")] = False,
+    model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
 ) -> None:
-    """Write text with a run's language model."""
+    """Write text with a run's language model; one with a chat template answers the prompt."""
     from multigpu_cli.commands.requests import parse_inference_request, parse_sampling
 
-    request = parse_inference_request(run, {}, own_code=own_code)
+    request = parse_inference_request(run, {"model_dir": model_dir}, own_code=own_code)
     sampling = parse_sampling(length, temperature, top_k, seed)
-    from multigpu_cli.commands.inference.sample import generate_text  # torch loads here
+    from multigpu_cli.commands.inference.sample import Sampling, generate_text  # torch loads here
 
-    print(generate_text(request, prompt, **sampling))
+    print(generate_text(request, prompt, Sampling(**sampling, raw=raw)))

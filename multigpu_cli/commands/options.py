@@ -29,6 +29,7 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
 _INFERENCE: dict[str, Any] = {
     "data": Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")],
     "data_dir": Annotated[str | None, typer.Option(metavar="PATH", help="folder or file where the data is now")],
+    "model_dir": Annotated[str | None, typer.Option(metavar="PATH", help="where the run's pretrained model is now")],
     "set": Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of the data: data.args.…")],
     "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")],
     "batch_size": Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: twice the run's)")],

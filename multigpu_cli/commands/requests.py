@@ -16,12 +16,17 @@ from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.models.registry import MODELS
 from multigpu_cli.tasks.registry import TASKS
 
-_DATA = {"data", "data.args", "data.inputs", "data_dir"}
+_DATA = {"data", "data.args", "data.inputs", "data_dir", "model_dir"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
     ".safetensors": (),
     ".pt": (),
     ".pt2": (),
     ".onnx": ("onnx", "onnxscript", "onnxruntime"),
+}
+_FOLDER_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "hf": ("transformers",),
+    "adapter": ("transformers", "peft"),
+    "merged": ("transformers", "peft"),
 }
 
 
@@ -76,14 +81,14 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
     """Read the options of evaluate, predict and sample.
 
     Args:
-        given: data, data_dir, set, split, batch_size, nproc_per_node; None where an option was not given.
+        given: data, data_dir, model_dir, set, split, batch_size, nproc_per_node; None where an option was not given.
 
     Raises:
         RequestError: there is no such run, or a value is not valid.
     """
     _check_run_exists(run)
     sets = list(given.get("set") or ())
-    config = resolve({name: given.get(name) for name in ("data", "data_dir")}, sets, None)
+    config = resolve({name: given.get(name) for name in ("data", "data_dir", "model_dir")}, sets, None)
     if others := sorted(config.explicit - _DATA):
         raise RequestError(f"--set {others[0]}: only the data can differ from the run's", remedy="data.args.NAME=…")
     return InferenceRequest(
@@ -146,21 +151,39 @@ def parse_csv_target(out: str) -> Path:
     return target
 
 
-def parse_export_target(to: str, checkpoint: str) -> Path:
-    """The file that export writes.
+def parse_export_target(to: str, checkpoint: str, format: str | None = None) -> Path:
+    """The file, or with a format the folder, that export writes.
 
     Raises:
         RequestError: its format is unknown or lacks a package, it exists already, or the checkpoint does not.
     """
-    target = Path(to)
-    if target.suffix not in _EXPORT_PACKAGES:
-        raise RequestError(f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}", remedy="--to weights.safetensors")
-    packages = _EXPORT_PACKAGES[target.suffix]
+    target, packages = Path(to), _find_export_packages(to, format)
     if missing := [package for package in packages if find_spec(package) is None]:
-        raise RequestError(f"--to {to} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
+        what = f"--format {format}" if format else f"--to {to}"
+        raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
     _check_new_file("--to", target)
     _check_run_exists(checkpoint)
     return target
+
+
+def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
+    """What has to be installed for a format.
+
+    Raises:
+        RequestError: there is no such format, or the target is of another.
+    """
+    suffix = Path(to).suffix
+    if format is None and suffix not in _EXPORT_PACKAGES:
+        raise RequestError(
+            f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}",
+            remedy=f"--to weights.safetensors; or --format {' or '.join(_FOLDER_PACKAGES)} for a folder",
+        )
+    if format is None:
+        return _EXPORT_PACKAGES[suffix]
+    if suffix in _EXPORT_PACKAGES:
+        raise RequestError(f"--to {to}: --format {format} writes a folder, not a file", remedy="--to FOLDER")
+    parse_option(choice(*_FOLDER_PACKAGES), "--format", format)
+    return _FOLDER_PACKAGES[format]
 
 
 def _check_run_exists(run: str) -> None:
@@ -170,6 +193,6 @@ def _check_run_exists(run: str) -> None:
 
 def _check_new_file(flag: str, target: Path) -> None:
     if target.exists():
-        raise RequestError(f"{flag} {target}: the file exists already", remedy="another name, or remove it")
+        raise RequestError(f"{flag} {target}: it exists already", remedy="another name, or remove it")
     if not target.parent.is_dir():
         raise RequestError(f"{flag} {target}: there is no folder {target.parent}", remedy="create it first")

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-PARTS = ("data", "model", "task", "optimizer", "schedule", "strategy")
+PARTS = {
+    "data": "name",
+    "model": "name",
+    "adapter": "kind",
+    "task": "name",
+    "optimizer": "name",
+    "schedule": "name",
+    "strategy": "name",
+}
+"""Sections of a YAML file, with the word for what the flag of that name gives."""
 
 
 class SettingEntry(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from multigpu_cli.config import data_place, launcher_rules, paths, sharding_rules
+from multigpu_cli.config import adapter_rules, data_place, launcher_rules, paths, sharding_rules
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -164,10 +164,14 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             f"--model-dir {config.model.dir}: neither --model pretrained nor --data chat reads it",
             remedy="--model pretrained; or --init-from for weights alone",
         )
-    for key in ("max_length", "packing"):
+    for key in ("max_length", "packing", "prompts", "sample_every"):
         if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
             flag = "--" + key.replace("_", "-")
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
+
+
+def _adapter(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from adapter_rules.find_adapter_errors(config)
 
 
 def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -260,7 +264,8 @@ RULES = (
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),
-    Rule("data model model_dir max_length packing", _pretrained),
+    Rule("data model model_dir max_length packing prompts sample_every", _pretrained),
+    Rule(adapter_rules.KEYS, _adapter),
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
@@ -268,5 +273,5 @@ RULES = (
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
     Rule("data data_dir", _data_place),
-    Rule("init_from save_dir resume", _places),
+    Rule("init_from prompts save_dir resume", _places),
 )

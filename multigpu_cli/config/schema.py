@@ -153,6 +153,25 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small weights that learn in place of a pretrained model's, through peft."""
+
+    PANEL = "Data, model, task"
+    kind: str = setting(
+        "adapter", "none", choice("none", "lora", "rslora", "dora"), "learn small weights beside a pretrained model's"
+    )
+    r: int = setting("adapter.r", 16, integer(1), "rank of the adapter's matrices")
+    alpha: int = setting("adapter.alpha", 32, integer(1), "their product counts times alpha / r")
+    dropout: float = setting("adapter.dropout", 0.0, number(0, 1, below=True), "of the adapter's inputs")
+    targets: tuple[str, ...] = setting(
+        "adapter.targets", (), types.modules, "layers with an adapter, e.g. q_proj,v_proj (default: all but the head)"
+    )
+    modules_to_save: tuple[str, ...] = setting(
+        "adapter.modules_to_save", (), types.modules, "modules that learn as a whole, e.g. lm_head"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """The task and its loss."""
 
@@ -293,10 +312,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Journal and sample trace."""
+    """Journal, samples of a model, and sample trace."""
 
     PANEL = "Logging"
     interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
+    prompts: str | None = setting(
+        "prompts", None, types.path, "chat: file of prompts that the model completes after an epoch", free=True
+    )
+    sample_every: int = setting(
+        "sample_every", 1, integer(1), "chat: epochs between completions of --prompts", free=True
+    )
     trace_samples: bool = setting("trace_samples", False, types.switch, "write sample numbers to a file", free=True)
 
 
@@ -326,6 +351,7 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     length: LengthConfig = field(default_factory=LengthConfig)

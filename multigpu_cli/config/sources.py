@@ -100,7 +100,7 @@ def explicit_dump(config: Config) -> dict[str, Any]:
 def _set_value(data: dict[str, Any], key: str, value: Any) -> None:
     part, _, inner = key.partition(".")
     if part in PARTS:
-        data.setdefault(part, {})[inner or "name"] = value
+        data.setdefault(part, {})[inner or PARTS[part]] = value
     else:
         data[key] = list(value) if isinstance(value, tuple) else value
 
@@ -173,7 +173,9 @@ def _suggestion(key: str) -> str:
     name = inner if inner in SETTINGS else f"{part}_{inner}"
     if part in PARTS and name in SETTINGS:
         return f"use {name} for the setting, {part}.args.{inner} for an argument of the plug-in"
-    close = get_close_matches(key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.name" for part in PARTS)], n=1)
+    close = get_close_matches(
+        key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.{word}" for part, word in PARTS.items())], n=1
+    )
     return f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
 
 

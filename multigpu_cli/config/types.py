@@ -137,6 +137,11 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return tuple(_text(part) for part in (value if isinstance(value, (list, tuple)) else [value]))
 
 
+def _modules(value: Any) -> tuple[str, ...]:
+    names = [part for each in _patterns(value) for part in each.split(",")]
+    return tuple(_text(name.strip()) for name in names)
+
+
 def _args(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"must be a mapping of names to values, not {quote_value(value)}")
@@ -186,6 +191,7 @@ switch = ValueType("", _switch)
 gpu_ids = ValueType("0,1", _ids)
 every = ValueType("500|10m", _every)
 patterns = ValueType("PATTERN", _patterns)
+modules = ValueType("NAME,NAME", _modules)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
 class_weights = ValueType("balanced|W,W", _class_weights)

@@ -39,7 +39,7 @@ def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
     for key, node, number in yaml_text.list_lines(root):
         if key in PARTS and isinstance(node, yaml.MappingNode):
             for inner, value, line in yaml_text.list_lines(node):
-                full = key if inner == "name" else f"{key}.{inner}"
+                full = key if inner == PARTS[key] else f"{key}.{inner}"
                 read = yaml_text.parse_typed if inner == "args" else yaml_text.parse_plain
                 entries.append(SettingEntry(full, read(value), f"{file}:{line}: {key}.{inner}"))
         else:
@@ -74,7 +74,7 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
 def _free_argument(entry: SettingEntry) -> SettingEntry:
     """--set data.X=v means data.args.X=v, unless X is also the name of a setting."""
     part, _, name = entry.key.partition(".")
-    if part not in PARTS or not name or name.split(".")[0] in ("name", "args"):
-        return entry._replace(key=part) if name == "name" else entry
+    if f"{part}.args" not in SETTINGS or not name or name.split(".")[0] in (PARTS[part], "args"):
+        return entry._replace(key=part) if name == PARTS.get(part) else entry
     known = {entry.key, name, f"{part}_{name}"} & SETTINGS.keys()
     return entry if known else entry._replace(key=f"{part}.args.{name}")

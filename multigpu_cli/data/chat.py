@@ -22,6 +22,7 @@ from multigpu_cli.data.token_file import TokenFile
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.runtime.model_folder import (
+    describe_tokenizer,
     find_model_folder,
     hash_tokenizer,
     load_text_model,
@@ -63,8 +64,7 @@ def load(
         RequestError: a record that is none, a template that does not fit, samples of which nothing is learned.
     """
     _check_choices(format, loss_on, overlong, val)
-    files = find_files(data_dir, file)
-    config, tokenizer, ends = load_text_model(find_model_folder(model_dir))
+    files, (config, tokenizer, ends) = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     _check_tokenizer(tokenizer, config, ends)
@@ -84,6 +84,7 @@ def load(
         num_classes=config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
         note="".join(f"{each}; " for each in (_describe(form, learns, splits["train"], packs), *notes) if each),
+        text_model=describe_tokenizer(tokenizer, template),
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         paired=paired,

@@ -69,6 +69,17 @@ class ChatEncoder:
                 learned[after] = True
         return ChatTokens(ids, learned)
 
+    def encode_prompt(self, conversation: Conversation, place: str) -> list[int]:
+        """Tokens up to the point where the model answers.
+
+        Raises:
+            RequestError: the template does not take the messages.
+        """
+        if conversation.messages is None:
+            return list(self._tokenizer(conversation.prompt)["input_ids"])
+        text = self._render(conversation, len(conversation.messages), place, asks=True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _encode_text(self, conversation: Conversation) -> ChatTokens:
         """A plain text, as the tokenizer begins it, and with EOS at its end."""
         prompt, completion = conversation.prompt, conversation.completion

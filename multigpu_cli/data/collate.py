@@ -14,10 +14,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, Subset, default_collate
 
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.model_call import IGNORED as IGNORED
 from multigpu_cli.runtime.model_call import TARGETS
-
-IGNORED = -100
-"""A target that does not count: torch's own default."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class DataSource:
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets of a regression.
         vocabulary: converts between text and tokens, if samples are text.
+        text_model: what checkpoints record of a pretrained model's tokenizer, if it made the tokens.
         table: converts rows of text to features, if samples are rows of a table.
         note: a property of the samples that the plan shows.
         warnings: what looks wrong in the data but may be intended.
@@ -82,6 +83,7 @@ class DataSource:
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
     vocabulary: "Vocabulary | None" = None
+    text_model: Mapping[str, str] = field(default_factory=dict)
     table: "TableFeatures | None" = None
     note: str = ""
     warnings: tuple[str, ...] = ()

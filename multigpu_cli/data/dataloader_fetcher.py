@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from multigpu_cli.data.collate import Collate, get_sample, get_samples, unwrap_dataset
+from multigpu_cli.data.collate import Collate, Collated, get_sample, get_samples, unwrap_dataset
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH
+from multigpu_cli.data.token_counts import TokenCounts, count_tokens
 from multigpu_cli.data.transfer import Fetched, move_batches
 from multigpu_cli.data.worker_context import LoaderContext, end_processes, ignore_group_signals
 from multigpu_cli.errors import RequestError, pluralize
@@ -49,7 +50,7 @@ class ItemFetcher:
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(split, seed),
-            collate_fn=Collate(split, source.form),
+            collate_fn=_CountingCollate(Collate(split, source.form)),
             batch_sampler=self._chunks,
             num_workers=processes,
             pin_memory=options.pin_memory and device.type == "cuda",
@@ -70,7 +71,8 @@ class ItemFetcher:
         self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
         with _without_traceback():
             fetched = zip(chunks, self._loader, strict=True)
-            yield from move_batches(((inputs, targets, indices) for indices, (inputs, targets) in fetched), self.device)
+            made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in fetched)
+            yield from move_batches(made, self.device)
 
     def close(self) -> None:
         """End the loader processes, if any."""
@@ -85,6 +87,17 @@ class _Chunks:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         return iter(self.now)
+
+
+class _CountingCollate:
+    """Makes batches, and counts their tokens, which on a device would have to be waited for."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, numbered: Sequence[tuple[int, Any]]) -> tuple[Collated, TokenCounts | None]:
+        made = self._collate(numbered)
+        return made, count_tokens([item for _, item in numbered], made.targets)
 
 
 class SeededDataset(Dataset[Any]):

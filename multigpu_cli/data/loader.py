@@ -15,6 +15,7 @@ from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve
 from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
+from multigpu_cli.data.token_counts import TokenCounts
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
@@ -33,12 +34,14 @@ class Batch:
             are None if samples have none.
         sample_indices: (n,) int64 on the CPU, the samples' indices in their dataset.
         micro_batch_index: index of the micro-batch in its step (or evaluation), counted over all workers.
+        tokens: how many there are, where samples are texts that were fetched one by one.
     """
 
     inputs: Any
     targets: Any
     sample_indices: Tensor
     micro_batch_index: int
+    tokens: TokenCounts | None = None
 
     def __len__(self) -> int:
         return len(self.sample_indices)
@@ -160,19 +163,19 @@ class Loader:
             chunks: the sample indices of each batch, (n,) int64.
         """
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
-            yield self._finish_batch(fetched, index, epoch, len(fetched[2]))
+            yield self._finish_batch(fetched, index, epoch, len(fetched.indices))
 
-    def _finish_batch(self, fetched: "Fetched", index: int, epoch: int, micro_batch: int | None) -> Batch:
+    def _finish_batch(self, fetched: Fetched, index: int, epoch: int, micro_batch: int | None) -> Batch:
         """Transform a batch.
 
         Args:
             micro_batch: its samples, or those of each part of a joined batch; None in an evaluation.
         """
-        inputs, targets, keys = fetched
+        inputs, targets, keys, tokens = fetched
         if micro_batch is None:
-            return Batch(*self._transforms.evaluate(inputs, targets), keys, index)
+            return Batch(*self._transforms.evaluate(inputs, targets), keys, index, tokens)
         pair = self._transforms.train(inputs, targets, keys, epoch, micro_batch)
-        return Batch(*pair, keys if self._weights_wanted is None else keys % self.size, index)
+        return Batch(*pair, keys if self._weights_wanted is None else keys % self.size, index, tokens)
 
 
 class _InMemoryFetcher:
@@ -201,7 +204,7 @@ class _InMemoryFetcher:
     def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         for indices in chunks:
             at = to_device(indices % self._size if self._repeats else indices, self._home)
-            yield _select(self._inputs, at), _select(self._targets, at), indices
+            yield Fetched(_select(self._inputs, at), _select(self._targets, at), indices)
 
 
 def _select(part: Any, at: Tensor) -> Any:

@@ -1,13 +1,22 @@
 """Copies batches from host memory to a GPU, one batch ahead of the step that needs it."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Fetched = tuple[Any, Any, Tensor]  # inputs, targets and the samples' indices
+from multigpu_cli.data.token_counts import TokenCounts
+
+
+class Fetched(NamedTuple):
+    """Samples that were fetched as a batch, with their indices in the dataset."""
+
+    inputs: Any
+    targets: Any
+    indices: Tensor
+    tokens: TokenCounts | None = None
 
 
 def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
@@ -19,13 +28,14 @@ def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool 
         pin: copy to page-locked memory first, if the tensors are not there yet.
     """
     if device.type != "cuda":
-        yield from ((_there(inputs, device), _there(targets, device), indices) for inputs, targets, indices in batches)
+        for batch in batches:
+            yield batch._replace(inputs=_there(batch.inputs, device), targets=_there(batch.targets, device))
         return
     stream = torch.cuda.Stream(device)
     ready: Fetched | None = None
-    for inputs, targets, indices in batches:
+    for batch in batches:
         with torch.cuda.stream(stream):
-            there = _there(inputs, device, pin=pin), _there(targets, device, pin=pin)
+            there = _there(batch.inputs, device, pin=pin), _there(batch.targets, device, pin=pin)
         if ready:
             yield ready
         now = torch.cuda.current_stream(device)
@@ -33,7 +43,7 @@ def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool 
         for tensor in tree_leaves(there):
             if isinstance(tensor, Tensor):
                 tensor.record_stream(now)
-        ready = (*there, indices)
+        ready = Fetched(*there, batch.indices, batch.tokens)
     if ready:
         yield ready
 

@@ -1,6 +1,7 @@
 """Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,15 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multigpu_cli.config.schema import ModelConfig
+from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.factory import call_model_factory, find_model_factory
 from multigpu_cli.models.rate_factors import match_names
 from multigpu_cli.runtime.model_call import bind_call
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
+_NO_ADAPTER = AdapterConfig()
 
-def build_model(config: ModelConfig, name: str, offered: dict[str, Any], *, whole_output: bool = False) -> nn.Module:
+
+def build_model(
+    config: ModelConfig,
+    name: str,
+    offered: dict[str, Any],
+    *,
+    whole_output: bool = False,
+    adapter: AdapterConfig = _NO_ADAPTER,
+) -> nn.Module:
     """Call the factory, then freeze and checkpoint activations; the caller has seeded the generators.
 
     Args:
@@ -26,12 +36,17 @@ def build_model(config: ModelConfig, name: str, offered: dict[str, Any], *, whol
         whole_output: as for `adapt_model`.
 
     Raises:
-        RequestError: no such model, arguments it does not take, or something that is no nn.Module.
+        RequestError: no such model, arguments or adapter it does not take, or something that is no nn.Module.
     """
     model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
     refuse_torchscript(model, f"--model {name}: the factory returned")
+    if adapter.kind != "none":
+        from multigpu_cli.models.adapter import add_adapter, check_freeze  # late: few runs have one
+
+        model = add_adapter(model, adapter, offered["seed"])
+        check_freeze(model, config.freeze)
     return prepare_model(adapt_model(model, whole_output=whole_output), config, name)
 
 
@@ -115,7 +130,8 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Recompute each block's activations in backward instead of keeping them (Chen et al. 2016).
 
     Blocks are the members of the model's Sequentials and ModuleLists (not of nested ones), or else its children, as far
-    as they have parameters. Dropout draws the same numbers again, and BatchNorm does not count a batch twice.
+    as they have parameters; of a network of transformers those of the outermost ones, wherever they lie. Dropout draws
+    the same numbers again, and BatchNorm does not count a batch twice.
     """
     for block in _blocks(model):
         block.forward = partial(
@@ -127,10 +143,19 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    containers = (nn.Sequential, nn.ModuleList)
-    roots = [model] if isinstance(model, containers) else [m for m in model.children() if isinstance(m, containers)]
+    levels = 1 if not hasattr(model, "callees") else sys.maxsize
+    roots = list(_find_rows(model, levels))
     blocks = [block for root in roots for block in root.children()] or list(model.children())
     return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
+
+
+def _find_rows(module: nn.Module, levels: int) -> Iterator[nn.Module]:
+    """The Sequentials and ModuleLists that lie in no other one, at most so many levels deep."""
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        yield module
+    elif levels:
+        for child in module.children():
+            yield from _find_rows(child, levels - 1)
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

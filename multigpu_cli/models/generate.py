@@ -1,5 +1,8 @@
 """Generates text with a language model, token by token."""
 
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,12 +34,58 @@ def generate(
     """
     for _ in range(count):
         logits = model(tokens[:, -length:])[:, -1].float()
-        if temperature == 0:
-            following = logits.argmax(1, keepdim=True)
-        else:
-            if top_k is not None:
-                least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
-                logits = logits.masked_fill(logits < least, -torch.inf)
-            following = torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
-        tokens = torch.cat([tokens, following], dim=1)
+        tokens = torch.cat([tokens, _draw_tokens(logits, temperature, top_k, generator)], dim=1)
     return tokens
+
+
+@torch.no_grad()
+def answer_prompt(
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    length: int,
+    ends: Collection[int],
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    agree: Callable[[int], int] = lambda token: token,
+) -> list[int]:
+    """The tokens that a network of transformers adds to a prompt, up to an end, which is the last of them.
+
+    Args:
+        model: mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary), in evaluation mode;
+            where it has a `make_cache`, keys and values of earlier places are computed once.
+        prompt: tokens, at least one.
+        count: number of tokens to add at most.
+        length: places that the model knows; it stops at the last of them.
+        ends: tokens at which generation stops.
+        temperature, top_k, generator: as for `generate`.
+        agree: called with each token; returns the one to go on with. Processes that run the model together have to
+            take the same.
+    """
+    device = next(model.parameters()).device
+    cache: Any = getattr(model, "make_cache", lambda: None)()
+    said: list[int] = []
+    while len(said) < min(count, length - len(prompt)) and not (said and said[-1] in ends):
+        new = said[-1:] if said and cache is not None else [*prompt, *said]
+        places = range(len(prompt) + len(said) - len(new), len(prompt) + len(said))
+        inputs: dict[str, Any] = {"input_ids": new, "position_ids": list(places)}
+        inputs = {name: torch.tensor([values], device=device) for name, values in inputs.items()}
+        if cache is not None:
+            inputs |= {"past_key_values": cache, "use_cache": True}
+        logits = model(inputs)[:, -1].float()
+        if cache is not None and cache.get_seq_length() <= places[-1]:  # the network keeps a state of another kind
+            cache = None
+        said.append(agree(int(_draw_tokens(logits, temperature, top_k, generator))))
+    return said
+
+
+def _draw_tokens(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """The following token of each of (n, vocabulary) logits: (n, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)

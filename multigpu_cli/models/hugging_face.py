@@ -1,12 +1,15 @@
 """Networks of the transformers library by the name of their architecture, built from a configuration: no download."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.models.token_losses import TokenLosses, TokenTargets, compute_token_losses
 from multigpu_cli.runtime.model_call import Labelled, ModelCall
 
 _LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call the longest sequence
@@ -19,8 +22,6 @@ class NamedInputs(nn.Module):
         network: a `transformers.PreTrainedModel`, or whatever names its input.
     """
 
-    adapts_call = True
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -29,24 +30,97 @@ class NamedInputs(nn.Module):
         names = ModelCall.of(network).names + ModelCall.of(inner).names
         self._call = replace(ModelCall.of(network), names=names, takes_any=False)
 
+    @property
+    def callees(self) -> tuple[nn.Module, ...]:
+        """What a call may go to, the outer one first."""
+        return (self.network,)
+
     def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled) -> Any:
-        inputs, targets = inputs if isinstance(inputs, Labelled) else (inputs, None)
-        named = dict(inputs) if isinstance(inputs, Mapping) else {self._input: inputs}
-        if targets is not None:
-            named["labels"] = targets
+        if isinstance(inputs, Labelled):
+            return self._call_by_name(self.network, inputs.inputs, labels=inputs.targets)
+        return self._call_by_name(self.network, inputs)
+
+    def _call_by_name(self, callee: nn.Module, inputs: Tensor | Mapping[str, Tensor], **more: Tensor) -> Any:
+        named = (dict(inputs) if isinstance(inputs, Mapping) else {self._input: inputs}) | more
         self._call.check_names(named)  # its **kwargs would pass over them in silence
-        return self.network(**named)
+        return callee(**named)
+
+    def make_cache(self) -> Any:
+        """An empty cache of keys and values, which passes with `past_key_values` fill; None where there is no use."""
+        if "past_key_values" not in self._call.names:
+            return None
+        from transformers import DynamicCache  # late: to generate text only
+
+        config: Any = self.network.config
+        return DynamicCache(config=config)
 
 
 class Logits(NamedInputs):
-    """The same with `.logits` out.
+    """The same with `.logits` out; or, called with `TokenTargets`, the losses of tokens.
 
     The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
+
+    Attributes:
+        uncompiled: a method that torch.compile leaves alone: the number of tokens differs from batch to batch.
     """
 
-    def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled) -> Tensor:
-        logits: Tensor = super().forward(inputs).logits
-        return logits
+    uncompiled = "compute_losses"
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled | TokenTargets) -> Any:
+        if isinstance(inputs, TokenTargets):
+            return self.compute_losses(self._call_by_name(self._backbone, inputs.inputs), inputs)
+        return super().forward(inputs).logits
+
+    def compute_losses(self, output: Any, wanted: TokenTargets) -> TokenLosses:
+        """The losses of tokens, given what the backbone returns."""
+        head, vocabulary = partial(self._compute_logits, type(output)), self._head.weight.shape[0]
+        return compute_token_losses(head, vocabulary, output.last_hidden_state, wanted)
+
+    @property
+    def callees(self) -> tuple[nn.Module, ...]:
+        return self.network, self._backbone
+
+    @property
+    def _causal(self) -> Any:
+        """The network within that of peft."""
+        return getattr(self.network, "get_base_model", lambda: self.network)()
+
+    @property
+    def _backbone(self) -> nn.Module:
+        """What computes hidden states: the network without its head."""
+        found: nn.Module = self._causal.base_model
+        return found
+
+    @property
+    def _head(self) -> Any:
+        return self._causal.get_output_embeddings()
+
+    def _compute_logits(self, output: Callable[..., Any], hidden: Tensor) -> Tensor:
+        """(k, width) → logits (k, vocabulary), by what the network's own `forward` does after its backbone.
+
+        That is its head, and in many architectures a scale or a soft cap.
+
+        Args:
+            output: the class of what the backbone returns.
+        """
+        for module in (self._head, self._backbone):
+            if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+                raise ValueError(
+                    "strategy.wrap gathers its head or backbone, which every worker would call its own number of times"
+                )
+        with _answer(self._backbone, output(last_hidden_state=hidden[None])):
+            logits: Tensor = type(self._causal).forward(self._causal).logits
+        return logits[0]
+
+
+@contextmanager
+def _answer(backbone: nn.Module, output: Any) -> Iterator[None]:
+    """Let a backbone answer every call with this output."""
+    backbone.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del backbone.forward
 
 
 def build(

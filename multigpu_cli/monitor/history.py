@@ -40,6 +40,7 @@ class History:
     Attributes:
         attempts: in order; the last one may still be running.
         train, evals: the events that count, by step (and split): a resume replaces those of later steps.
+        samples: the answers to prompts, by step; a resume replaces those of later steps too.
         checkpoints, faults: those of all attempts.
         recoveries: the cost of each restart within a launch.
     """
@@ -47,6 +48,7 @@ class History:
     attempts: list[Attempt] = field(default_factory=list)
     train: dict[int, Event] = field(default_factory=dict)
     evals: dict[tuple[int, str], Event] = field(default_factory=dict)
+    samples: dict[int, Event] = field(default_factory=dict)
     checkpoints: list[Event] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
     recoveries: list[Event] = field(default_factory=list)
@@ -95,6 +97,8 @@ class History:
                 self.train[event["step"]] = {"mean_loss": event.get("loss")} | event  # older journals have none
             case "eval":
                 self.evals[event["step"], event["split"]] = event
+            case "samples":
+                self.samples[event["step"]] = event
             case "checkpoint":
                 self.checkpoints.append(event)
             case "fault":
@@ -107,6 +111,7 @@ class History:
     def _forget_after(self, step: int) -> None:
         self.train = {at: event for at, event in self.train.items() if at <= step}
         self.evals = {place: event for place, event in self.evals.items() if place[0] <= step}
+        self.samples = {at: event for at, event in self.samples.items() if at <= step}
 
 
 def fold_events(events: Iterable[Event]) -> History:

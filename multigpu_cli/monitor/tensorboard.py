@@ -15,6 +15,8 @@ _SYSTEM = {
     *(
         "samples_per_second",
         "env_steps_per_second",
+        "all_tokens_per_second",
+        "padding_share",
         "rollout_steps_per_second",
         "step_ms",
         "step_p50_ms",
@@ -27,12 +29,15 @@ _CHARTS = {  # of the page "Custom Scalars": the tags of the curves of each char
     "Learning": {
         "loss": ["train/mean_loss", "val/loss"],
         "validation accuracy": ["val/accuracy"],
+        "validation perplexity": ["val/perplexity"],
         "reward of an episode": ["train/episode_reward", "val/reward"],
         "learning rate": ["train/lr"],
         "gradient norm": ["train/grad_norm"],
     },
     "Speed": {
         "samples per second": ["system/samples_per_second"],
+        "tokens per second, learned and all": ["train/tokens_per_second", "system/all_tokens_per_second"],
+        "share of padding": ["system/padding_share"],
         "milliseconds per optimizer step": ["system/step_ms", "system/step_p50_ms", "system/step_p95_ms"],
         "share of time spent waiting": ["system/data_wait_share", "system/comm_share", "system/straggler_share"],
         "share of the device's peak FLOP/s": ["system/mfu"],
@@ -82,6 +87,9 @@ class TensorBoard:
                 from torch.utils.tensorboard.summary import scalar  # late: over a second
 
                 self._add([scalar(tag, value) for tag, value in _scalars(event)], event["time"])
+            case "samples":
+                texts = (_quote_sample(sample) for sample in event["samples"])
+                self._add([_text(f"samples/{at}", text) for at, text in enumerate(texts, 1)], event["time"])
             case "fault":
                 text = f"{event.get('kind', 'fault')}: {event.get('action', '')}"
                 self._add([_text("faults", text)], event["time"])
@@ -168,6 +176,12 @@ def _text(tag: str, content: str) -> Any:
     from torch.utils.tensorboard.summary import text
 
     return text(tag, content)
+
+
+def _quote_sample(sample: Mapping[str, Any]) -> str:
+    """Prompt and answer as they are: TensorBoard reads Markdown, in which an indented text is quoted."""
+    answer = sample["answer"] if sample["ended"] else sample["answer"] + " …"
+    return "\n\n---\n\n".join("    " + text.replace("\n", "\n    ") for text in (sample["prompt"], answer))
 
 
 def _file_name() -> str:

@@ -28,7 +28,9 @@ class Plan:
         sharding: what is gathered as one with --multi-gpu fsdp; empty otherwise, and before the model is built.
         first_weights: who builds the weights of a sharded model, with the reason; empty otherwise.
         compiled: how the model is compiled; empty if it is not.
+        adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
+        logits: how many of a pretrained language model are in memory at a time; empty otherwise.
     """
 
     placement_reason: str
@@ -51,7 +53,9 @@ class Plan:
     sharding: str = ""
     first_weights: str = ""
     compiled: str = ""
+    adapter: str = ""
     model_call: str = ""
+    logits: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -66,10 +70,12 @@ class Plan:
                 "precision",
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
+            *([("adapter", self.adapter)] if self.adapter else []),
             *([("sharding", self.sharding)] if self.sharding else []),
             *([("first weights", self.first_weights)] if self.first_weights else []),
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
+            *([("logits", self.logits)] if self.logits else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -103,9 +109,11 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
+            "adapter": self.adapter,
             "sharding": self.sharding,
             "first_weights": self.first_weights,
             "model_call": self.model_call,
+            "logits": self.logits,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

@@ -101,9 +101,11 @@ class StepTimes:
         messages: sizes in bytes of the buckets that are reduced during backward.
         after: bytes that are reduced after backward.
         reduction: measured seconds of both, if the steps of that many workers were measured; else None.
+        gather: measured seconds of one gather of all weights, where such steps were sharded; `reduction` is then that
+            of one reduction of all gradients, and `commit` that of one worker's part.
         sharding: with --multi-gpu fsdp, whose groups of weights are the messages: each is gathered in passes, and its
-            gradient scattered in the last one, or with --exact in each. Gathering and scattering take as long as one
-            all-reduce.
+            gradient scattered in the last one, or with --exact in each. Where this was not measured, gathering and
+            scattering take as long as one all-reduce.
     """
 
     data: float
@@ -113,6 +115,7 @@ class StepTimes:
     messages: tuple[float, ...]
     after: float = 0.0
     reduction: float | None = None
+    gather: float | None = None
     sharding: Sharding | None = None
 
 
@@ -134,20 +137,11 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes
     if workers == 1:
         return 0.0
     after = network.all_reduce(work.after, workers) if work.after else 0.0
-    group, groups = work.sharding.split_workers(workers) if work.sharding else (workers, 1)
-    whole = sum(network.all_reduce(size, group) for size in work.messages)
-    between = network.all_reduce_between(sum(work.messages) / group, group, groups)
-    if not network.inside.overlaps:
-        seconds = whole + after if work.reduction is None else work.reduction
-        of_whole = 1.0
-        if work.sharding:
-            of_whole = (work.sharding.gathers(passes) + work.sharding.reductions(passes)) / 2
-        return between + seconds * of_whole
     if work.sharding:
-        gathers = work.sharding.gathers(passes)
-        ahead = whole / 2 * -(-gathers // 2) - passes * work.forward
-        back = whole / 2 * (gathers // 2 + work.sharding.reductions(passes)) + between - passes * work.backward
-        return max(0.0, ahead) + max(0.0, back) + after
+        return after + _exposed_in_groups(work, work.sharding, network, workers, passes)
+    if not network.inside.overlaps:
+        whole = sum(network.all_reduce(size, workers) for size in work.messages)
+        return whole + after if work.reduction is None else work.reduction
     done, reduced = 0.0, 0.0
     for size in work.messages:
         done += size
@@ -156,10 +150,26 @@ def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes
     return max(0.0, reduced - work.backward) + after
 
 
+def _exposed_in_groups(work: StepTimes, sharding: Sharding, network: Interconnect, workers: int, passes: int) -> float:
+    """The same of gathering weights and of scattering their gradients, group by group."""
+    gathers, reductions = sharding.gathers(passes), sharding.reductions(passes)
+    group, groups = sharding.split_workers(workers)
+    half = sum(network.all_reduce(size, group) for size in work.messages) / 2
+    between = network.all_reduce_between(sum(work.messages) / group, group, groups)
+    if network.inside.overlaps:
+        ahead = half * -(-gathers // 2) - passes * work.forward
+        back = half * (gathers // 2 + reductions) + between - passes * work.backward
+        return max(0.0, ahead) + max(0.0, back)
+    if work.gather is not None and work.reduction is not None:
+        return gathers * work.gather + reductions * work.reduction
+    return (gathers + reductions) * half + between
+
+
 def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulation: int) -> float:
     """Seconds of one optimizer step with `accumulation` micro-batches on each worker."""
     passes = accumulation * (work.data + work.forward + work.backward)
-    return passes + exposed_seconds(work, network, workers, accumulation) + work.commit
+    parts = work.sharding.split_workers(workers)[0] if work.sharding and work.gather is None else 1
+    return passes + exposed_seconds(work, network, workers, accumulation) + work.commit / parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,10 +114,12 @@ def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: 
 
 
 def _apply_notes(start: ResumePoint, world: World) -> ResumePoint:
-    """Apply the smallest micro-batch of the notes that ranks left on their nodes after out of memory."""
-    note = read_note(Path(start.folder)) if world.local_rank == 0 else {}
-    notes = all_gather_object(world, [note.get(name) or 0 for name in ("batch_size", "global_batch_size")])
-    sizes = [sizes for sizes in notes if sizes[0]]
+    """Apply the smallest batches of the notes that ranks left on their nodes after out of memory."""
+    notes = all_gather_object(world, read_note(Path(start.folder)) if world.local_rank == 0 else {})
+    if evaluated := [note["eval_batch_size"] for note in notes if note.get("eval_batch_size")]:
+        note_text = f"out of memory in an evaluation of an earlier attempt: batches of {min(evaluated)}"
+        start = replace(start, warnings=[*start.warnings, note_text], eval_batch_after_oom=min(evaluated))
+    sizes = [(note["batch_size"], note.get("global_batch_size") or 0) for note in notes if note.get("batch_size")]
     if not sizes:
         return start
     smaller, global_batch = min(sizes)

@@ -31,6 +31,7 @@ from multigpu_cli.run.build_model import (
 )
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
+from multigpu_cli.run.prompt_samples import load_prompts
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.collectives import broadcast_object
@@ -55,16 +56,18 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     task = run_on_all_ranks(world, lambda: _build_task(spec, spec.user_objects))
+    prompts = run_on_all_ranks(world, lambda: load_prompts(spec))
     with ExitStack() as on_failure:  # loader processes would outlive it, in a process that goes on
         loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task, on_failure))
         components = _build_learner(spec, world, task, loaders)
         on_failure.pop_all()
+    components.prompts = prompts
     return components
 
 
 def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) -> TrainComponents:
     """Build the model and what trains it, and load the checkpoint."""
-    shards = spec.placement.strategy == "fsdp" and world.size > 1
+    shards = spec.placement.divides_model(world)
     precision, first = Precision(spec.plan.precision, world.device), partial(first_batch, loaders.train, 2)
     build = build_model_to_shard if shards else build_whole_model
     if shards:
@@ -80,6 +83,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     average = _copy_for_average(spec.config, built.model, shards=shards)
     blocks = _find_compiled_blocks(spec, built.model, world)
     model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))
+    spec = replace(spec, plan=replace(spec.plan, adapter=_describe_adapter(spec, built.model)))
     spec = _measure_buckets(spec, built.model, world)
     spec = _describe_sharding(spec, built.model, start)
     strategy = build_strategy(model, average, world, spec, source=source)
@@ -87,7 +91,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy.attach_optimizer(state.optimizer)
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
-    spec = replace(spec, plan=replace(spec.plan, model_call=call))
+    spec = replace(spec, plan=replace(spec.plan, model_call=call, logits=task.logits_note))
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
@@ -134,7 +138,7 @@ def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
         return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
     task = build_task(spec.config, spec.source)
     own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
-    if spec.placement.strategy == "fsdp" and own:
+    if spec.placement.shards and own:
         raise RequestError(
             f"--task {spec.task} has its own `evaluate`: with --multi-gpu fsdp all workers have to run the model in it "
             "equally often",
@@ -198,7 +202,7 @@ def _measure_buckets(spec: RunSpec, model: nn.Module, world: World) -> RunSpec:
 
 def _find_compiled_blocks(spec: RunSpec, model: nn.Module, world: World) -> list[nn.Module]:
     """What --compile compiles by itself, since its weights are gathered by themselves; [] for the whole model."""
-    if spec.config.model.compile == "off" or spec.placement.strategy != "fsdp" or world.size == 1:
+    if spec.config.model.compile == "off" or not spec.placement.divides_model(world):
         return []
     from multigpu_cli.models.blocks import find_blocks_to_wrap
 
@@ -214,7 +218,7 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     Raises:
         RequestError: strategy.wrap matches nothing.
     """
-    if spec.placement.strategy != "fsdp":
+    if not spec.placement.shards:
         return spec
     from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
 
@@ -227,6 +231,19 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     return replace(spec, plan=replace(spec.plan, sharding=words, first_weights=start))
 
 
+def _describe_adapter(spec: RunSpec, model: nn.Module) -> str:
+    """How much learns, and how much of the network stays as it is."""
+    config = spec.config.adapter
+    if config.kind == "none":
+        return ""
+    counts = dict.fromkeys((True, False), 0)
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    return (
+        f"{config.kind}, r {config.r}, alpha {config.alpha}: {counts[True]:,} parameters learn, {counts[False]:,} stay"
+    )
+
+
 def build_strategy(
     model: nn.Module, average: AveragedModel | None, world: World, spec: RunSpec, *, source: int | None = 0
 ) -> Strategy:
@@ -236,7 +253,7 @@ def build_strategy(
         source: the rank that has the weights, where only one has; None: none has.
     """
     config, placement, live = spec.config, spec.placement, spec.user_objects
-    if placement.strategy == "fsdp" and world.size > 1:
+    if placement.divides_model(world):
         return _shard(model, average, world, config, source)
     if config.reproducibility.exact:
         from multigpu_cli.strategies.exact import ExactReduction

@@ -74,7 +74,7 @@ def build_whole_model(spec: RunSpec, world: World, task: Task, first_batch: Call
 def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: Callable[[], Batch]) -> BuiltModel:
     """The network on the meta device, where possible: but on rank 0 with the weights of the seed, in host memory.
 
-    Where a checkpoint has all weights, no rank needs others.
+    Where a checkpoint has all weights, no rank needs others; that of an adapter has what learns.
 
     Raises:
         RequestError: it can't be built, or does not fit the weights.
@@ -82,7 +82,7 @@ def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: C
     model, reason = None, "it sends the weights"
     if spec.user_objects:
         reason = "it is the caller's own"
-    elif spec.resume_point.checkpoint or not world.is_main:
+    elif not world.is_main or (spec.resume_point.checkpoint and spec.config.adapter.kind == "none"):
         model, reason = _build_without_weights(spec, world)
     if model is not None:
         return BuiltModel(model.train())
@@ -148,7 +148,7 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
         offered["model_dir"] = config.model.dir
     seed_weights(config.reproducibility.seed)
     name = config.model.name or source.model
-    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL)
+    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL, adapter=config.adapter)
 
 
 def _create_model(spec: RunSpec) -> nn.Module:

@@ -66,7 +66,7 @@ def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = Fa
 
 
 def _suggest_sharding(spec: RunSpec) -> str:
-    if spec.placement.strategy == "fsdp" or spec.config.device.multi_gpu == "fsdp":
+    if spec.placement.shards or spec.config.device.multi_gpu == "fsdp":
         return (
             "several processes, which share them, also to try it: torchrun --nproc_per_node=N … --dry-run; and for a "
             "forecast CUDA_VISIBLE_DEVICES=, which measures one worker on the CPU"

@@ -90,8 +90,15 @@ def save_checkpoint(run: "Run") -> None:
     checkpointer.saves += 1
     with run.observer.timer.pause():
         run.observer.loss.all_reduce_pending()
-        state, sharded = run.state, run.strategy.sharded
-        check_replicas(state.model, run.world, run.progress.step, state.optimizer, sharded=sharded)
+        state, strategy = run.state, run.strategy
+        check_replicas(
+            state.model,
+            run.world,
+            run.progress.step,
+            state.optimizer,
+            places=strategy.places,
+            find_parameter=strategy.find_parameter,
+        )
         more, began = run.task.state(run.world), time.perf_counter()
         _finish_pending_on_all_ranks(run)
         whole, rows = _collect_state(run, more)

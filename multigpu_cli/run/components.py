@@ -1,6 +1,7 @@
 """The parts of a training that a step and an evaluation need."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
+
+if TYPE_CHECKING:
+    from multigpu_cli.run.prompt_samples import PromptSet
 
 
 @dataclass
@@ -44,6 +48,7 @@ class TrainComponents:
 
     Attributes:
         frozen: parameters that do not learn yet (run/freezing.py).
+        prompts: what the model is asked at the end of an epoch.
     """
 
     spec: RunSpec
@@ -55,6 +60,7 @@ class TrainComponents:
     loss_normalizer: LossNormalizer
     compiled: CompiledModel | None = field(default=None, kw_only=True)
     frozen: list[Tensor] = field(default_factory=list, kw_only=True)
+    prompts: "PromptSet | None" = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.compiled:

@@ -17,7 +17,7 @@ from multigpu_cli.tasks.open_data import FROM_MODEL, uses_environments
 from multigpu_cli.tasks.registry import TASKS
 
 _CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
-_SMOOTHED = ("classification", "multi-label", "language-model")
+_SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"
@@ -33,7 +33,7 @@ def raise_all(errors: Iterable[RequestError]) -> None:
 def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
-    if placement.strategy == "fsdp":
+    if placement.shards:
         yield from _check_sharding(config, max(world.size, placement.num_processes_to_launch))
     if placement.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
@@ -52,7 +52,7 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         choose_precision(config.precision.amp, world.device)
     except RequestError as error:
         yield error
-    if config.model.sync_bn and placement.strategy != "fsdp" and (on_cpu or placement.strategy != "ddp"):
+    if config.model.sync_bn and not placement.shards and (on_cpu or placement.strategy != "ddp"):
         yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave out --sync-bn")
     if config.communication.grad_compression == "bf16" and placement.strategy == "ddp" and on_cpu:
         yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")

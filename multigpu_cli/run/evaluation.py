@@ -7,11 +7,11 @@ from torch import nn
 
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
-from multigpu_cli.run.oom_recovery import halve_eval_batch
+from multigpu_cli.run.oom_recovery import end_evaluation_without_memory, halve_eval_batch
 from multigpu_cli.run.report_skipped_steps import report_skipped_steps
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.track_best import track_best
-from multigpu_cli.runtime.out_of_memory import free_memory
+from multigpu_cli.runtime.out_of_memory import free_memory, is_out_of_memory
 from multigpu_cli.tasks.base import Evaluation
 
 
@@ -31,13 +31,21 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
 
 
 def _evaluate_in_batches(run: Run, model: nn.Module, split: str, loader: Loader) -> Evaluation:
-    """Evaluate, with smaller batches after each out-of-memory error."""
+    """Evaluate, with smaller batches after each out-of-memory error.
+
+    Raises:
+        TrainingError: out of memory where others wait for this rank, or where batches must not be smaller.
+    """
     while True:
         try:
             with _show_progress(run, split, loader):
                 return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch_size)
         except OutOfMemory:
             text = halve_eval_batch(run)
+        except RuntimeError as error:
+            if not run.strategy.sharded or not is_out_of_memory(error):
+                raise
+            end_evaluation_without_memory(run)
         free_memory(run.world.device)
         run.log_fault("out of memory", text)
 

@@ -108,6 +108,7 @@ def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
 
 def _probe_evaluation(components: TrainComponents) -> Iterator[str]:
     """Try a batch of an evaluation; a task with its own `evaluate` has no batches to try."""
+    components.loaders.max_eval_batch_size = components.spec.resume_point.eval_batch_after_oom
     loader = components.loaders.val if components.loaders.val is not None else components.loaders.test
     if loader is None or not components.evaluates_in_batches:
         return

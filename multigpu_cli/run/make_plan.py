@@ -39,7 +39,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         accumulation=config.batch.grad_accum_steps,
         global_batch=global_batch,
         drop_last=config.batch.drop_last,
-        interleaved=config.reproducibility.exact and placement.strategy == "fsdp",
+        interleaved=config.reproducibility.exact and placement.shards,
     )
     rate = _resolve_rate(request, batches)
     precision = agree_on_precision(config.precision.amp, world, placement.devices)
@@ -112,7 +112,7 @@ def _describe_data(request: RunRequest) -> str:
 
 def _describe_compile(request: RunRequest) -> str:
     mode = request.config.model.compile
-    if mode != "off" and request.placement.strategy == "fsdp":
+    if mode != "off" and request.placement.shards:
         return f"{mode}, each gathered block by itself"
     if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
         return "" if mode == "off" else mode
@@ -130,7 +130,7 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
     if live and live.optimizer:
         unused |= {"optimizer.rates", "optimizer.layer_decay"}
     ddp_arguments: list[str] = []
-    if request.placement.strategy != "fsdp":
+    if not request.placement.shards:
         unused |= {"reshard", "shard_size", "strategy.wrap"}
     if request.placement.strategy not in MULTI_PROCESS:
         unused |= {"find_unused_parameters"}

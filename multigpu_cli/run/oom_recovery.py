@@ -1,12 +1,13 @@
 """Halves batches after out of memory: a micro-batch, with the same global batch, or the batches of an evaluation."""
 
 import traceback
+from typing import NoReturn
 
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from multigpu_cli.checkpoint.lock import fail_on_write_error
-from multigpu_cli.checkpoint.run_folder import write_note
+from multigpu_cli.checkpoint.run_folder import read_note, write_note
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.run import Run
@@ -81,11 +82,27 @@ def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
         run.log_fault("out of memory", text)
         return
     batches = run.plan.batches
+    smaller = {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch}
+    _end_attempt(run, "in the optimizer " if moved else "", smaller, text)
+
+
+def end_evaluation_without_memory(run: Run) -> NoReturn:
+    """Have the next attempt evaluate in batches of half the size: the other ranks wait in the middle of a pass.
+
+    Raises:
+        TrainingError: always.
+    """
+    text = halve_eval_batch(run)
+    _end_attempt(run, "in an evaluation ", {"eval_batch_size": run.eval_batch_size}, text)
+
+
+def _end_attempt(run: Run, where: str, smaller: dict[str, int], text: str) -> NoReturn:
+    """Leave a note of the smaller sizes, which `text` describes, for the next attempt."""
     with fail_on_write_error(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
-        write_note(run.folder, {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch})
+        write_note(run.folder, read_note(run.folder) | smaller)
     who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
     raise TrainingError(
-        f"{who}{' in the optimizer' if moved else ''} at step {run.progress.step}",
+        f"{who} {where}at step {run.progress.step}",
         remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
     )

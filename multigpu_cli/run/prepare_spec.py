@@ -14,9 +14,10 @@ from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.device_and_data_rules import check_data, check_device, raise_all
 from multigpu_cli.run.make_plan import make_plan
+from multigpu_cli.run.pretrained_base import check_base
 from multigpu_cli.run.spec import RunRequest, RunSpec, describe_machine
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import open_data
 
@@ -43,10 +44,9 @@ def prepare_spec(
     """
     start = agree_on_resume_point(config, world)
     pinned: dict[str, Any] = {}
-    user_config = config
+    user_config, origin = config, str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
     if manifest := start.manifest:
         pinned = manifest["pins"]
-        origin = str(Path(str(start.checkpoint)).parents[1])
         user_config = merge_with_checkpoint(config, manifest["settings"], manifest["written"], pinned, origin)
     elif start.global_batch and not config.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
@@ -55,6 +55,8 @@ def prepare_spec(
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=parts)
     loaded = user_objects.source if user_objects else source
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
+    if manifest and (base := manifest["settings"].get("base")):
+        run_on_main_rank(world, lambda: check_base(base, config, source, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
         from multigpu_cli.run.check_ranks_agree_on_data_and_machine import (  # late: not for one process

@@ -12,6 +12,7 @@ from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.pretrained_base import describe_base
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 if TYPE_CHECKING:
@@ -90,9 +91,11 @@ class RunSpec(RunRequest):
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
         sizes = {"num_classes": source.num_classes, "outputs": source.num_outputs}
         tokens = {"vocabulary": source.vocabulary.serialize()} if source.vocabulary else {}
+        base = describe_base(self.config, source)
         return flatten_settings(self.user_config) | {
             "learned": source.signature(),
             "built_for": network | sizes | tokens,
+            **({"base": base} if base else {}),
         }
 
     def checkpoint_metadata(self) -> dict[str, Any]:

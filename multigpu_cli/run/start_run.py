@@ -9,6 +9,7 @@ from multigpu_cli.checkpoint.lock import fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.errors import pluralize
 from multigpu_cli.faults.rank_status import read_previous_cause
+from multigpu_cli.run.pretrained_base import describe_base
 from multigpu_cli.run.restore_best_file import restore_best_file
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.train_log import compiler_fields
@@ -71,6 +72,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
 
 
 def _prepare_folder(run: Run) -> None:
+    describe_base(run.config, run.spec.source)  # read here, so that the first checkpoint need not wait for it
     with fail_on_write_error(run.folder):
         rewind_run(run.spec.resume_point, run.checkpointer.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's

@@ -45,6 +45,9 @@ class CompiledModel(nn.Module):
         self.seconds: float | None = None
         compiled = partial(torch.compile, mode=mode, backend=backend, dynamic=False)
         self._is_full = False
+        for module in model.modules():
+            if isinstance(name := getattr(module, "uncompiled", None), str):
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
         if blocks:  # at most one graph for each and size, of one function for all blocks of a class
             limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))

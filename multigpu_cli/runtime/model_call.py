@@ -13,6 +13,9 @@ from multigpu_cli.errors import RequestError
 TARGETS = ("target", "targets", "label", "labels", "y")
 """What the target of a sample is called, and the parameter of a network that is given it."""
 
+IGNORED = -100
+"""A target that does not count: torch's own default."""
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -188,31 +191,45 @@ class CallRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._network: Any = model.network if getattr(model, "adapts_call", False) else model
+        self._callees: tuple[nn.Module, ...] = getattr(model, "callees", (model,))
+        self._called: nn.Module | None = None  # the outer one of them
         self.calls: list[Arguments] = []
         self.outputs: list[Any] = []
 
     def __enter__(self) -> "CallRecorder":
-        self._hooks = (
-            self._network.register_forward_pre_hook(lambda _, *call: self.calls.append(call), with_kwargs=True),
-            self._network.register_forward_hook(lambda _module, _inputs, output: self.outputs.append(output)),
-        )
+        self._hooks = [
+            hook
+            for callee in self._callees
+            for hook in (
+                callee.register_forward_pre_hook(self._note_call, with_kwargs=True),
+                callee.register_forward_hook(self._note_output),
+            )
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
+    def _note_call(self, callee: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._called = self._called or callee
+        if callee is self._called:
+            self.calls.append((args, named))
+
+    def _note_output(self, callee: nn.Module, _: Any, output: Any) -> None:
+        if callee is self._called:
+            self.outputs.append(output)
+
     def describe(self) -> str:
         """How the network was called first, and why, in words; empty for a lone tensor."""
-        if not self.calls:
+        if self._called is None:
             return ""
         args, named = self.calls[0]
         if not named and len(args) == 1:
             kind = "tuple" if isinstance(args[0], tuple) else "dict" if isinstance(args[0], Mapping) else "list"
             whole = f"model(batch): its forward takes one argument, and gets the whole {kind}"
             return whole if isinstance(args[0], tuple | list | Mapping) else ""
-        parameters = list(inspect.signature(self._network.forward).parameters)
+        parameters = list(inspect.signature(self._called.forward).parameters)
         parts = [parameters[place] if place < len(parameters) else "…" for place in range(len(args))]
         parts += [f"{name}=…" for name in named]
         reason = "by name, as its forward has them" if named else "one argument for each part of a sample"

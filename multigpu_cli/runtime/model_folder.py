@@ -1,7 +1,8 @@
 """A model as transformers keeps it: a folder with its configuration, weights and tokenizer. No download, no code."""
 
 import json
-from hashlib import sha256
+from functools import cache
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +112,45 @@ def hash_tokenizer(tokenizer: Any, template: str | None) -> str:
     return sha256(repr(parts).encode()).hexdigest()
 
 
+def describe_tokenizer(tokenizer: Any, template: str | None) -> dict[str, str]:
+    """What a checkpoint records of it: SHA-256 of vocabulary, merges and special tokens, and the template's text."""
+    parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map)
+    return {
+        "tokenizer": sha256(repr(parts).encode()).hexdigest(),
+        "template": template or tokenizer.chat_template or "",
+    }
+
+
+def hash_weights(folder: Path) -> str:
+    """SHA-256 of the file with the weights; of several files, of their names and sums.
+
+    Raises:
+        RequestError: see `check_weight_files`.
+    """
+    check_weight_files(folder)
+    sums = {name: _hash_file(folder / name, (folder / name).stat().st_mtime_ns) for name in _list_weight_files(folder)}
+    lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
+    return sums[_WEIGHTS] if list(sums) == [_WEIGHTS] else sha256(lines.encode()).hexdigest()
+
+
+@cache
+def _hash_file(path: Path, changed: int) -> str:
+    """Read once in a process, for as long as the file has not been changed."""
+    with open(path, "rb") as content:
+        return file_digest(content, "sha256").hexdigest()
+
+
+def _list_weight_files(folder: Path) -> list[str]:
+    if not (folder / _INDEX).is_file():
+        return [_WEIGHTS]
+    return sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights, whole or not, in whatever form."""
+    return (folder / _INDEX).is_file() or any(any(folder.glob(pattern)) for pattern in ("*.safetensors", *_PICKLED))
+
+
 def check_weight_files(folder: Path) -> None:
     """Refuse a folder without all of its weights as safetensors.
 
@@ -118,7 +158,7 @@ def check_weight_files(folder: Path) -> None:
         RequestError: names what is missing.
     """
     if (folder / _INDEX).is_file():
-        shards = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+        shards = _list_weight_files(folder)
         if missing := [shard for shard in shards if not (folder / shard).is_file()]:
             raise RequestError(
                 f"--model-dir {folder}: {missing[0]} is missing, {len(missing)} of {len(shards)} shards in all",

@@ -41,6 +41,7 @@ class Strategy(ABC):
         reduces_first: no backward pass without communication may come before `warm_up`.
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
+        places: workers that share weights, gradients and optimizer state: rank r has the same as rank r + places.
         keeps_casts: see `Precision`.
         trained: the tensors that the optimizer of this process moves.
         arrived: called when a pass comes to where it waits for all workers.
@@ -52,6 +53,7 @@ class Strategy(ABC):
     loss_factor: float = 1.0
     reduces_first: bool = False
     sharded: bool = False
+    places: int = 1
     groups: Sequence[dist.ProcessGroup] = ()
     keeps_casts: bool = True
 

@@ -72,9 +72,13 @@ class Sharded(Strategy):
         self._keeps_weights = keeps_weights
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
+        self.places = mesh.size(mesh.ndim - 1)
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
         self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
         self._roots = [model] if average is None else [model, average]
+        for group in list_groups(self._roots):
+            group.lazy_init()  # torch 2.8 pads its rows anew here, and after it has loaded a state
+        model.register_load_state_dict_post_hook(lambda *_: self._point_rows_to_weights())
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
         rows = {
             name: nn.Parameter(parameters[name].detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
@@ -96,6 +100,10 @@ class Sharded(Strategy):
     def _find_trained(self) -> None:
         self._pairs = [(parameter, row) for row, parameter in self._parts.items() if parameter.requires_grad]
         self.trained = [row for _, row in self._pairs]
+
+    def _point_rows_to_weights(self) -> None:
+        for row, parameter in self._parts.items():
+            row.data = parameter.detach().to_local()  # type: ignore[attr-defined]
 
     def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
         """Itself: FSDP looks at `requires_grad` when it gathers a weight."""

@@ -21,7 +21,10 @@ def can_probe() -> bool:
 def list_groups(roots: Iterable[nn.Module]) -> list[Any]:
     """What FSDP gathers as one, each."""
     modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
-    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    states = [module._get_fsdp_state() for module in modules]
+    if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13 one at most
+        return [state._fsdp_param_group for state in states if state._fsdp_param_group]
+    return [group for state in states for group in state._fsdp_param_groups]
 
 
 @contextmanager

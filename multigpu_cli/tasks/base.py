@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import fsum, nan
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.collectives import all_reduce_max, all_reduce_sum
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
 
@@ -83,8 +84,10 @@ class Task(ABC):
             it to `super().evaluate` does.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
+        logits_note: how many logits are in memory at a time, for the plan; `check_model` finds out.
     """
 
+    logits_note: str = ""
     unit: str = "sample"
     units_per_sample: int = 1
     sums: tuple[str, ...] = ()
@@ -143,7 +146,7 @@ class Task(ABC):
         return {}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
-        """Metrics beside the loss, from the means over units of the task's `sums`."""
+        """Metrics beside the loss, from the means over units of the loss and of the task's `sums`."""
         return {}
 
     def details(self, counts: Tensor) -> dict[str, Any]:
@@ -202,15 +205,18 @@ class Task(ABC):
 
         Raises:
             OutOfMemory: a batch did not fit on some rank; raised on all of them.
+            torch.OutOfMemoryError, or a RuntimeError like it: it did not fit on this rank, and others wait for its part
+                of their passes (`equal_passes`).
         """
-        run = run_without_vote if self.equal_passes else run_on_all_ranks
+        measure = partial(self._pass, model, loader, world, precision, batch_size)
         with eval_mode(model):
-            slots, counts, units = run(world, lambda: self._pass(model, loader, world, precision, batch_size))
+            slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
         counts = _all_reduce_counts(world, counts)
         seen = int(all_reduce_sum(world, units))
-        loss, *others = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
-        figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
-        return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
+        sums = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
+        means = dict(zip(("loss", *self.sums), sums, strict=True))
+        figures = self.metrics(counts, max(1, seen)) | self.figures(means)
+        return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
     def _pass(
         self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int

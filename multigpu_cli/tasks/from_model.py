@@ -10,11 +10,9 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.collate import Collate, get_sample
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.runtime.model_call import TARGETS, Labelled
+from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
 from multigpu_cli.runtime.preserve_module_state import loss_mode
 from multigpu_cli.tasks.base import BatchMetrics, Task
-
-_IGNORED = -100  # a label that does not count: that of torch and of transformers
 
 
 class FromModel(Task):
@@ -51,7 +49,7 @@ class FromModel(Task):
         labels = _find_labels(batch.inputs, batch.targets) if self.unit == "token" else None
         if labels is None:
             return len(batch)
-        return torch.count_nonzero(labels[..., 1:] != _IGNORED if self._skips_first else labels != _IGNORED)
+        return torch.count_nonzero(labels[..., 1:] != IGNORED if self._skips_first else labels != IGNORED)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         loss = None if self._loss_in_training else self._loss(model, batch, needed=False)

@@ -1,6 +1,7 @@
 """Language modelling: the next token at every place of a sequence, by cross-entropy."""
 
 from collections.abc import Callable
+from math import exp
 from typing import Any
 
 import torch
@@ -12,20 +13,28 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.packing_check import check_packing
+from multigpu_cli.models.token_losses import (
+    TokenLosses,
+    TokenTargets,
+    count_tokens_at_once,
+    find_difference,
+    score_logits,
+)
+from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 
-IGNORED = -100  # a target that does not count: torch's own default
+_LARGEST_LOSS = 700.0  # nats, of which e to the power is a number
 
 
 class LanguageModel(Task):
     """Inputs (n, t) int64 tokens, targets (n, t) int64 or -100 where none counts, model outputs (n, t, vocabulary).
 
     Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
-    tokens that were the likeliest ones. The better result has the lower loss.
+    tokens that were the likeliest ones; perplexity is e to the loss. The better result has the lower loss.
 
     Raises:
-        RequestError: the dataset has no vocabulary.
+        RequestError: the dataset has no vocabulary, or has preferences.
     """
 
     unit = "token"
@@ -38,41 +47,68 @@ class LanguageModel(Task):
                 f"--task language-model: the dataset has a vocabulary of {source.num_classes} tokens",
                 remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
             )
+        if source.paired:
+            raise RequestError(
+                "--task language-model: the data are preferences, a chosen and a rejected answer each",
+                remedy="--task dpo; or data.args.format=messages, say, where records hold a conversation beside them",
+            )
         self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
+        self._in_chunks = False
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
-        """See `Task`; also that packed texts do not see each other."""
-        if self.source.packed:
-            with precision.autocast():
-                check_packing(model, self.source.num_classes, next(model.parameters()).device)
+        """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
+        vocabulary, device = self.source.num_classes, next(model.parameters()).device
+        with precision.autocast():
+            if self.source.packed:
+                check_packing(model, vocabulary, device)
+            if hasattr(model, "compute_losses"):
+                difference = find_difference(model, vocabulary, device)
+                self._in_chunks = not difference
+                self.logits_note = _explain_logits(difference, vocabulary)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits, targets = _flat(model(batch.inputs), batch.targets)
         smoothing = self.config.label_smoothing
-        return cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        if self._in_chunks:
+            return self._compute_losses(model, batch, smoothing).losses.sum()
+        logits = at_least_float32(_check_logits(model(batch.inputs), batch.targets).flatten(0, -2))
+        return cross_entropy(
+            logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        )
 
     def units(self, batch: Batch) -> Tensor:
         return torch.count_nonzero(batch.targets != IGNORED)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        logits, targets = _flat(model(batch.inputs), batch.targets)
-        losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-        right = (logits.argmax(1) == targets).sum()
-        return BatchMetrics(losses.double().sum(), right.view(1))
+        losses, right = self._compute_losses(model, batch)
+        return BatchMetrics(losses.double().sum(), right.sum().view(1))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        logits, targets = _flat(model(batch.inputs), batch.targets)
-        losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").view_as(batch.targets)
         counting = (batch.targets != IGNORED).sum(1)
-        mean = losses.double().sum(1) / counting.clamp(min=1)
+        mean = self._compute_losses(model, batch).losses.double().sum(1) / counting.clamp(min=1)
         return {"tokens": counting.tolist(), "loss": mean.tolist()}
+
+    def _compute_losses(self, model: Callable[..., Any], batch: Batch, smoothing: float = 0.0) -> TokenLosses:
+        if self._in_chunks:
+            learned = batch.tokens and batch.tokens.learned
+            found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, smoothing))
+            return found
+        return score_logits(_check_logits(model(batch.inputs), batch.targets), batch.targets)
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(counts[0]) / units}
 
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
 
-def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens, vocabulary) of at least 32 bits, and (tokens,)."""
+
+def _explain_logits(difference: str, vocabulary: int) -> str:
+    """How many tokens' logits there are at a time, for the plan."""
+    if difference:
+        return f"of all tokens at once, since in chunks {difference}"
+    return f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
+
+
+def _check_logits(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}: (n, tokens, vocabulary)?")
-    return at_least_float32(logits.flatten(0, -2)), targets.flatten()
+    return logits

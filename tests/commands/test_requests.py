@@ -15,9 +15,9 @@ from tests.test_house_rules import ROOT
 @pytest.mark.parametrize(
     ("to", "message"),
     [
-        ("weights", r"must end in \.safetensors, \.pt, \.pt2, \.onnx\n"),
+        ("weights", r"must end in \.safetensors, \.pt, \.pt2, \.onnx\n.*--format hf or adapter or merged"),
         ("weights.pth", "must end in"),
-        ("there.pt", "the file exists already"),
+        ("there.pt", "it exists already"),
         ("nowhere/weights.pt", "there is no folder nowhere"),
     ],
 )

@@ -11,7 +11,8 @@ FLAGS = """
 --save-dir --resume --own-code --checkpoint-every --keep --log-interval --trace-samples --seed --exact --nonfinite
 --on-oom --hang-timeout --max-restarts --sync-bn --grad-checkpointing --find-unused-parameters --freeze --init-from
 --bucket-cap-mb --grad-compression --num-envs --env-group --env-steps --episodes --multi-gpu --gpu-ids --nproc-per-node
---reshard --shard-size --init-partial --model-dir --max-length --packing
+--reshard --shard-size --init-partial --model-dir --max-length --packing --prompts --sample-every
+--adapter
 """
 DEFAULTS = {
     "data": "digits",

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from multigpu_cli.data.transfer import move_batches
+from multigpu_cli.data.transfer import Fetched, move_batches
 
 
 class Pair(NamedTuple):
@@ -14,7 +14,7 @@ class Pair(NamedTuple):
 
 def test_tensors_move_wherever_they_are_and_the_rest_stays() -> None:
     inputs: dict[str, Any] = {"a": torch.ones(2), "b": [torch.zeros(1), ("x", 3)], "c": Pair(torch.ones(1), "y")}
-    batches = [(inputs, torch.arange(2), torch.arange(2)), (inputs, torch.arange(2) + 2, torch.arange(2) + 2)]
+    batches = [Fetched(inputs, torch.arange(2) + first, torch.arange(2) + first) for first in (0, 2)]
     found = list(move_batches(batches, torch.device("meta")))
     assert [batch[2].tolist() for batch in found] == [[0, 1], [2, 3]]
     assert all(batch[2].device.type == "cpu" for batch in found), "which samples they are is for the host"

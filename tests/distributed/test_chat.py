@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import read_weights
+from multigpu_cli.models import token_losses
 from multigpu_cli.monitor.journal import read_events
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
@@ -29,6 +32,7 @@ TALKS = [
     ]
     for n, answer in enumerate(ANSWERS)
 ]
+_TOKENIZER = cache(make_tokenizer)
 RATE = 100.0  # so large that rounding of the weights does not count
 STEP: dict[str, Any] = {  # one step of plain gradient descent: the weights move by the gradient
     "optimizer": "sgd",
@@ -50,17 +54,36 @@ STEP: dict[str, Any] = {  # one step of plain gradient descent: the weights move
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(token_losses, "_LOGITS", 1000)  # three tokens at a time
     lines = [json.dumps({"messages": talk}) + "\n" for talk in TALKS]
     Path("talks.jsonl").write_text("".join(lines))
     return tmp_path
 
 
-def compute_full_batch_gradient() -> dict[str, Tensor]:
-    """In float64, each conversation by itself, with masks written by hand: the mean over all learned tokens."""
-    tokenizer = make_tokenizer()
-    model = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+def load_model(adapter: str = "none", dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """By transformers and peft alone; an adapter that has learned something already is written to init.pt."""
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=dtype)
+    if adapter == "none":
+        return model
+    import peft
+
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=hasattr(model, "transformer")
+    )
+    model = peft.get_peft_model(model, settings)
+    dice = torch.Generator().manual_seed(0)
+    learning = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    for weight in learning.values():
+        weight.data = torch.randn(weight.shape, generator=dice, dtype=torch.float64).to(dtype) / 8
+    torch.save({f"network.{name}": weight.data.clone() for name, weight in learning.items()}, "init.pt")
+    return model
+
+
+def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, str]]] = TALKS) -> Tensor:
+    """Of each learned token; each conversation by itself, with masks written by hand."""
+    tokenizer = _TOKENIZER()
     losses = []
-    for talk in TALKS:
+    for talk in talks:
         ids: list[int] = []
         learned: list[bool] = []
         for message in talk:
@@ -72,34 +95,58 @@ def compute_full_batch_gradient() -> dict[str, Tensor]:
         tokens = torch.tensor(ids)
         logits = model(tokens[None]).logits[0, :-1]
         losses.append(cross_entropy(logits, tokens[1:], reduction="none")[torch.tensor(learned[1:])])
-    torch.cat(losses).mean().backward()
-    return {f"network.{name}": weight.grad for name, weight in model.named_parameters()}
+    return torch.cat(losses)
 
 
-@pytest.mark.parametrize(("architecture", "dtype", "close"), [("gpt2", "float64", 1e-9), ("llama", "float32", 1e-5)])
-@pytest.mark.parametrize("packing", ["on", "off"])
+def check_token_rates(events: Iterable[dict[str, Any]], *, pads: bool) -> None:
+    """One step took all conversations, each with its newline at the end."""
+    line = next(event for event in events if event["event"] == "train")
+    tokenizer = make_tokenizer()
+    tokens = sum(len(tokenizer.apply_chat_template(talk, return_dict=False)) for talk in TALKS)
+    assert line["all_tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / len(TALKS))
+    assert line["tokens_per_second"] < line["all_tokens_per_second"]
+    assert (line["padding_share"] > 0) == pads
+
+
+GRADIENTS = [
+    pytest.param(architecture, dtype, close, packing, adapter, marks=[pytest.mark.slow] if rare else [])
+    for architecture, dtype, close in (("gpt2", "float64", 1e-9), ("llama", "float32", 1e-5))
+    for packing in ("on", "off")
+    for adapter in ("none", "lora")
+    for rare in (adapter == "lora" and (dtype, packing) != ("float64", "on"),)
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # between peft and transformers
+@pytest.mark.parametrize(("architecture", "dtype", "close", "packing", "adapter"), GRADIENTS)
 def test_the_gradient_is_that_of_the_full_batch_in_float64(
-    architecture: str, dtype: str, close: float, packing: str, here: Path
+    architecture: str, dtype: str, close: float, packing: str, adapter: str, here: Path
 ) -> None:
     """Of 1, 2 and 3 workers, with and without accumulation; Llama has steps in float32 inside."""
     make_model_folder(here / "model", architecture, places=128)
-    expected = compute_full_batch_gradient()
-    before = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64).state_dict()
+    model = load_model(adapter)
+    compute_losses(model).mean().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    before = model.state_dict()
+    flags = STEP | ({"adapter": adapter, "init_from": "init.pt"} if adapter != "none" else {})
+    sets = [] if adapter == "none" else ["adapter.r=4", "adapter.alpha=8"]
     for workers, batch in ((1, 2), (2, 1), (3, 3)):
         ended = run_training(
             workers,
-            **STEP,
+            **flags,
             packing=packing,
             batch_size=batch,
             global_batch_size=-(-len(TALKS) // (batch * workers)) * batch * workers,  # as many as there are, or more
             save_dir=str(workers),
-            sets=[f"model.dtype={dtype}", "optimizer.momentum=0", "optimizer.nesterov=false", "data.val=0"],
+            sets=[f"model.dtype={dtype}", "optimizer.momentum=0", "optimizer.nesterov=false", "data.val=0", *sets],
         )
         assert not ended.error, ended.error
         assert ended.summary["steps"] == 1
+        if packing == "off":
+            check_token_rates(read_events(Path(str(workers), "journal.jsonl")), pads=batch > 1)
         after = read_weights(Path(str(workers), "last.pt"))
         for name, gradient in expected.items():
-            moved = before[name.removeprefix("network.")] - after[name]
+            moved = before[name] - after[f"network.{name}"]
             difference = float((moved / RATE - gradient).norm() / gradient.norm())
             assert difference < close, f"{workers} workers, {name}: {difference}"
 
@@ -117,7 +164,8 @@ def die_at_third_checkpoint() -> None:
     Store.save = save_or_die  # type: ignore
 
 
-def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -> None:
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str, here: Path) -> None:
     make_model_folder(here / "model", places=128)
     flags: dict[str, Any] = STEP | {
         "optimizer": "adamw",
@@ -125,7 +173,8 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -
         "epochs": 3,
         "max_length": 80,
         "exact": True,
-        "sets": ["data.val=0.2"],
+        "adapter": adapter,
+        "sets": ["data.val=0.2", *(["adapter.r=4", "adapter.dropout=0.1"] if adapter != "none" else [])],
     }
     flags |= {"batch_size": 1, "global_batch_size": 3, "checkpoint_every": 1}
     whole = run_training(1, **flags, save_dir="whole")
@@ -142,15 +191,69 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -
     assert sharded.summary["fingerprint"] == whole.summary["fingerprint"]
     start = next(read_events(Path("sharded/journal.jsonl")))
     assert start["plan"]["first_weights"].startswith("rank 0 builds the weights")
+    assert start["plan"]["logits"].startswith("of the learned tokens alone, at most 3 at once")
 
 
-def test_another_tokenizer_or_template_is_refused_on_resume(here: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_same_bits(
+    kind: str, here: Path
+) -> None:
     make_model_folder(here / "model", places=128)
-    flags: dict[str, Any] = STEP | {"max_length": 80, "batch_size": 3, "max_steps": 1, "sets": ["data.val=0"]}
-    ended = run_training(1, **flags, save_dir="run")
+    flags: dict[str, Any] = STEP | {
+        "optimizer": "adamw",
+        "lr": 1e-2,
+        "epochs": 3,
+        "max_length": 80,
+        "exact": True,
+        "adapter": kind,
+        "ema": 0.9,
+        "batch_size": 1,
+        "global_batch_size": 3,
+        "checkpoint_every": 1,
+        "sets": ["data.val=0.2", "adapter.r=4", "adapter.dropout=0.1", "adapter.modules_to_save=lm_head"],
+    }
+    whole = run_training(1, **flags, save_dir="whole")
+    assert not whole.error, whole.error
+    killed = run_training(3, **flags, multi_gpu="fsdp", save_dir="killed", prepare=die_at_third_checkpoint)
+    assert killed.killed
+    ended = run_training(2, **flags, multi_gpu="fsdp", save_dir="killed")
     assert not ended.error, ended.error
-    template = Path("model/chat_template.jinja")
-    template.write_text(template.read_text().replace("<|im_end|>\n", "<|im_end|>"))
-    ended = run_training(1, **flags | {"max_steps": 2}, save_dir="run")
-    assert ended.kind == "RequestError"
-    assert "tokens" in ended.error
+    assert ended.summary["resumed_from"]
+    assert ended.summary["fingerprint"] == whole.summary["fingerprint"]
+    assert ended.summary["final"] == whole.summary["final"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # between peft and transformers
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
+def test_the_loss_curve_is_that_of_a_loop_written_by_hand(adapter: str, here: Path) -> None:
+    make_model_folder(here / "model", places=128)
+    model = load_model(adapter, torch.float32)
+    flags: dict[str, Any] = STEP | {"optimizer": "adamw", "lr": 3e-3, "max_grad_norm": 1.0, "epochs": 100}
+    flags |= {"adapter": adapter, "init_from": "init.pt"} if adapter != "none" else {}
+    ended = run_training(
+        1,
+        **flags,
+        packing="off",
+        batch_size=4,
+        max_steps=50,
+        log_interval=1,
+        trace_samples=True,
+        checkpoint_every=1000,
+        save_dir="run",
+        sets=["data.val=0", *(["adapter.r=4", "adapter.alpha=8"] if adapter != "none" else [])],
+    )
+    assert not ended.error, ended.error
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+    expected = []
+    for line in Path("run/samples.jsonl").read_text().splitlines():
+        loss = compute_losses(model, [TALKS[number] for number in json.loads(line)["samples"]]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    losses = [line["loss"] for line in read_events(Path("run/journal.jsonl")) if line["event"] == "train"]
+    assert len(losses) == 50
+    assert losses[-1] < 0.98 * losses[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)

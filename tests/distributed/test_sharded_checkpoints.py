@@ -13,11 +13,11 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 
 from multigpu_cli.checkpoint import manifest as manifest_module
-from multigpu_cli.checkpoint.export import load_trained_weights
 from multigpu_cli.checkpoint.files import compute_sha256
 from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
+from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import sharded_save

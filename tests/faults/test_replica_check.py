@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,6 +14,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.optimizers import build_optimizer
 from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.sharded import Sharded
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 
@@ -102,6 +104,40 @@ def test_so_does_what_the_optimizer_keeps() -> None:
         assert (alike, again) == ("", "")
         assert "rank 2 differs in the optimizer's state of 0.weight, the optimizer's state of 2.weight" in missing
         assert other.endswith("at step 7: rank 1 differs in the optimizer's state of 2.weight")
+
+
+def spoil_sharded(world: World) -> list[str]:
+    """What is said of four workers in groups of two: as they are, and with a bit of rank 3, then of others, changed."""
+    model = network()
+    strategy = Sharded(model, world, shard_size=2)
+    optimizer = torch.optim.SGD(strategy.trained, 0.1, momentum=0.9)
+    strategy.attach_optimizer(optimizer)
+    for rows in strategy.trained:
+        rows.grad = torch.ones_like(rows)
+    optimizer.step()
+    weight = next(rows for rows in strategy.trained if strategy.find_parameter(rows) is model.get_parameter("2.weight"))
+    spoiled = {3: weight.detach(), 0: optimizer.state[weight]["momentum_buffer"]}
+    found = []
+    for rank, value in [(None, weight.detach()), *spoiled.items(), (2, model.get_buffer("1.num_batches_tracked"))]:
+        value.add_(int(world.rank == rank))
+        try:
+            check_replicas(model, world, 7, optimizer, places=strategy.places, find_parameter=strategy.find_parameter)
+            found.append("")
+        except TrainingError as error:
+            found.append(error.problem.partition(": ")[2])
+        value.sub_(int(world.rank == rank))
+    return found
+
+
+def test_workers_with_the_same_rows_of_a_sharded_model_are_compared() -> None:
+    """Of two with the same rows either may be wrong; buffers are alike on all."""
+    expected = [
+        "",
+        "rank 3 or 1 differs in 2.weight",
+        "rank 2 or 0 differs in the optimizer's state of 2.weight",
+        "rank 2 differs in 1.num_batches_tracked",
+    ]
+    assert run_on_each_rank(4, spoil_sharded) == [expected] * 4
 
 
 @pytest.mark.parametrize(("how", "where"), [("drift", "inner.1.weight"), ("spoil", "the optimizer's state of inner.1")])

@@ -82,5 +82,16 @@ def test_gathering_hides_behind_the_passes_where_links_work_beside_the_device() 
     assert exposed_seconds(replace(work, sharding=KEPT), network, 2) == (5 - 2) + (5 - 4)
     assert exposed_seconds(work, network, 1) == 0
     on_cores = Interconnect(Link("slow", 0.0, 100.0, "a test", overlaps=False))
-    assert step_seconds(work, on_cores, 2, 3) == 3 * 6 + 7 * 5 + 1
-    assert exposed_seconds(replace(work, reduction=8.0), on_cores, 2, passes=3) == 7 * 4
+    assert step_seconds(work, on_cores, 2, 3) == 3 * 6 + 7 * 5 + 1 / 2, "each commits its half"
+
+
+def test_measured_seconds_take_the_place_of_the_ring() -> None:
+    """A step gathers the weights before each of six passes, and reduces the gradients once."""
+    work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), gather=0.5, reduction=8.0, sharding=BLOCKS)
+    on_cores = Interconnect(Link("slow", 0.0, 100.0, "a test", overlaps=False))
+    assert exposed_seconds(work, on_cores, 2, passes=3) == 6 * 0.5 + 8
+    assert step_seconds(work, on_cores, 2, 3) == 3 * 6 + 6 * 0.5 + 8 + 1, "the commit of a part was measured"
+    assert exposed_seconds(replace(work, sharding=KEPT), on_cores, 2, passes=3) == 0.5 + 8
+    assert exposed_seconds(replace(work, sharding=replace(BLOCKS, exact=True)), on_cores, 2, passes=3) == 3 + 3 * 8
+    elsewhere = Interconnect(Link("assumed", 0.0, 100.0, "a test"))
+    assert exposed_seconds(work, elsewhere, 2, passes=3) == (15 - 6) + (20 - 12), "another machine's links"

@@ -134,6 +134,20 @@ def test_an_evaluation_that_runs_out_of_memory_later_goes_on_in_smaller_batches(
     ]
 
 
+def test_a_sharded_evaluation_that_runs_out_of_memory_later_is_smaller_in_the_next_attempt() -> None:
+    """Others wait in a pass for the rank that ran out, so none can evaluate again; the folder's note says how."""
+    flags = RUN | EVALUATED | {"multi_gpu": "fsdp"}
+    plenty = run_training(2, **flags | {"save_dir": "plenty"})
+    sets = ["model.args.evaluation=10", "model.args.after=2"]
+    ended = run_training(2, **flags, sets=sets)
+    assert ended.kind == "TrainingError"
+    assert "ran out of memory in an evaluation at step 3" in ended.error
+    assert "from the last checkpoint with batches of 10 instead of 20" in ended.error
+    again = run_training(2, **flags, sets=sets)
+    assert plenty.error == again.error == ""
+    assert read_evaluations("run") == pytest.approx(read_evaluations("plenty"), rel=1e-6)
+
+
 @pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "later"])
 @pytest.mark.parametrize(("flags", "why"), [({"on_oom": "stop"}, "--on-oom stop"), ({"exact": True}, "--exact")])
 def test_an_evaluation_stops_where_smaller_batches_are_not_wanted(flags: dict[str, Any], why: str, after: int) -> None:

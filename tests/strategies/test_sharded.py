@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.functional import cross_entropy, linear
 
 from multigpu_cli.config.schema import OptimizerConfig
@@ -69,6 +70,7 @@ def train(
     name: str = "adamw",
     *,
     exact: bool = False,
+    reload: bool = False,
     **more: Any,
 ) -> Found:
     """Three steps as the engine does them, with clipping; the whole state of rank 0, and what this rank holds."""
@@ -83,6 +85,8 @@ def train(
         strategy = sharded(model, world, optimizer, average.module, blocks=blocks, **more)
     with preserve_buffers(model):
         strategy.warm_up(lambda: cross_entropy(strategy.callable(samples(2)[0]), samples(2)[1]))
+    if reload:
+        model.load_state_dict(model.state_dict())
     norms = []
     for _ in range(3):
         reduce_step(strategy, plan, world.rank)
@@ -129,6 +133,23 @@ def test_workers_together_do_what_one_does(share: str, keeps_weights: bool) -> N
     assert expected["norms"][0] > 0.05, "and it was clipped"
     assert_alike(first["state"], expected["state"])
     assert all(other["state"] == {} and other["norms"] == first["norms"] for other in others)
+
+
+@pytest.mark.parametrize("reload", [False, True])
+def test_the_optimizer_moves_the_weights_where_torch_pads_them_anew(
+    reload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.8 copies a rank's rows at its first pass and after a load, where they are fewer than those of others."""
+    torchs_own = FSDPParam.reset_sharded_param
+
+    def pad_anew(self: Any) -> None:
+        self.sharded_param._local_tensor = self.sharded_param._local_tensor.clone()
+        torchs_own(self)
+
+    monkeypatch.setattr(FSDPParam, "reset_sharded_param", pad_anew)
+    expected = train(World(CPU), BatchPlan(**vars(SHARES["even"]) | {"workers": 1}), Tied)
+    found = run_on_each_rank(3, lambda world: train(world, SHARES["even"], Tied, reload=reload))
+    assert_alike(found[0]["state"], expected["state"])
 
 
 def test_frozen_weights_and_late_blocks_where_unused_ones_are_looked_for() -> None:

@@ -123,7 +123,7 @@ def make_tokenizer(name: str) -> tuple[Any, tuple[int, ...]]:
     from transformers import PreTrainedTokenizerFast
 
     ends = ENDS[max((begin for begin in ENDS if name.startswith(begin)), key=len)]
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=train_tokenizer(), bos_token="<bos>", eos_token=ends[0], chat_template=list_templates()[name]
     )
     return tokenizer, tuple(tokenizer.convert_tokens_to_ids(list(ends)))

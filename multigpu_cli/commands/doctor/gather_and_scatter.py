@@ -22,11 +22,5 @@ def reduce_scatter(whole: Tensor) -> None:
     part.copy_(total)
 
 
-def gather_and_scatter(whole: Tensor) -> None:
-    """What sharding does with the weights and the gradients of a group; as many bytes as in an all-reduce."""
-    all_gather(whole)
-    reduce_scatter(whole)
-
-
 def _own_part(whole: Tensor) -> Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.data import Dataset
 
-from multigpu_cli.checkpoint.export import load_trained_weights
+from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.commands.workers import join_workers, place_on_machine
@@ -73,7 +73,10 @@ def run_distributed(
     with join_workers(wanted, 600.0) as (_, world):
         set_threads_per_rank(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
-        run = run_on_all_ranks(world, lambda: load_run(weights, request.changes, own_code=request.own_code))
+        run = run_on_all_ranks(
+            world,
+            lambda: load_run(weights, request.changes, own_code=request.own_code, checks_base=world.is_main),
+        )
         precision = _choose_precision(run.config, world)
         part = run_on_all_ranks(
             world, lambda: _prepare_pass(request, str(weights.origin), run, world, precision, needs_targets)
@@ -104,14 +107,17 @@ def _prepare_pass(
     source = replace(run.source, **changed)
     task = build_task(config, source)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
+    model, number_format = run.model.to(world.device), Precision(precision.name, world.device)
+    if type(task).evaluate is Task.evaluate:  # PPO's check begins to play
+        task.check_model(model, number_format)
     return InferencePass(
         origin=origin,
         split=name,
         world=world,
-        model=run.model.to(world.device),
+        model=model,
         task=task,
         loader=task.loader(name, config.data, world, config.reproducibility.seed),
-        precision=Precision(precision.name, world.device),
+        precision=number_format,
         batch_size=request.batch_size or usual,
         has_targets=unlabeled is None and name != "new",
         names=getattr(split, "names", None),

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from multigpu_cli.checkpoint.export import (
-    RawInputs,
-    TrainedWeights,
-    export_network,
-    export_weights,
-    load_trained_weights,
-)
+from multigpu_cli.checkpoint.export import RawInputs, export_network, export_weights
 from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.trained_weights import TrainedWeights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.config.schema import Config
@@ -36,7 +31,7 @@ _RAW = "takes raw columns, an array (n,) each; scaling, missing values and one-h
 
 @dataclass(frozen=True)
 class Export:
-    """The file that was written.
+    """The file, or folder, that was written.
 
     Attributes:
         origin: the file that the weights come from.
@@ -53,17 +48,29 @@ class Export:
     takes: str = ""
 
 
-def export_run(checkpoint: str, target: Path, *, data_dir: str | None = None, own_code: bool = False) -> Export:
-    """Write the file and check it.
+def export_run(
+    checkpoint: str,
+    target: Path,
+    *,
+    format: str | None = None,
+    data_dir: str | None = None,
+    model_dir: str | None = None,
+    own_code: bool = False,
+) -> Export:
+    """Write the file, or folder, and check it.
 
     Args:
+        format: hf, adapter or merged: a folder for transformers and peft; None: a file, by its ending.
         data_dir: where the dataset is now; the network is built for its shapes, and run on its samples.
+        model_dir: where the pretrained model is now.
         own_code: the code that the checkpoint names may be imported.
 
     Raises:
         RequestError: nothing was written.
         TrainingError: the file failed its check, and was removed.
     """
+    if format:
+        return _export_folder(checkpoint, target, format, model_dir, own_code=own_code)
     weights, takes = load_trained_weights(Path(checkpoint)), ""
     if target.suffix in (".safetensors", ".pt"):
         with writing_to("--to", target):
@@ -85,6 +92,17 @@ def format_export(export: Export) -> Iterator[str]:
     yield export.checked
     if export.takes:
         yield export.takes
+
+
+def _export_folder(checkpoint: str, target: Path, format: str, model_dir: str | None, *, own_code: bool) -> Export:
+    from multigpu_cli.commands.inference.export_folder import write_model_folder  # late: transformers' models only
+
+    changes = {"model_dir": model_dir} if model_dir else {}
+    with writing_to("--to", target):
+        written = write_model_folder(Path(checkpoint), target, format, changes, own_code=own_code)
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    checked = f"loaded again: greatest difference of a logit {written.difference:.2g} of the largest one"
+    return Export(str(target), size, written.origin, written.difference, checked)
 
 
 def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.checkpoint.export import TrainedWeights
-from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.checkpoint.trained_weights import TrainedWeights
 from multigpu_cli.config.own_code import check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -18,6 +18,8 @@ from multigpu_cli.data.vocabulary import deserialize_vocabulary
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.build_model import init_model
+from multigpu_cli.run.pretrained_base import check_base
+from multigpu_cli.runtime.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
 from multigpu_cli.tasks.open_data import open_data
 
 
@@ -35,19 +37,25 @@ class LoadedRun:
     model: nn.Module
 
 
-def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: bool) -> LoadedRun:
+def load_run(
+    weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: bool, checks_base: bool = True
+) -> LoadedRun:
     """Open the run's dataset, build its network for it, and put the weights in.
 
     Args:
-        changes: settings that differ from the run's, by key: where the data is now, or other data.
+        changes: settings that differ from the run's, by key: where data or pretrained model are now, or other data.
         own_code: the code that the run names may be imported.
+        checks_base: whether this process reads the files of a pretrained model to see whether they are the run's.
 
     Raises:
-        RequestError: the code is not allowed, the dataset is not there, or the weights do not fit it.
+        RequestError: the code is not allowed, the dataset or the pretrained model is not there, or the weights do not
+            fit it.
     """
     config = _merge_config(weights, changes)
     check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
     source = open_data(config)
+    if checks_base:
+        check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
     before = weights.settings.get("learned")
     if before is not None and before != source.signature():
         raise RequestError(
@@ -59,8 +67,13 @@ def load_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: b
     return _load_weights(config, source, weights)
 
 
-def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedRun:
+def load_run_without_data(
+    weights: TrainedWeights, *, own_code: bool, changes: Mapping[str, Any] = MappingProxyType({})
+) -> LoadedRun:
     """Build the network from the run's record of its data, which need not be there: a source without samples.
+
+    Args:
+        changes: settings that differ from the run's, by key: where the pretrained model is now.
 
     Raises:
         RequestError: the code is not allowed, or the file has no record of the data.
@@ -68,9 +81,9 @@ def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedR
     built_for = dict(weights.settings.get("built_for", {}))
     if not built_for:
         raise RequestError(f"{weights.origin} has no record of its data's shapes", remedy="weights of a newer run")
-    config = _merge_config(weights, {})
+    config = _merge_config(weights, changes)
     config = replace_settings(config, {"model": config.model.name or built_for["model"]})
-    command = _make_command_config({}, own_code=own_code)
+    command = _make_command_config(changes, own_code=own_code)
     check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
     source = DataSource(
@@ -84,13 +97,25 @@ def load_run_without_data(weights: TrainedWeights, *, own_code: bool) -> LoadedR
         model=built_for["model"],
         task=built_for["task"],
     )
+    check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
     return _load_weights(config, source, weights)
+
+
+def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel:
+    """Tokenizer and ends of the pretrained model of a run.
+
+    Raises:
+        RequestError: they are not there, or not those of the training.
+    """
+    model, record = load_text_model(find_model_folder(run.config.model.dir)), weights.settings.get("base", {})
+    found = describe_tokenizer(model.tokenizer, record.get("template"))
+    check_base(record, run.config, replace(run.source, text_model=found), str(weights.origin))
+    return model
 
 
 def _load_weights(config: Config, source: DataSource, weights: TrainedWeights) -> LoadedRun:
     model = init_model(config, source)
-    check_fit(model, weights.state, str(weights.origin))
-    model.load_state_dict(weights.state)
+    weights.load_into(model)
     return LoadedRun(config, source, model.eval())
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from multigpu_cli.commands.plan.step_times import median_step, time_steps
-from multigpu_cli.commands.workers import place_on_one_device
+from multigpu_cli.commands.workers import join_workers, place_on_one_device
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.launch import run_in_workers
@@ -33,6 +33,7 @@ from multigpu_cli.tasks.open_data import check_has_samples
 
 _LONGEST_WAIT = 300.0  # seconds
 _SINGLE: dict[str, Any] = {"nproc_per_node": None}
+_IN_STEPS = Link("measured", 0.0, inf, "measured here in the sharded steps of as many workers", overlaps=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class SingleWorkerProfile:
     Attributes:
         works: by number of workers, the times of one of them. On a CPU they were measured at the same time, as far as
             there are cores, because they share its memory and its clock. On GPUs one measurement stands for all.
-        wire: between the workers of a CPU, measured in their steps; None where one worker ran alone.
+        wire: between the workers of a CPU, measured in their steps; None where there was nothing to measure it in.
         sharding: with --multi-gpu fsdp.
         flops_per_sample: forward and backward.
         note: what the memory probe changed.
@@ -76,30 +77,36 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
         with closing(components.loaders):
             size = components.plan.batches.micro_batch
             whole, half = profile_micro_batch(components, size), profile_micro_batch(components, max(1, size // 2))
+            sharding = measure_sharding(components)
             if world.device.type == "cpu":
-                works, wire = _measure_on_cores(components, config, counts)
+                works, wire = _measure_on_cores(components, config, counts, sharding)
             else:
                 works, wire = dict.fromkeys(counts, _measure_alone(components)), None
-            if sharding := measure_sharding(components):
+            if sharding:
                 works = {count: replace(work, sharding=sharding) for count, work in works.items()}
             memory = _measure_memory(components, whole, half)
             return SingleWorkerProfile(components, works, wire, sharding, memory, whole.flops_per_sample, note)
 
 
 def _measure_on_cores(
-    components: TrainComponents, config: Config, counts: list[int]
+    components: TrainComponents, config: Config, counts: list[int], sharding: Sharding | None
 ) -> tuple[dict[int, StepTimes], Link | None]:
     """The times of one of so many CPU workers, and the wire between the largest group with a core for each worker.
 
-    For more workers than cores: the times of one worker on its own core, and the wire between as many workers as cores.
+    For more workers than cores: the times of one worker on its own core, and the wire between as many workers as cores,
+    which sharded steps do not measure.
     """
     works, wire = {}, None
     for workers in counts:
-        if 1 < workers <= count_cores():
-            works[workers], wire = _measure_together(config, workers)
-        else:
+        if not 1 < workers <= count_cores():
             with limit_threads(threads_per_worker(workers)):
                 works[workers] = _measure_alone(components)
+        elif sharding:
+            works[workers] = _measure_sharded(config, sharding, workers)
+        else:
+            works[workers], wire = _measure_together(config, workers)
+    if sharding:
+        return works, _IN_STEPS if 1 < max(counts) <= count_cores() else None
     if wire is None and max(counts) > count_cores() > 1:
         _, wire = _measure_together(config, count_cores())
     return works, wire
@@ -123,6 +130,17 @@ def _measure_together(config: Config, workers: int) -> tuple[StepTimes, Link]:
     reduction = sum(sent if after else sent[:-1])  # training does not send those 8 bytes
     work = StepTimes(data, forward, backward, commit, messages, after, reduction)
     return work, Link.from_measurements("gloo, between steps", workers, points, overlaps=False)
+
+
+def _measure_sharded(config: Config, sharding: Sharding, workers: int) -> StepTimes:
+    """Times of one of several processes that take sharded steps of one micro-batch on each."""
+    size, _ = sharding.split_workers(workers)
+    own = replace_settings(config, {"nproc_per_node": None, "shard_size": size if size < workers else None})
+    placement = Placement("fsdp", (torch.device("cpu"),) * workers, workers, "plan")
+    data, forward, backward, commit, gathers, reduction = run_in_workers(placement, _run_sharded_worker, own)[0]
+    groups = tuple(map(float, sharding.groups))
+    gather = gathers / sharding.gathers(1)
+    return StepTimes(data, forward, backward, commit, groups, reduction=reduction, gather=gather)
 
 
 def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
@@ -179,6 +197,14 @@ def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:
             tensors = [torch.zeros(part * world.size) for part in parts]
             times = torch.stack(all_gather(world, time_steps(components, world, tensors)))
         return messages, after, median_step(times)
+
+
+def _run_sharded_worker(config: Config) -> list[float]:
+    """Take sharded steps together with the other workers: the times of their phases, and of what they send."""
+    with join_workers(config.device, _LONGEST_WAIT) as (placement, world), TemporaryDirectory() as folder:
+        components, _ = build_probed(config, placement, world, folder)
+        with closing(components.loaders), limit_threads(threads_per_worker(world.size)):
+            return median_step(torch.stack(all_gather(world, time_steps(components, world))))
 
 
 def build_probed(config: Config, placement: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:

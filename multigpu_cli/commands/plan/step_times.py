@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.commands.doctor.gather_and_scatter import gather_and_scatter
+from multigpu_cli.commands.plan.group_timer import GroupTimer
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.optimizers import set_rate
 from multigpu_cli.run.components import TrainComponents
@@ -26,11 +26,10 @@ def median_step(times: Tensor) -> list[float]:
 
     Args:
         times: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that step together
-            wait for the slowest of them, so the shortest time of a message is the one that the message itself takes.
+            wait for the slowest of them, which waits least itself: its times are those of the step.
     """
-    own, sent = times[..., :_PHASES], times[..., _PHASES:]
-    slowest = own.sum(2).argmax(0)
-    steps = torch.cat([own[slowest, torch.arange(len(slowest))], sent.amin(0)], 1)
+    slowest = times[..., :_PHASES].sum(2).argmax(0)
+    steps = times[slowest, torch.arange(len(slowest))]
     windows = steps[: len(steps) // _WINDOW * _WINDOW].unflatten(0, (-1, _WINDOW)).mean(1)
     seconds: list[float] = windows[windows.sum(1).median(0).indices].tolist()
     return seconds
@@ -39,6 +38,7 @@ def median_step(times: Tensor) -> list[float]:
 def time_steps(components: TrainComponents, world: World | None = None, messages: Sequence[Tensor] = ()) -> Tensor:
     """Some seconds of steps after a warm-up: [steps, 4 + messages]; all workers of the world take the same number.
 
+    A sharded model has two messages of its own: the gathering of its weights, and the reduction of their gradients.
     The number of windows is odd, so that one of them takes the median time.
     """
     rows = _steps(components, world.size if world else 1, messages)
@@ -54,16 +54,18 @@ def time_steps(components: TrainComponents, world: World | None = None, messages
 
 
 class _PhaseTimer:
-    """Records when the phases of a step end on the device."""
+    """Records when the phases of a step end on the device, less what `groups` has counted in them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: GroupTimer | None) -> None:
         self._wait = torch.get_device_module(device).synchronize
         self._marks: list[float] = []
+        self._groups = groups
 
     def mark(self) -> None:
         """Record the end of a phase."""
         self._wait()
-        self._marks.append(time.perf_counter())
+        counted = self._groups.gathering + self._groups.reducing if self._groups else 0.0
+        self._marks.append(time.perf_counter() - counted)
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Record the end of forward, which is where backward begins."""
@@ -85,13 +87,14 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
 
     Args:
         workers: the number that share a step; with several, the changes of the buffers are gathered.
-        messages: summed over the workers after backward; with --multi-gpu fsdp gathered and scattered instead.
+        messages: summed over the workers after backward.
 
     Yields:
         seconds of a step: data, forward, backward, commit, then each message.
     """
-    send = gather_and_scatter if components.config.device.multi_gpu == "fsdp" else dist.all_reduce
-    state, strategy, timer = components.state, components.strategy, _PhaseTimer(components.world.device)
+    state, strategy = components.state, components.strategy
+    groups = GroupTimer(state.model) if strategy.sharded else None
+    timer = _PhaseTimer(components.world.device, groups)
     stream = iterate_micro_batches(components)
     set_rate(state.optimizer, 0.0)
     while True:
@@ -101,7 +104,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         strategy.begin_step(workers)
         forward_backward(components, batch, len(batch.sample_indices), last=True, observer=timer)
         for message in messages:
-            send(message)
+            dist.all_reduce(message)
             timer.mark()
         strategy.after_backward(batch.micro_batch_index)
         strategy.reduce_gradients(idle=False)
@@ -111,7 +114,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         strategy.rollback_buffers(skipped)
         timer.mark()
         data, forward, backward, *sent, commit = timer.read()
-        yield [data, forward, backward, commit, *sent]
+        yield [data, forward, backward, commit, *sent, *(groups.read() if groups else ())]
 
 
 def iterate_micro_batches(components: TrainComponents) -> Iterator[Batch]:

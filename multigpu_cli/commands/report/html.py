@@ -96,10 +96,10 @@ def _render_body(
     yield "<h2>Faults and restarts</h2>"
     for run in runs:
         yield from _render_table(tables.tabulate_events(run), several)
-    with_classes = [table for table in map(tables.tabulate_classes, runs) if table.rows]
-    if with_classes:
-        yield "<h2>Classes</h2>"
-        for table in with_classes:
+    for title, tabulate in (("Samples", tables.tabulate_samples), ("Classes", tables.tabulate_classes)):
+        found = [table for table in map(tabulate, runs) if table.rows]
+        yield f"<h2>{title}</h2>" if found else ""
+        for table in found:
             yield from _render_table(table, several)
     settings, rest = tables.tabulate_settings(runs)
     yield from _render_table(settings, "h2")

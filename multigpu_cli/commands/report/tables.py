@@ -176,6 +176,21 @@ def tabulate_events(run: RunData) -> ReportTable:
     return ReportTable(run.name, [f"first start {first}"], rows)
 
 
+def tabulate_samples(run: RunData) -> ReportTable:
+    """The model's answers to each prompt, epoch by epoch; one that did not come to its end ends in an ellipsis."""
+    events = [event for _, event in sorted(run.history.samples.items())]
+    asked = dict.fromkeys(sample["prompt"] for event in events for sample in event["samples"])
+    answers = [
+        {each["prompt"]: each["answer"] if each["ended"] else f"{each['answer']} …" for each in event["samples"]}
+        for event in events
+    ]
+    rows = [
+        (f"epoch {event['epoch']}", [said.get(prompt, "") for prompt in asked])
+        for event, said in zip(events, answers, strict=True)
+    ]
+    return ReportTable(run.name, list(asked), rows)
+
+
 def tabulate_classes(run: RunData) -> ReportTable:
     """Precision, recall and F1 of each class, from the summary."""
     rows = run.summary.get("per_class") or []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import main_multi_gpu
-from multigpu_cli.commands.plan import measure, step_times
+from multigpu_cli.commands.plan import group_timer, measure, step_times
 from multigpu_cli.commands.plan.measure import build_probed, measure_worker
 from multigpu_cli.commands.plan.plan import note_too_large
 from multigpu_cli.commands.plan.step_times import iterate_micro_batches
@@ -25,7 +25,9 @@ from multigpu_cli.planning.sharding import shard_memory
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
+from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies.sharded_probe import list_groups
 from tests.support.ranks import run_on_each_rank
 
 GPT = {"data": "benchmarks.workloads:tokens", "batch_size": "4", "multi_gpu": "fsdp"}
@@ -102,7 +104,7 @@ def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two real workers send their groups; the memory and the traffic of four are those of the forecast."""
+    """Two real workers take sharded steps; the memory and the traffic of four are those of the forecast."""
     monkeypatch.setattr(step_times, "_SECONDS", 0)
     monkeypatch.setattr(measure, "count_cores", lambda: 2)
     words = [part for name, value in GPT.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -112,7 +114,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     two, four = found["sharded"][1:]
     assert (two["workers"], two["passes"], two["sent"], two["sent_by_ddp"]) == (2, 2, 5 * whole / 2, whole)
     assert four["memory"]["optimizer"] * 4 == pytest.approx(found["memory"]["optimizer"], rel=1e-3)
-    assert found["about"]["works"]["2"]["reduction"] > 0
+    works, wire = found["about"]["works"], found["about"]["wire"]
+    assert min(works["2"][name] for name in ("forward", "backward", "commit", "gather", "reduction")) > 0
+    assert works["4"]["gather"] is None, "beyond the cores there is nothing to be seen"
+    assert "gloo, all-gather and reduce-scatter" in wire
 
 
 def test_where_one_device_is_too_small_sharding_is_named() -> None:
@@ -129,3 +134,47 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     said = capsys.readouterr().out
     assert "fsdp     forecast, not measured: equal parts of the state" in said
     assert "a step of 1 micro-batch sends 0.00 KiB (ddp 0.00 KiB)" in said
+
+
+class Clock:
+    """A clock that stands still but for what is planted."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Planted:
+    """One of FSDP's collectives, which takes a second."""
+
+    def __init__(self, real: Any, clock: Clock) -> None:
+        self._real, self.allocate, self._clock = real, real.allocate, clock
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self._clock.now += 1
+        return self._real(*arguments, **named)
+
+
+def time_planted_steps(world: World, config: Config, folder: Path) -> list[float]:
+    """The forward pass of rank 1 takes ten seconds, and each collective one."""
+    components, _ = build_probed(config, Placement("fsdp", (CPU,), 0, "a test"), world, str(folder / str(world.rank)))
+    clock = Clock()
+    vars(step_times)["time"] = vars(group_timer)["time"] = clock
+    with closing(components.loaders.train):
+        components.state.model.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + 10 * world.rank))
+        for group in list_groups([components.state.model]):
+            group._all_gather_comm = Planted(group._all_gather_comm, clock)
+            group._reduce_scatter_comm = Planted(group._reduce_scatter_comm, clock)
+        return step_times.median_step(torch.stack(all_gather(world, step_times.time_steps(components, world))))
+
+
+@pytest.mark.parametrize(("flags", "gathers"), [({}, 2), ({"reshard": "step"}, 1)], ids=["forward", "step"])
+def test_gathering_is_no_part_of_the_passes(
+    flags: dict[str, Any], gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups are four blocks and the rest; those who step together wait for rank 1."""
+    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    config = resolve(GPT | flags, [], None)
+    found = run_on_each_rank(2, lambda world: time_planted_steps(world, config, tmp_path))
+    assert found == [[0, 10, 0, 0, 5 * gathers, 5]] * 2

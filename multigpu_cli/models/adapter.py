@@ -1,0 +1,191 @@
+"""Adapters (LoRA and its kin, through peft): small weights that learn beside those of a pretrained network.
+
+The state of a network with an adapter is what learns: the rest is read again from the folder of the pretrained model.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import AdapterConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.rate_factors import match_names
+from multigpu_cli.planning.rng_keys import make_key
+
+_KINDS: dict[str, dict[str, Any]] = {  # by peft's names; all have the same files, and can be merged
+    "lora": {},  # Hu et al. 2021
+    "rslora": {"use_rslora": True},  # alpha / √r in place of alpha / r (Kalajdzievski 2023)
+    "dora": {"use_dora": True},  # and a length for each row of a weight (Liu et al. 2024)
+}
+_ADAPTER = 0xADA  # separates the random stream of an adapter's first weights from the others
+_LISTED = 8
+
+
+def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Module:
+    """Wrap a network of transformers by peft: the adapter learns, the network stays as it is.
+
+    The first weights follow from the seed alone: a layer with a fresh adapter computes what it did without.
+
+    Args:
+        network: a causal language model, perhaps on the meta device.
+
+    Returns:
+        A `peft.PeftModel` whose `state_dict` has what learns, and nothing of the network itself.
+
+    Raises:
+        RequestError: peft is not installed, or a setting names no layer that can have an adapter, or one that can't.
+    """
+    try:
+        import peft
+    except ImportError as missing:
+        raise RequestError(
+            f"--adapter {config.kind}: peft is not installed", remedy="pip install 'multigpu-cli[hugging-face]'"
+        ) from missing
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        fan_in_fan_out=any(map(_is_conv1d, network.modules())),
+        **_choose_modules(network, config),
+        **_KINDS[config.kind],
+    )
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other versions of transformers, and of layers that need no setting
+        torch.default_generator.manual_seed(make_key(seed, _ADAPTER))
+        adapted = cast(nn.Module, peft.get_peft_model(network, settings))
+    frozen = tuple(adapted.state_dict().keys() - {name for name, p in adapted.named_parameters() if p.requires_grad})
+    adapted.register_state_dict_post_hook(partial(_leave_out, frozen))
+    adapted.register_load_state_dict_post_hook(partial(_do_without, frozen))
+    return adapted
+
+
+def find_adapted(model: nn.Module) -> Any:
+    """The `peft.PeftModel` that a network is, or holds; None where there is no adapter."""
+    return next((each for each in model.modules() if isinstance(getattr(each, "peft_config", None), dict)), None)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    return find_adapted(model) is not None
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """While the context lasts the network computes what it did before it had an adapter.
+
+    Unlike peft's own, it leaves alone which parameters learn.
+    """
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What has learned, under the names of the files that peft's `save_pretrained` writes."""
+    import peft
+
+    return dict(peft.get_peft_model_state_dict(find_adapted(model), save_embedding_layers=False))
+
+
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """The network of transformers with its adapter added to its weights, computed in float32 or better.
+
+    The model itself is used up.
+    """
+    adapted = find_adapted(model)
+    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in adapted.parameters()):
+        adapted.float()
+    merged: nn.Module = adapted.merge_and_unload()
+    return merged
+
+
+def check_freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Whether --freeze is about what an adapter has left to learn.
+
+    Raises:
+        RequestError: a pattern matches nothing that learns, or a module that is to learn as a whole.
+    """
+    learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for pattern in patterns:
+        names = match_names(learning, pattern, f"--freeze {pattern!r}", "parameter that --adapter lets learn")
+        if saved := next((name for name in names if ".modules_to_save." in name), None):
+            raise RequestError(
+                f"--freeze {pattern!r} keeps {saved} as it is, and adapter.modules_to_save says that it learns",
+                remedy="leave out one of them",
+            )
+
+
+def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]:
+    """The names of the modules with an adapter, and of those that learn as a whole, as peft's settings.
+
+    Raises:
+        RequestError: see `add_adapter`.
+    """
+    modules = {name: module for name, module in network.named_modules() if name}
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()  # type: ignore[operator]
+    linear = [name for name, each in modules.items() if isinstance(each, nn.Linear) or _is_conv1d(each)]
+    able = linear + [name for name, each in modules.items() if isinstance(each, nn.Embedding)]
+    targets = _find_modules(able, config.targets, "adapter.targets", "layer that can have an adapter")
+    targets = targets or [name for name in linear if modules[name] is not head]
+    whole = [name for name, each in modules.items() if any(True for _ in each.parameters())]
+    saved = _find_modules(whole, config.modules_to_save, "adapter.modules_to_save", "module with weights")
+    if both := next((name for name in targets for other in saved if f"{name}.".startswith(f"{other}.")), None):
+        raise RequestError(
+            f"adapter.modules_to_save: {both} learns as a whole, and has an adapter too",
+            remedy="name it in one of adapter.targets and adapter.modules_to_save",
+        )
+    tied = head is not None and embedding.weight is head.weight
+    for key, names in (("adapter.targets", targets), ("adapter.modules_to_save", saved)):
+        parts = [each for name in names for each in modules[name].modules()]
+        if tied and any(part is embedding or part is head for part in parts):
+            raise RequestError(
+                f"{key}: the embedding and the head of this model share their weights (tie_word_embeddings), of which "
+                "one would learn without the other",
+                remedy="other layers, or full fine-tuning without --adapter",
+            )
+    return {"target_modules": targets, "modules_to_save": saved or None}
+
+
+def _find_modules(names: list[str], patterns: Sequence[str], key: str, kind: str) -> list[str]:
+    """The names that match a pattern as a whole, or by their last parts.
+
+    Raises:
+        RequestError: a pattern matches none.
+    """
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matched = [name for name in names if fnmatch(name, pattern) or fnmatch(name, f"*.{pattern}")]
+        if not matched:
+            short = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            more = ", …" if len(short) > _LISTED else ""
+            raise RequestError(
+                f"{key} {pattern!r} matches no {kind}", remedy=f"names end in {', '.join(short[:_LISTED])}{more}"
+            )
+        found |= dict.fromkeys(matched)
+    return [name for name in names if name in found]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is GPT-2's kind of linear layer, with its weight transposed."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _leave_out(names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name in names:
+        state.pop(prefix + name, None)
+
+
+def _do_without(names: tuple[str, ...], module: nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.endswith(names)]

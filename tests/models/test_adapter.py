@@ -1,0 +1,152 @@
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import torch as safetensors
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights
+from multigpu_cli.config.schema import AdapterConfig, ModelConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.adapter import adapter_weights, has_adapter, merge_adapter, without_adapter
+from multigpu_cli.models.build import build_model
+from multigpu_cli.models.on_meta import build_on_meta
+from multigpu_cli.optimizers import EMAModel
+from tests.support.tiny_language_models import SIZES, make_model_folder
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make_model_folder(tmp_path_factory.mktemp(name), name) for name in SIZES}
+
+
+def build(folder: Path, kind: str = "lora", seed: int = 1, freeze: tuple[str, ...] = (), **adapter: Any) -> nn.Module:
+    offered = {"model_dir": str(folder), "seed": seed}
+    return build_model(ModelConfig(freeze=freeze), "pretrained", offered, adapter=AdapterConfig(kind=kind, **adapter))
+
+
+def learn(model: nn.Module) -> None:
+    """Move what learns, so that the adapter counts."""
+    with torch.no_grad():
+        for number, weight in enumerate(p for p in model.parameters() if p.requires_grad):
+            weight.add_(torch.linspace(-0.3, 0.3, weight.numel()).view_as(weight).roll(number))
+
+
+def compute_logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(TOKENS)
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("architecture", SIZES)
+def test_an_adapter_begins_as_the_network_and_learns_beside_it(
+    kind: str, architecture: str, folders: dict[str, Path]
+) -> None:
+    base = build_model(ModelConfig(), "pretrained", {"model_dir": str(folders[architecture])})
+    model = build(folders[architecture], kind)
+    assert has_adapter(model)
+    assert not has_adapter(base)
+    torch.testing.assert_close(compute_logits(model), compute_logits(base))
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(model.state_dict())
+    learn(model)
+    learned = compute_logits(model)
+    assert not torch.allclose(learned, compute_logits(base), atol=0.1)
+    flags = [p.requires_grad for p in model.parameters()]
+    with without_adapter(model):
+        assert torch.equal(compute_logits(model), compute_logits(base))
+    assert torch.equal(compute_logits(model), learned)
+    assert flags == [p.requires_grad for p in model.parameters()]
+    merged = merge_adapter(model)(TOKENS).logits
+    torch.testing.assert_close(merged, learned, rtol=1e-4, atol=1e-5)
+
+
+def test_every_layer_but_the_head_has_one(folders: dict[str, Path]) -> None:
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in build(folders["llama"]).state_dict()}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_first_weights_follow_from_the_seed_alone(kind: str, folders: dict[str, Path]) -> None:
+    one = build(folders["llama"], kind, dropout=0.1)
+    torch.rand(5)
+    before = torch.get_rng_state()
+    same, other = build(folders["llama"], kind, dropout=0.1), build(folders["llama"], kind, seed=2)
+    assert torch.equal(before, torch.get_rng_state()), "what is built after it draws other numbers"
+    assert all(torch.equal(one.state_dict()[name], weight) for name, weight in same.state_dict().items())
+    assert any(not torch.equal(one.state_dict()[name], weight) for name, weight in other.state_dict().items())
+    on_meta, reason = build_on_meta(lambda: build(folders["llama"], kind, dropout=0.1))
+    assert on_meta is not None, reason
+    assert [(n, p.shape, p.requires_grad) for n, p in on_meta.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in one.named_parameters()
+    ]
+
+
+def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
+    model = build(folders["llama"], modules_to_save=("lm_head",))
+    average = EMAModel(model, 0.9)
+    learn(model)
+    average.update_parameters(model)
+    logits, state = compute_logits(model), model.state_dict()
+    assert all(".lora_" in name or ".modules_to_save." in name for name in state)
+    assert sum(value.numel() for value in average.state_dict().values()) == 1 + sum(v.numel() for v in state.values())
+    other = build(folders["llama"], modules_to_save=("lm_head",), seed=7)
+    other.load_state_dict(state)
+    assert torch.equal(compute_logits(other), logits)
+    EMAModel(other, 0.9).load_state_dict(average.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*lora_A"):
+        other.load_state_dict({name: value for name, value in state.items() if "layers.0.self_attn.q_proj" not in name})
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # between peft and transformers
+def test_the_names_of_the_weights_are_those_of_pefts_own_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = build(folders["llama"], modules_to_save=("lm_head",))
+    learn(model)
+    model.network.save_pretrained(tmp_path)  # type: ignore[operator,union-attr]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(loaded(TOKENS).logits, compute_logits(model))
+    written = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    own = adapter_weights(model)
+    assert own.keys() == written.keys()
+    assert all(torch.equal(own[name], value) for name, value in written.items())
+    other = build(folders["llama"], modules_to_save=("lm_head",), seed=7)
+    assert not load_initial_weights(other, tmp_path, partial=False).differences
+    assert torch.equal(compute_logits(other), compute_logits(model))
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no such layer": ("llama", {"targets": ("qkv",)}, r"adapter.targets 'qkv' matches no layer.*q_proj, k_proj"),
+    "no such module": ("llama", {"modules_to_save": ("head",)}, r"adapter.modules_to_save 'head' matches no module"),
+    "a tied head": ("qwen2", {"modules_to_save": ("lm_head",)}, r"modules_to_save: .*tie_word_embeddings"),
+    "a tied embedding": ("gpt2", {"targets": ("wte",)}, r"adapter.targets: .*tie_word_embeddings"),
+    "both": ("llama", {"targets": ("lm_head",), "modules_to_save": ("lm_head",)}, "learns as a whole, and has an"),
+    "frozen base": ("llama", {"freeze": ("*embed_tokens*",)}, "matches no parameter that --adapter lets learn"),
+    "frozen head": ("llama", {"modules_to_save": ("lm_head",), "freeze": ("*lm_head*",)}, "leave out one of them"),
+    "all frozen": ("llama", {"freeze": ("*",)}, "no parameter is left to train"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_can_not_be_is_refused(fault: str, folders: dict[str, Path]) -> None:
+    architecture, settings, said = WRONG[fault]
+    with pytest.raises(RequestError, match=f"(?s){said}"):
+        build(folders[architecture], **settings)
+
+
+def test_without_peft_the_extra_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *rest: Any, load: Any = builtins.__import__) -> Any:
+        if name == "peft":
+            raise ImportError(name)
+        return load(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(RequestError, match=r"peft is not installed\n.*multigpu-cli\[hugging-face\]"):
+        build(folders["llama"])
