@@ -158,7 +158,7 @@ DOOR = [
     Row("--data-dir file", ["--data-dir file", "not a file of a known dataset", ".csv"], {"file": b""}),
     Row("--data-dir empty", ["--data-dir empty", "no dataset is recognized", "--data NAME"], {"empty": None}),
     Row("--data-dir a.csv --data har", ["--data-dir a.csv", "--data har needs a folder", "--data csv"], {"a.csv": b""}),
-    Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "other records as .csv"], {"a.jsonl": b'{"size": 1}'}),
+    Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "records --data csv"], {"a.jsonl": b'{"size": 1}'}),
     Row("--data a.tar", ["--data a.tar", "not a file of a known dataset", "module:factory"], {"a.tar": b""}),
     Row("--data b.csv", ["--data b.csv", "no such file", "did you mean 'a.csv'?"], {"a.csv": b""}),
     Row("--data a.csv --data-dir .", ["--data a.csv together with --data-dir ."], {"a.csv": b""}),

@@ -157,7 +157,7 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             if found
             else f"{what} without --model-dir",
             remedy="--model-dir with the folder of a model of transformers"
-            + ("; other records as .csv, or a dataset of your own with --data MODULE:FUNCTION" if found else ""),
+            + ("; for plain records --data csv, or a dataset of your own as MODULE:FUNCTION" if found else ""),
         )
     if config.model.dir is not None and not (chat or pretrained):
         yield RequestError(

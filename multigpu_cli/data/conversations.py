@@ -115,7 +115,8 @@ def detect_form(record: Record, place: str) -> str:
             return name
     forms = ", or ".join(f"{' and '.join(form.fields)} ({name})" for name, form in FORMS.items())
     raise RequestError(
-        f"--data chat: {place} has {', '.join(list(record)[:_LISTED]) or 'no field'}", remedy=f"records with {forms}"
+        f"--data chat: {place} has {', '.join(list(record)[:_LISTED]) or 'no field'}",
+        remedy=f"records with {forms}; plain ones are for --data csv",
     )
 
 

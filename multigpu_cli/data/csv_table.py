@@ -1,4 +1,4 @@
-"""A table in a CSV file: one row a sample, one column the target, the others inputs."""
+"""A table in a CSV or .jsonl file: one row a sample, one column the target, the others inputs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.csv_reader import CsvFormat, CsvTable, is_missing, read_csv
+from multigpu_cli.data.csv_reader import CsvFormat, CsvTable, is_missing
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.json_table import read_table
 from multigpu_cli.data.locate_dataset_files import locate_other_file, locate_single_file
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.data.table_features import FEW, TableFeatures, find_odd_cell, learn_features, to_number
@@ -53,7 +54,7 @@ def load(
     if kind not in ("auto", "classification", "regression"):
         raise RequestError(f"data.kind: {kind!r}", remedy="auto, classification or regression")
     form = CsvFormat(separator, header, decimal)
-    table = read_csv(
+    table = read_table(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
     )
     ignored = [str(name) for name in ([ignore] if isinstance(ignore, str | int) else ignore)]
@@ -152,7 +153,7 @@ def _with_target(table: CsvTable, target: str) -> CsvTable:
 
 def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
     """Another file of the same columns, which are brought into the table's order."""
-    others = read_csv(path, form)
+    others = read_table(path, form)
     if sorted(others.columns) != sorted(table.columns):
         raise RequestError(
             f"data.test_file: {path.name} has other columns",
@@ -167,7 +168,7 @@ def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> Csv
 
 def _read_new(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
     """Rows that may lack the target; where columns have no names, the others are in order."""
-    found = read_csv(path, form)
+    found = read_table(path, form)
     if form.header == "none" and len(found.columns) == len(table.columns) - 1:
         return found._replace(columns=[name for name in table.columns if name != target])
     return found
