@@ -51,7 +51,8 @@ class NamedInputs(nn.Module):
             return None
         from transformers import DynamicCache  # late: to generate text only
 
-        return DynamicCache(config=self.network.config)
+        config: Any = self.network.config
+        return DynamicCache(config=config)
 
 
 class Logits(NamedInputs):

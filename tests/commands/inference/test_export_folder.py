@@ -100,9 +100,10 @@ def test_an_adapter_loads_in_peft_and_is_merged(
 def test_half_precision_is_merged_in_float32_and_else_stays(
     models: dict[str, Path], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    half = {"model.args": {"dtype": "bfloat16"}}
+    half: dict[str, Any] = {"model.args": {"dtype": "bfloat16"}}
     save_trained_run(here / "whole", models["qwen2"], **half)
-    save_trained_run(here / "lora", models["qwen2"], adapter="lora", **half)
+    bits: dict[str, Any] = {"model.args": half["model.args"] | {"quantize": "4bit"}}
+    save_trained_run(here / "lora", models["qwen2"], adapter="lora", **bits)
     assert export("whole", "--to", "out", "--format", "hf", capsys=capsys)["difference"] == 0
     export("lora", "--to", "merged", "--format", "merged", capsys=capsys)
     for folder, dtype in (("out", "bfloat16"), ("merged", "float32")):
