@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.export import load_trained_weights
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.commands.inference.load_run import load_run, load_run_without_data
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
