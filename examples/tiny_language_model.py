@@ -1,6 +1,6 @@
-"""A tiny Llama with its tokenizer, and conversations in a file, to try fine-tuning without a download.
+"""A tiny Llama with its tokenizer, conversations and preferences in files, to try fine-tuning without a download.
 
-They are written to tiny/model and tiny/train.jsonl.
+They are written to tiny/model, tiny/train.jsonl and tiny/preferences.jsonl.
 
 Usage: python examples/tiny_language_model.py
 """
@@ -25,12 +25,20 @@ def draw_conversation(dice: random.Random) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"What is {one} + {other}?"}, {"role": "assistant", "content": answer}]
 
 
+def draw_preference(dice: random.Random) -> dict[str, object]:
+    asked, right = draw_conversation(dice)
+    wrong = {"role": "assistant", "content": f"{right['content']}0"}
+    return {"prompt": [asked], "chosen": [right], "rejected": [wrong]}
+
+
 def main() -> None:
     folder, dice = Path("tiny"), random.Random(0)
     folder.mkdir(exist_ok=True)
     conversations = [draw_conversation(dice) for _ in range(400)]
     lines = [json.dumps({"messages": messages}) + "\n" for messages in conversations]
     (folder / "train.jsonl").write_text("".join(lines))
+    preferences = [json.dumps(draw_preference(dice)) + "\n" for _ in range(100)]
+    (folder / "preferences.jsonl").write_text("".join(preferences))
 
     subwords = ByteLevelBPETokenizer()
     texts = [message["content"] for messages in conversations for message in messages]

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -155,8 +156,9 @@ def test_links_lead_somewhere(guide: Path) -> None:
 
 @pytest.mark.parametrize("guide", PAGES, ids=name_of)
 def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
-    group = typer.main.get_group(main_multi_gpu.app)
-    ours = {flag for each in (group, *group.commands.values()) for option in each.params for flag in option.opts}
+    group: Any = typer.main.get_group(main_multi_gpu.app)
+    all_commands = [group, *group.commands.values(), *group.commands["data"].commands.values()]
+    ours = {flag for each in all_commands for option in each.params for flag in option.opts}
     assert [line for line in prose(guide).splitlines() if line.count("`") % 2] == []  # code that spans lines hides
     for code in CODE.findall(prose(guide)):
         if PLACE.fullmatch(code):
@@ -210,15 +212,19 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
         if file.suffix:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("epochs: 2\n")
-    group = typer.main.get_group(main_multi_gpu.app)
+    group: Any = typer.main.get_group(main_multi_gpu.app)
     name, *rest = [*words[at + 1 :], ""]
     command = group.commands.get(name)
+    if name == "data":
+        command, rest = command.commands[rest[0]], rest[1:]
     context = (command or group).make_context("multigpu", rest[:-1] if command else words[at + 1 :])
     environment = {}
     if "torchrun" in words[:at]:
         count = next(re.sub(r".*=", "", word) for word in words[:at] if "nproc" in word)
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         environment = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    if "split" in context.params:
+        context.params.pop("model_dir")  # that of the run
     if "data" in context.params:
         build_config(context.params, environment)
 

@@ -14,6 +14,7 @@ import yaml
 
 from tests.support import tiny_datasets
 from tests.support.run_training import run_training
+from tests.support.tiny_language_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("configs/*.yaml"))
@@ -23,6 +24,7 @@ FILES = {
     "fashion-mnist": tiny_datasets.mnist,
     "cifar10": tiny_datasets.cifar10,
     "text": tiny_datasets.text,
+    "chat": tiny_datasets.chat,
 }
 SMALLER = {
     "cifar10": ["model.args.width=8"],
@@ -47,6 +49,9 @@ def shorten_recipe(recipe: Path, folder: Path) -> dict[str, Any]:
     """The settings that make a recipe brief; only the length and the data are not its own."""
     name = name_of(recipe)
     data = {"data_dir": str(FILES[name](folder / "data"))} if name in FILES else {}
+    if name == "chat":
+        pytest.importorskip("peft", reason="peft is not installed")
+        data["model_dir"] = str(make_model_folder(folder / "model", places=128))
     return data | {"max_steps": STEPS, "save_dir": str(folder / "run")}
 
 
@@ -62,7 +67,9 @@ def test_a_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     assert ended.error == ""
     summary = ended.summary
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
-    measures = {"val_loss" if name_of(recipe) == "text" else "test_loss", "test_reward"} & summary["final"].keys()
+    measures = {"val_loss" if name_of(recipe) in ("text", "chat") else "test_loss", "test_reward"} & summary[
+        "final"
+    ].keys()
     assert any(isinstance(summary["final"][measure], float) for measure in measures)
     assert len(summary["fingerprint"]) == 64
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -25,6 +25,7 @@ from multigpu_cli.errors import RequestError, pluralize
 
 # Of DDP, torch.compile, Lightning, and our own models/hugging_face.py.
 _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
+_OF_PEFT = (".modules_to_save.default.", ".default.")  # its files leave it out
 _LISTED = 4  # names in a line of the table; the journal has all
 
 
@@ -128,7 +129,9 @@ def _group_by_stem(names: Iterable[str]) -> defaultdict[str, list[str]]:
 
 
 def _strip_prefixes(name: str) -> str:
-    """A parameter's name without what wrappers put before it, in whatever order they did."""
+    """A parameter's name without what wrappers put before it, in whatever order they did, and peft inside of it."""
+    for part in _OF_PEFT:
+        name = name.replace(part, ".")
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), ""):
         name = name.removeprefix(prefix)
     return name

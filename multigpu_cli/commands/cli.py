@@ -1,5 +1,6 @@
 """The commands beside training: their options, and the functions that do the work; heavy imports are late."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +13,16 @@ from multigpu_cli.commands.output import print_result
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import FAILED, RequestError
 
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 app = typer.Typer(
     cls=Group,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings=_CONTEXT,
 )
+
+data_app = typer.Typer(cls=Group, rich_markup_mode=None, context_settings=_CONTEXT, help="Look at a dataset.")
+app.add_typer(data_app, name="data")
 
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
 _ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the run's pretrained model is now")]
@@ -140,7 +145,7 @@ def plan(
 
     request = parse_plan_request(interconnect, workers, price_per_gpu_hour, noise_scale, gpus_per_node)
     forecast = make_plan(config, request)
-    if config.checkpoint.save_dir is not None:
+    if config.checkpoint.save_dir is not None and forecast.rows:
         save_plan(forecast, Path(config.checkpoint.save_dir))
     print_result(forecast, format_plan(forecast), as_json=values["json"])
 
@@ -175,6 +180,25 @@ def bench(
     measured = benchmark.run_benchmark(config, counts, length, times, context.obj)
     files = benchmark.write_files(measured, folder)
     print_result(measured, benchmark.format_benchmark(measured, files), as_json=values["json"])
+
+
+@data_app.command(cls=Command)
+@with_train_options
+def preview(
+    context: typer.Context,
+    *,
+    samples: Annotated[str, typer.Option(metavar="N", help="how many samples are shown")] = "3",
+    **values: Any,
+) -> None:
+    """Show the tokens of a few samples of a language model's data, and which of them are learned."""
+    from multigpu_cli.commands.requests import parse_option
+    from multigpu_cli.config.types import integer
+
+    config, count = _read_config(context, values), parse_option(integer(1), "--samples", samples)
+    from multigpu_cli.commands.data_preview import choose_marks, format_preview, preview_data  # torch loads here
+
+    found = preview_data(config, count)
+    print_result(found, format_preview(found, choose_marks(sys.stdout, context.obj)), as_json=values["json"])
 
 
 def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_launcher: bool = False) -> Config:

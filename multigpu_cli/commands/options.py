@@ -88,7 +88,7 @@ class Group(TyperGroup):
             RequestError: there is none of that name.
         """
         if args[0] not in self.commands:
-            near = did_you_mean(args[0], [*self.commands, "train"])
+            near = did_you_mean(args[0], [*self.commands, *([] if ctx.parent else ["train"])])
             remedy = "no command at all: without one it trains" if "train'" in near else near.replace(", train", "")
             raise RequestError(f"{args[0]!r} is no command", remedy=f"{remedy} (a value directly follows its flag)")
         return super().resolve_command(ctx, args)

@@ -6,13 +6,15 @@ from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
 _OWN = [key for key, entry in SETTINGS.items() if entry.section == "adapter" and key != "adapter"]
-KEYS = " ".join(["data", "model", "adapter", *_OWN])
+KEYS = " ".join(["data", "model", "model.args", "adapter", "multi_gpu", *_OWN])
 """The keys that the rule reads."""
 
 
 def find_adapter_errors(config: Config) -> Iterator[RequestError]:
     """An adapter without a pretrained model, and settings of an adapter without one."""
     kind, model = config.adapter.kind, config.model.name
+    if model == "pretrained" and config.model.args.get("quantize", "none") != "none":
+        yield from _find_quantization_errors(config)
     if kind == "none":
         for key in [key for key in _OWN if config.get(key) != SETTINGS[key].default]:
             yield RequestError(
@@ -23,3 +25,10 @@ def find_adapter_errors(config: Config) -> Iterator[RequestError]:
             f"--adapter {kind} without --model pretrained: an adapter learns beside weights that have been trained",
             remedy="--model pretrained --model-dir DIR; or --freeze for parts of another network",
         )
+
+
+def _find_quantization_errors(config: Config) -> Iterator[RequestError]:
+    if config.adapter.kind == "none":
+        yield RequestError("model.args.quantize: weights in 4 bits can't learn", remedy="--adapter lora beside them")
+    if config.device.multi_gpu == "fsdp":
+        yield RequestError("model.args.quantize: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")

@@ -74,7 +74,7 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
 def _free_argument(entry: SettingEntry) -> SettingEntry:
     """--set data.X=v means data.args.X=v, unless X is also the name of a setting."""
     part, _, name = entry.key.partition(".")
-    if part not in PARTS or not name or name.split(".")[0] in (PARTS[part], "args"):
+    if f"{part}.args" not in SETTINGS or not name or name.split(".")[0] in (PARTS[part], "args"):
         return entry._replace(key=part) if name == PARTS.get(part) else entry
     known = {entry.key, name, f"{part}_{name}"} & SETTINGS.keys()
     return entry if known else entry._replace(key=f"{part}.args.{name}")

@@ -6,7 +6,8 @@ from typing import Any
 _MANY_CLASSES = 20
 _UNITS = ("env_steps", "tokens", "samples")
 _SHOWN = ("epoch", "episode_reward", "episode_length", "mean_loss", "lr")
-_SHORT = {"event", "time", "samples", "step", *_SHOWN, *(f"{unit}_per_second" for unit in _UNITS)}
+_RATES = {*(f"{unit}_per_second" for unit in _UNITS), "all_tokens_per_second", "padding_share"}
+_SHORT = {"event", "time", "samples", "step", *_SHOWN, *_RATES}
 _WIDEST_NAME = 32  # letters
 
 
@@ -123,8 +124,13 @@ def format_number(value: Any) -> str:
 
 def _rate(fields: Mapping[str, Any]) -> list[str]:
     unit = next((unit for unit in _UNITS if f"{unit}_per_second" in fields), "samples")
-    rate = fields.get(f"{unit}_per_second")
-    return [] if rate is None else [f"{rate:,.0f} {format_label(unit)}/s"]
+    rate, tokens = fields.get(f"{unit}_per_second"), fields.get("all_tokens_per_second")
+    if rate is None:
+        return []
+    if tokens is None:
+        return [f"{rate:,.0f} {format_label(unit)}/s"]
+    padding = _readable("padding_share", fields["padding_share"])
+    return [f"{rate:,.0f} of {tokens:,.0f} tokens/s learned", f"padding {padding}"]
 
 
 def _readable(name: str, value: Any) -> str:

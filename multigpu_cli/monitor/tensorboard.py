@@ -15,6 +15,8 @@ _SYSTEM = {
     *(
         "samples_per_second",
         "env_steps_per_second",
+        "all_tokens_per_second",
+        "padding_share",
         "rollout_steps_per_second",
         "step_ms",
         "step_p50_ms",
@@ -27,12 +29,15 @@ _CHARTS = {  # of the page "Custom Scalars": the tags of the curves of each char
     "Learning": {
         "loss": ["train/mean_loss", "val/loss"],
         "validation accuracy": ["val/accuracy"],
+        "validation perplexity": ["val/perplexity"],
         "reward of an episode": ["train/episode_reward", "val/reward"],
         "learning rate": ["train/lr"],
         "gradient norm": ["train/grad_norm"],
     },
     "Speed": {
         "samples per second": ["system/samples_per_second"],
+        "tokens per second, learned and all": ["train/tokens_per_second", "system/all_tokens_per_second"],
+        "share of padding": ["system/padding_share"],
         "milliseconds per optimizer step": ["system/step_ms", "system/step_p50_ms", "system/step_p95_ms"],
         "share of time spent waiting": ["system/data_wait_share", "system/comm_share", "system/straggler_share"],
         "share of the device's peak FLOP/s": ["system/mfu"],

@@ -28,6 +28,7 @@ class Plan:
         sharding: what is gathered as one with --multi-gpu fsdp; empty otherwise, and before the model is built.
         first_weights: who builds the weights of a sharded model, with the reason; empty otherwise.
         compiled: how the model is compiled; empty if it is not.
+        adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
         logits: how many of a pretrained language model are in memory at a time; empty otherwise.
     """
@@ -52,6 +53,7 @@ class Plan:
     sharding: str = ""
     first_weights: str = ""
     compiled: str = ""
+    adapter: str = ""
     model_call: str = ""
     logits: str = ""
 
@@ -68,6 +70,7 @@ class Plan:
                 "precision",
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
+            *([("adapter", self.adapter)] if self.adapter else []),
             *([("sharding", self.sharding)] if self.sharding else []),
             *([("first weights", self.first_weights)] if self.first_weights else []),
             *([("torch.compile", self.compiled)] if self.compiled else []),
@@ -106,6 +109,7 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
+            "adapter": self.adapter,
             "sharding": self.sharding,
             "first_weights": self.first_weights,
             "model_call": self.model_call,

@@ -83,6 +83,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     average = _copy_for_average(spec.config, built.model, shards=shards)
     blocks = _find_compiled_blocks(spec, built.model, world)
     model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))
+    spec = replace(spec, plan=replace(spec.plan, adapter=_describe_adapter(spec, built.model)))
     spec = _measure_buckets(spec, built.model, world)
     spec = _describe_sharding(spec, built.model, start)
     strategy = build_strategy(model, average, world, spec, source=source)
@@ -228,6 +229,19 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
     words = words if workers > 1 else "none: one process holds everything"
     return replace(spec, plan=replace(spec.plan, sharding=words, first_weights=start))
+
+
+def _describe_adapter(spec: RunSpec, model: nn.Module) -> str:
+    """How much learns, and how much of the network stays as it is."""
+    config = spec.config.adapter
+    if config.kind == "none":
+        return ""
+    counts = dict.fromkeys((True, False), 0)
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    return (
+        f"{config.kind}, r {config.r}, alpha {config.alpha}: {counts[True]:,} parameters learn, {counts[False]:,} stay"
+    )
 
 
 def build_strategy(

@@ -17,7 +17,7 @@ from multigpu_cli.tasks.open_data import FROM_MODEL, uses_environments
 from multigpu_cli.tasks.registry import TASKS
 
 _CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
-_SMOOTHED = ("classification", "multi-label", "language-model")
+_SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"

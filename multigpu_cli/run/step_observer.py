@@ -29,6 +29,7 @@ class StepObserver:
     nonfinite: SkippedStepLimit
     loss: LossMeter
     trace: SampleTrace | None
+    _tokens: tuple[int, int] = field(init=False, default=(0, 0))  # without and with padding, since they were asked for
     _layout: StepLayout = field(init=False)
     _indices: list[Tensor] = field(init=False)  # of this step's batches so far
 
@@ -40,7 +41,15 @@ class StepObserver:
             with self.timer.measure_wait("data_wait"):
                 batch = next(work)
             self._indices.append(batch.sample_indices)
+            if batch.tokens:
+                real, places = self._tokens
+                self._tokens = real + batch.tokens.real, places + batch.tokens.places
             yield batch, left == 0
+
+    def take_tokens(self) -> tuple[int, int]:
+        """This worker's tokens since the last call, without and with padding; none where nobody counts them."""
+        tokens, self._tokens = self._tokens, (0, 0)
+        return tokens
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Report this rank's position to the watchdog."""

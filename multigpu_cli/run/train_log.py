@@ -55,7 +55,7 @@ def log_step(run: Run, outcome: StepResult) -> None:
 
 
 def measure_rank(run: Run, peak: int) -> Tensor:
-    """(k,) float64 on this rank's device: memory, waits, gradient norm, use of the CPU, and its GPU; NaN: unknown.
+    """(k,) float64 on this rank's device: memory, waits, gradient norm, CPU, tokens, and its GPU; NaN: unknown.
 
     Args:
         peak: bytes.
@@ -67,6 +67,7 @@ def measure_rank(run: Run, peak: int) -> Tensor:
         math.nan if wait is None else wait,
         math.nan if small is None else small,
         timer.cpu_seconds() / run.plan.threads,
+        *map(float, run.observer.take_tokens()),
     ]
     if run.world.device.type == "cuda":
         values.append(float(torch.cuda.memory_reserved(run.world.device)))
@@ -115,7 +116,7 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
         rates: of the window, from rank 0's timer.
         steps: in the window.
     """
-    peaks, data, waits, _, cpu, *more = zip(*rows, strict=True)
+    peaks, data, waits, _, cpu, real, places, *more = zip(*rows, strict=True)
     seconds = rates["step_ms"] / 1e3
     fields: dict[str, Any] = {
         "data_wait_share": divide(sum(data) / len(data), steps * seconds),
@@ -128,6 +129,9 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
         fields["comm_share"] = divide(least, seconds)
         fields["straggler_share"] = divide(mean - least, seconds)
         fields["own_ms"] = [1e3 * max(0.0, seconds - wait) for wait in waits]
+    if sum(places):
+        fields["all_tokens_per_second"] = divide(sum(real), steps * seconds)
+        fields["padding_share"] = max(0.0, 1 - sum(real) / sum(places))
     for name, values in zip(("memory_reserved", *_GPU_FIELDS), more, strict=False):
         fields[name] = [None if math.isnan(value) else value for value in values]
     return fields

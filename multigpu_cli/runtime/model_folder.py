@@ -146,6 +146,11 @@ def _list_weight_files(folder: Path) -> list[str]:
     return sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights, whole or not, in whatever form."""
+    return (folder / _INDEX).is_file() or any(any(folder.glob(pattern)) for pattern in ("*.safetensors", *_PICKLED))
+
+
 def check_weight_files(folder: Path) -> None:
     """Refuse a folder without all of its weights as safetensors.
 

@@ -146,7 +146,7 @@ class Task(ABC):
         return {}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
-        """Metrics beside the loss, from the means over units of the task's `sums`."""
+        """Metrics beside the loss, from the means over units of the loss and of the task's `sums`."""
         return {}
 
     def details(self, counts: Tensor) -> dict[str, Any]:
@@ -213,9 +213,10 @@ class Task(ABC):
             slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
         counts = _all_reduce_counts(world, counts)
         seen = int(all_reduce_sum(world, units))
-        loss, *others = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
-        figures = self.metrics(counts, max(1, seen)) | self.figures(dict(zip(self.sums, others, strict=True)))
-        return Evaluation({"loss": loss} | figures, loader.size, self.details(counts))
+        sums = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
+        means = dict(zip(("loss", *self.sums), sums, strict=True))
+        figures = self.metrics(counts, max(1, seen)) | self.figures(means)
+        return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
     def _pass(
         self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int

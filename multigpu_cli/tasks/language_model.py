@@ -1,6 +1,7 @@
 """Language modelling: the next token at every place of a sequence, by cross-entropy."""
 
 from collections.abc import Callable
+from math import exp
 from typing import Any
 
 import torch
@@ -23,15 +24,17 @@ from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 
+_LARGEST_LOSS = 700.0  # nats, of which e to the power is a number
+
 
 class LanguageModel(Task):
     """Inputs (n, t) int64 tokens, targets (n, t) int64 or -100 where none counts, model outputs (n, t, vocabulary).
 
     Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
-    tokens that were the likeliest ones. The better result has the lower loss.
+    tokens that were the likeliest ones; perplexity is e to the loss. The better result has the lower loss.
 
     Raises:
-        RequestError: the dataset has no vocabulary.
+        RequestError: the dataset has no vocabulary, or has preferences.
     """
 
     unit = "token"
@@ -43,6 +46,11 @@ class LanguageModel(Task):
             raise RequestError(
                 f"--task language-model: the dataset has a vocabulary of {source.num_classes} tokens",
                 remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
+            )
+        if source.paired:
+            raise RequestError(
+                "--task language-model: the data are preferences, a chosen and a rejected answer each",
+                remedy="--task dpo; or data.args.format=messages, say, where records hold a conversation beside them",
             )
         self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
         self._in_chunks = False
@@ -88,6 +96,9 @@ class LanguageModel(Task):
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(counts[0]) / units}
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
 
 
 def _explain_logits(difference: str, vocabulary: int) -> str:

@@ -49,6 +49,20 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ),
         ({"grad_accum_steps": "8", "global_batch_size": "128"}, ["--grad-accum-steps 8", "leave out"]),
         ({"adapter": "lora"}, ["--adapter lora without --model pretrained", "--freeze"]),
+        (
+            {"model": "pretrained", "model_dir": "x", "model.args": {"quantize": "4bit"}},
+            ["can't learn", "--adapter lora"],
+        ),
+        (
+            {
+                "model": "pretrained",
+                "model_dir": "x",
+                "model.args": {"quantize": "4bit"},
+                "adapter": "lora",
+                "multi_gpu": "fsdp",
+            },
+            ["quantize: not with --multi-gpu fsdp yet"],
+        ),
         ({"adapter.r": "8"}, ["adapter.r: there is no adapter", "--adapter lora"]),
         ({"exact": True, "multi_gpu": "dp"}, ["--exact together with --multi-gpu dp"]),
         ({"exact": True, "sync_bn": True}, ["--exact together with --sync-bn"]),

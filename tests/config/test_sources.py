@@ -78,6 +78,19 @@ def test_set_with_a_settings_own_name_is_no_argument() -> None:
     assert resolve({}, ("data.name=har",), None).data.name == "har"
 
 
+def test_an_adapter_is_a_section_of_its_own(recipe: Write) -> None:
+    file = recipe("adapter: {kind: dora, r: 4, targets: [q_proj, v_proj]}\n")
+    written = resolve({}, ["adapter.alpha=8"], file).adapter
+    assert (written.kind, written.r, written.alpha, written.targets) == ("dora", 4, 8, ("q_proj", "v_proj"))
+    assert resolve({}, ["adapter.kind=lora", "adapter.targets=q_proj, k_proj"], None).adapter.targets == (
+        "q_proj",
+        "k_proj",
+    )
+    assert resolve({"adapter": "none"}, [], file).adapter == Config().adapter, "they were those of another kind"
+    with pytest.raises(RequestError, match=r"(?s)adapter.rank: there is no such setting.*'adapter.r'"):
+        resolve({}, ["adapter.rank=8"], None)
+
+
 def test_a_parts_own_settings_stand_beside_its_arguments(recipe: Write) -> None:
     file = recipe("model: {name: mlp, unfreeze_at: 3}\noptimizer: {rates: {head.*: 10}, layer_decay: 0.9}\n")
     config = resolve({}, (), file)

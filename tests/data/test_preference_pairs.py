@@ -65,12 +65,12 @@ def test_a_pair_is_one_sample_and_a_batch_holds_both_answers(tmp_path: Path, mod
     inputs, targets = to_pair(pairs.collate_fn(samples), "a batch")
     longest = max(len(side["input_ids"]) for pair in samples for side in pair)
     assert targets.shape == inputs["input_ids"].shape == inputs["position_ids"].shape == (2, 2, longest)
-    for row, pair in enumerate(samples):
+    for number, pair in enumerate(samples):
         for side, sample in enumerate(pair):
             size = len(sample["input_ids"])
-            assert torch.equal(inputs["input_ids"][row, side, :size], sample["input_ids"])
-            assert torch.equal(targets[row, side, : size - 1], sample["labels"][1:])
-            assert (targets[row, side, size - 1 :] == IGNORED).all()
+            assert torch.equal(inputs["input_ids"][number, side, :size], sample["input_ids"])
+            assert torch.equal(targets[number, side, : size - 1], sample["labels"][1:])
+            assert (targets[number, side, size - 1 :] == IGNORED).all()
 
 
 def test_only_answers_after_the_common_beginning_are_learned(tmp_path: Path, model_dir: Path) -> None:

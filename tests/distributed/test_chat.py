@@ -98,6 +98,16 @@ def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, str]]]
     return torch.cat(losses)
 
 
+def check_token_rates(events: Iterable[dict[str, Any]], *, pads: bool) -> None:
+    """One step took all conversations, each with its newline at the end."""
+    line = next(event for event in events if event["event"] == "train")
+    tokenizer = make_tokenizer()
+    tokens = sum(len(tokenizer.apply_chat_template(talk, return_dict=False)) for talk in TALKS)
+    assert line["all_tokens_per_second"] == pytest.approx(line["samples_per_second"] * tokens / len(TALKS))
+    assert line["tokens_per_second"] < line["all_tokens_per_second"]
+    assert (line["padding_share"] > 0) == pads
+
+
 GRADIENTS = [
     pytest.param(architecture, dtype, close, packing, adapter, marks=[pytest.mark.slow] if rare else [])
     for architecture, dtype, close in (("gpt2", "float64", 1e-9), ("llama", "float32", 1e-5))
@@ -132,6 +142,8 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
         )
         assert not ended.error, ended.error
         assert ended.summary["steps"] == 1
+        if packing == "off":
+            check_token_rates(read_events(Path(str(workers), "journal.jsonl")), pads=batch > 1)
         after = read_weights(Path(str(workers), "last.pt"))
         for name, gradient in expected.items():
             moved = before[name] - after[f"network.{name}"]
@@ -196,7 +208,6 @@ def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_
         "exact": True,
         "adapter": kind,
         "ema": 0.9,
-        "multi_gpu": "fsdp",
         "batch_size": 1,
         "global_batch_size": 3,
         "checkpoint_every": 1,
@@ -204,9 +215,9 @@ def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_
     }
     whole = run_training(1, **flags, save_dir="whole")
     assert not whole.error, whole.error
-    killed = run_training(3, **flags, save_dir="killed", prepare=die_at_third_checkpoint)
+    killed = run_training(3, **flags, multi_gpu="fsdp", save_dir="killed", prepare=die_at_third_checkpoint)
     assert killed.killed
-    ended = run_training(2, **flags, save_dir="killed")
+    ended = run_training(2, **flags, multi_gpu="fsdp", save_dir="killed")
     assert not ended.error, ended.error
     assert ended.summary["resumed_from"]
     assert ended.summary["fingerprint"] == whole.summary["fingerprint"]

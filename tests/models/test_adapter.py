@@ -7,6 +7,7 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import adapter_weights, has_adapter, merge_adapter, without_adapter
@@ -116,6 +117,9 @@ def test_the_names_of_the_weights_are_those_of_pefts_own_files(folders: dict[str
     own = adapter_weights(model)
     assert own.keys() == written.keys()
     assert all(torch.equal(own[name], value) for name, value in written.items())
+    other = build(folders["llama"], modules_to_save=("lm_head",), seed=7)
+    assert not load_initial_weights(other, tmp_path, partial=False).differences
+    assert torch.equal(compute_logits(other), compute_logits(model))
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -1,5 +1,6 @@
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,13 @@ def test_nothing_is_downloaded() -> None:
         build("nobody/such-a-model")
 
 
-@pytest.mark.parametrize(("name", "value"), [("dtype", "int8"), ("attention", "none")])
+@pytest.mark.parametrize(("name", "value"), [("dtype", "int8"), ("attention", "none"), ("quantize", "2bit")])
 def test_unknown_arguments_are_named(name: str, value: str, llama: Path) -> None:
     with pytest.raises(RequestError, match=f"model.args.{name}: '{value}'"):
         build(llama, **{name: value})
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_four_bits_need_bitsandbytes(llama: Path) -> None:
+    with pytest.raises(RequestError, match=r"quantize 4bit: bitsandbytes is not installed\n.*pip install bitsandbytes"):
+        build(llama, quantize="4bit")

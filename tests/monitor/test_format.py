@@ -42,6 +42,14 @@ def test_the_bar_has_the_memory_of_the_fullest_gpu() -> None:
     ]
 
 
+def test_learned_tokens_stand_beside_all_tokens_and_the_padding() -> None:
+    rates = {"tokens_per_second": 1234.5, "all_tokens_per_second": 5678.0, "padding_share": 0.0312}
+    shown = ["1,234 of 5,678 tokens/s learned", "padding 3.1 %"]
+    assert format.format_bar_facts(FIELDS | rates)[1:3] == shown
+    assert "  ".join(shown) in format.format_train_line(FIELDS | rates, 9)
+    assert "padding" not in format.format_other_numbers(FIELDS | rates)
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.4, "0 s"), (59.9, "60 s"), (200, "3 min 20 s"), (18720, "5 h 12 min"), (273600, "3 d 4 h")]
 )

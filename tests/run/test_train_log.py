@@ -29,7 +29,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 def test_waits_are_told_apart() -> None:
     """Ten steps of 100 ms; rank 0 waits 30 ms of each for the others, rank 1 10 ms."""
-    rows = [(100.0, 0.1, 0.03, NAN, 0.7), (200.0, 0.3, 0.01, NAN, 0.9)]
+    rows = [(100.0, 0.1, 0.03, NAN, 0.7, 60.0, 80.0), (200.0, 0.3, 0.01, NAN, 0.9, 15.0, 20.0)]
     fields = combine_ranks(rows, {"step_ms": 100.0}, 10)
     assert fields == {
         "data_wait_share": pytest.approx(0.2),
@@ -38,11 +38,13 @@ def test_waits_are_told_apart() -> None:
         "own_ms": [pytest.approx(70), pytest.approx(90)],
         "memory": [100, 200],
         "cpu_utilisation": [pytest.approx(70), pytest.approx(90)],
+        "all_tokens_per_second": pytest.approx(75),
+        "padding_share": pytest.approx(0.25),
     }
 
 
 def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
-    fields = combine_ranks([(100.0, 0.0, NAN, NAN, 0.0)], {"step_ms": 5.0}, 2)
+    fields = combine_ranks([(100.0, 0.0, NAN, NAN, 0.0, 0.0, 0.0)], {"step_ms": 5.0}, 2)
     assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100], "cpu_utilisation": [0.0]}
 
 
@@ -52,17 +54,18 @@ def test_a_worker_tells_what_it_measured_of_itself() -> None:
         observer=SimpleNamespace(
             timer=SimpleNamespace(read_wait=lambda reason: {"data_wait": 0.5}[reason], cpu_seconds=lambda: 6.0),
             noise=SimpleNamespace(take_small_norm=lambda: 2.5),
+            take_tokens=lambda: (30, 40),
         ),
         plan=SimpleNamespace(threads=4),
         world=World(torch.device("cpu")),
     )
     told = train_log.measure_rank(run, 1000)
     assert told.dtype == torch.float64
-    assert told.tolist() == pytest.approx([1000, 0.5, NAN, 2.5, 6 / 4], nan_ok=True)
+    assert told.tolist() == pytest.approx([1000, 0.5, NAN, 2.5, 6 / 4, 30, 40], nan_ok=True)
 
 
 def test_a_gpu_adds_its_own() -> None:
-    fields = combine_ranks([(1.0, 0.0, NAN, NAN, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
+    fields = combine_ranks([(1.0, 0.0, NAN, NAN, 0.0, 0.0, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
     assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
     assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
 

@@ -1,5 +1,6 @@
 """Datasets of a few made-up samples in the file formats of the real ones, for tests that only need them to be read."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def text(folder: Path) -> Path:
     (folder / "input.txt").write_text("".join(map(chr, draws.integers(97, 123, 2000))))
     for split in ("train", "val"):
         draws.integers(0, 100, 1000, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    return folder
+
+
+def chat(folder: Path) -> Path:
+    """Conversations of one question and answer."""
+    folder.mkdir(parents=True)
+    talks = ([{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(40))
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     return folder
 
 

@@ -76,6 +76,7 @@ def test_an_evaluation_is_the_mean_over_tokens_on_any_number_of_workers() -> Non
     inputs, targets = VAL.tensors
     whole = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # torch's own mean leaves -100 out
     assert alone[0]["loss"] == pytest.approx(whole.item(), rel=1e-6)
+    assert alone[0]["perplexity"] == pytest.approx(whole.exp().item(), rel=1e-6)
     assert alone[1] == 21
 
 
@@ -85,6 +86,8 @@ def test_a_split_without_a_single_target_has_no_loss() -> None:
     loader = Loader(nothing, components.source, DataConfig(), device=CPU, seed=1)
     found = components.evaluate(nn.Embedding(5, 5), loader, World(CPU), Precision("off", CPU), 4)
     assert found.metrics["loss"] != found.metrics["loss"]
+    assert found.metrics["perplexity"] != found.metrics["perplexity"]
+    assert 0 < components.figures({"loss": 1e6})["perplexity"] < float("inf"), "diverged, and still a number"
 
 
 def test_a_dataset_without_a_vocabulary_is_refused() -> None:

@@ -12,6 +12,7 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor.allreduce import measure_in_workers
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
+from multigpu_cli.commands.plan.without_weights import find_folder_without_weights, outline_model
 from multigpu_cli.commands.requests import parse_option, parse_worker_counts
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.types import integer, number
@@ -31,6 +32,7 @@ from multigpu_cli.planning.speedup import (
     find_scaling_limit,
     forecast,
 )
+from multigpu_cli.run.check_memory import forecast_state
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
@@ -96,6 +98,8 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     Raises:
         RequestError, TrainingError: as a training would.
     """
+    if folder := find_folder_without_weights(config):
+        return _forecast_without_weights(config, folder)
     alone = measure_worker(config, request.workers)
     network, rests_on = _choose_network(request, alone)
     rows = forecast_rows(alone, config, request.workers, network, noise_scale=request.noise_scale, price=request.price)
@@ -106,6 +110,7 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
         "device": components.plan.device,
         "precision": components.state.precision.name,
         "parameters": sum(p.numel() for p in components.state.model.parameters()),
+        "trained": sum(p.numel() for p in components.trainable_parameters),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
         "works": alone.works,
@@ -115,6 +120,22 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     sharding = alone.sharding
     sharded = [forecast_sharded(alone.memory, sharding, row.workers, row.passes) for row in rows] if sharding else []
     return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes, sharded)
+
+
+def _forecast_without_weights(config: Config, folder: Path) -> Forecast:
+    """The part of the memory that does not depend on the batch; nothing is measured."""
+    model, device = outline_model(config), usable_gpus(config.device)
+    capacity = torch.cuda.get_device_properties(device[0]).total_memory if device else None
+    memory = forecast_state(model, config)
+    counts = [
+        sum(p.numel() for p in model.parameters() if learns in (None, p.requires_grad)) for learns in (None, True)
+    ]
+    about = {"model": str(folder), "data": config.data.name, "parameters": counts[0], "trained": counts[1]}
+    notes = [f"{folder} has no weights: what a micro-batch keeps for backward, and all times, can't be measured"]
+    if capacity and memory.total_bytes(0) > _FILLED * capacity:
+        notes.append(f"these do not fit {format_bytes(capacity)}: --multi-gpu fsdp divides them over the workers")
+    kind = torch.cuda.get_device_name(device[0]) if device else "no GPU here"
+    return Forecast(about | {"device": kind, "works": {}}, memory, 0, capacity, [], notes, [])
 
 
 def forecast_rows(
@@ -221,10 +242,19 @@ def note_too_large(memory: Memory, capacity: int | None) -> Iterator[str]:
 def format_plan(forecast: Forecast) -> Iterator[str]:
     """Memory, measured times and the table of the forecast."""
     about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
-    yield f"{about['model']} on {about['data']}, {about['parameters']:,} parameters, {about['device']}"
+    frozen = about["parameters"] - about["trained"]
+    count = f"{about['parameters']:,} parameters" + (
+        f" ({about['trained']:,} trained, {frozen:,} frozen)" * bool(frozen)
+    )
+    yield f"{about['model']} on {about['data']}, {count}, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
     stored = f"{format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
+    if not forecast.rows:
+        of_all = f" of {format_bytes(forecast.capacity)}" if forecast.capacity else ""
+        yield f"memory   {format_bytes(memory.total_bytes(0))}{of_all} a device before any sample: {listed}"
+        yield from (f"note: {note}" for note in forecast.notes)
+        return
     yield f"memory   {format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
     if forecast.capacity:
         fits = memory.largest_batch(_FILLED * forecast.capacity)
