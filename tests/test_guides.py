@@ -207,7 +207,7 @@ def test_a_command_passes_the_door(line: str, tmp_path: Path, monkeypatch: pytes
     for flag in ("--data-dir", "--resume"):
         if flag in words:
             (tmp_path / words[words.index(flag) + 1]).mkdir(parents=True)
-    for flag in ("--config", "--init-from", "--data"):
+    for flag in ("--config", "--init-from", "--data", "--prompts"):
         file = tmp_path / words[words.index(flag) + 1] if flag in words else tmp_path
         if file.suffix:
             file.parent.mkdir(parents=True, exist_ok=True)

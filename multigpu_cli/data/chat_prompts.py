@@ -44,8 +44,8 @@ class PromptReader:
         Raises:
             RequestError: it is empty, or fills all places of the model.
         """
-        said = Conversation(prompt=text) if self._raw else Conversation([{"role": "user", "content": text}])
-        return self._encode(text, said, place)
+        conversation = Conversation(prompt=text) if self._raw else Conversation([{"role": "user", "content": text}])
+        return self._encode(text, conversation, place)
 
     def read_file(self, path: Path) -> list[Prompt]:
         """The prompts of a .jsonl or .txt file.
@@ -77,20 +77,20 @@ class PromptReader:
         if isinstance(asked, str):
             return self.read_text(asked, place)
         try:
-            said = FORMS["messages"].read({**record, "messages": asked})
+            conversation = FORMS["messages"].read({**record, "messages": asked})
         except ValueError as error:
             raise RequestError(f"{place}: {error}", remedy=_LAYOUT) from error
-        last = (said.messages or [])[-1]
+        last = (conversation.messages or [])[-1]
         if last["role"] == "assistant":
             raise RequestError(f"{place}: its last message is the assistant's own", remedy="leave that message out")
         if self._raw:
             raise RequestError(
                 f"{place}: messages, and the model has no chat template", remedy="a prompt as plain text"
             )
-        return self._encode(last["content"], said, place)
+        return self._encode(last["content"], conversation, place)
 
-    def _encode(self, text: str, said: Conversation, place: str) -> Prompt:
-        tokens = self._encoder.encode_prompt(said, place)
+    def _encode(self, text: str, conversation: Conversation, place: str) -> Prompt:
+        tokens = self._encoder.encode_prompt(conversation, place)
         if not tokens:
             raise RequestError(f"{place} is empty: the model needs a token to start from", remedy="a text")
         if len(tokens) >= self._limit:
@@ -102,6 +102,6 @@ class PromptReader:
 
 
 def format_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """What the model said, without the marks of its template."""
+    """what the model said, without the marks of its template."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text

@@ -66,10 +66,10 @@ def answer_prompt(
     """
     device = next(model.parameters()).device
     cache: Any = getattr(model, "make_cache", lambda: None)()
-    said: list[int] = []
-    while len(said) < min(count, length - len(prompt)) and not (said and said[-1] in ends):
-        new = said[-1:] if said and cache is not None else [*prompt, *said]
-        places = range(len(prompt) + len(said) - len(new), len(prompt) + len(said))
+    answer: list[int] = []
+    while len(answer) < min(count, length - len(prompt)) and not (answer and answer[-1] in ends):
+        new = answer[-1:] if answer and cache is not None else [*prompt, *answer]
+        places = range(len(prompt) + len(answer) - len(new), len(prompt) + len(answer))
         inputs: dict[str, Any] = {"input_ids": new, "position_ids": list(places)}
         inputs = {name: torch.tensor([values], device=device) for name, values in inputs.items()}
         if cache is not None:
@@ -77,8 +77,8 @@ def answer_prompt(
         logits = model(inputs)[:, -1].float()
         if cache is not None and cache.get_seq_length() <= places[-1]:  # the network keeps a state of another kind
             cache = None
-        said.append(agree(int(_draw_tokens(logits, temperature, top_k, generator))))
-    return said
+        answer.append(agree(int(_draw_tokens(logits, temperature, top_k, generator))))
+    return answer
 
 
 def _draw_tokens(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Run folders of fine-tuned models with the weights that a training would leave, without the training."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def save_trained_run(folder: Path, model_dir: Path, *, template: str = "", **set
         template: the run's own chat template.
     """
     config = replace_settings(Config(), {"model": "pretrained", "model_dir": str(model_dir), "data": "chat"} | settings)
+    args = {name: value for name, value in config.model.args.items() if name != "quantize"}  # which needs a GPU
     offered = {"model_dir": str(model_dir), "seed": 1}
-    model = build_model(config.model, "pretrained", offered, adapter=config.adapter)
+    model = build_model(replace(config.model, args=args), "pretrained", offered, adapter=config.adapter)
     learn(model)
     rows = model.network.get_input_embeddings().num_embeddings  # type: ignore[union-attr, operator]
     built_for = {"model": "pretrained", "task": "language-model", "input_shape": [_PLACES], "num_classes": rows}

@@ -87,9 +87,10 @@ def _write(checkpoint: Path, draft: Path, kind: str, changes: Mapping[str, Any],
     """Write everything; the network is gone when this returns."""
     run, origin, template = _load_run(checkpoint, kind, changes, own_code=own_code)
     network, base = _take_network(run), find_model_folder(run.config.model.dir)
-    if kind == "merged" and network.dtype in (torch.float16, torch.bfloat16):
+    settings = {"dtype": "float32"} | run.config.model.args
+    if kind == "merged" and settings["dtype"] in ("float16", "bfloat16"):
         network.float()
-    settings = dict(run.config.model.args) | {"dtype": str(network.dtype).removeprefix("torch.")}
+        settings["dtype"] = "float32"
     tokens = _draw_tokens(run)
     live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
     if kind == "adapter":
@@ -107,6 +108,9 @@ def _load_run(
     """The run with its weights, where they come from, and the chat template of the training."""
     weights = load_trained_weights(checkpoint)
     _check_kind(weights, kind)
+    if kind == "merged":  # with the base as it is in its folder, also where the adapter learned beside 4 bits of it
+        args = {name: value for name, value in weights.settings.get("model.args", {}).items() if name != "quantize"}
+        changes = {**changes, "model.args": args}
     run = load_run_without_data(weights, own_code=own_code, changes=changes)
     load_text_model_of_run(weights, run)  # else another model's tokenizer might be copied
     return run, str(weights.origin), weights.settings.get("base", {}).get("template")

@@ -102,7 +102,8 @@ def test_half_precision_is_merged_in_float32_and_else_stays(
 ) -> None:
     half: dict[str, Any] = {"model.args": {"dtype": "bfloat16"}}
     save_trained_run(here / "whole", models["qwen2"], **half)
-    save_trained_run(here / "lora", models["qwen2"], adapter="lora", **half)
+    bits: dict[str, Any] = {"model.args": half["model.args"] | {"quantize": "4bit"}}
+    save_trained_run(here / "lora", models["qwen2"], adapter="lora", **bits)
     assert export("whole", "--to", "out", "--format", "hf", capsys=capsys)["difference"] == 0
     export("lora", "--to", "merged", "--format", "merged", capsys=capsys)
     for folder, dtype in (("out", "bfloat16"), ("merged", "float32")):
