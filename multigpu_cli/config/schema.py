@@ -122,7 +122,7 @@ class DataConfig:
         "max_length", None, integer(2), "chat: tokens of a sample or pack (default: the model's places)"
     )
     packing: str = setting(
-        "packing", "auto", choice("auto", "on", "off"), "chat: several samples in a row (auto: but of preferences)"
+        "packing", "on", choice("on", "off"), "chat: several samples in a row; pairs of preferences never share one"
     )
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"

@@ -37,7 +37,7 @@ def load(
     seed: int,
     model_dir: str | None = None,
     max_length: int | None = None,
-    packing: str = "auto",
+    packing: str = "on",
     format: str = "auto",
     chat_template: str | None = None,
     loss_on: str | None = None,
@@ -52,7 +52,7 @@ def load(
         seed: draws the validation split and the packs.
         model_dir: the model, whose tokenizer and chat template are used.
         max_length: tokens of a sample or pack (default: as many as the model knows places for).
-        packing: on, off, or auto (on, but not for preferences): several samples in a row, in training alone.
+        packing: on or off: several samples in a row, in training alone; pairs of preferences never share one.
         format: preference, messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
         chat_template: file of a template in place of the model's own.
         loss_on: assistant, completion or all (default: the assistant's messages, completions, all of a plain text).
@@ -69,12 +69,12 @@ def load(
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     _check_tokenizer(tokenizer, config, ends)
     limit = _find_limit(config, tokenizer, max_length)
-    learns, paired = _choose_loss(form, packing, loss_on)
+    learns, paired = _choose_loss(form, loss_on)
     encoder, identity = ChatEncoder(tokenizer, template, learns, ends), hash_tokenizer(tokenizer, template)
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, ends, identity))
     splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(tokenizer))
     notes = [check_samples(name, part, overlong, learns, ends, tokenizer) for name, part in splits.items()]
-    packs = Packs(splits["train"], seed) if packing != "off" and not paired else None
+    packs = Packs(splits["train"], seed) if packing == "on" and not paired else None
     samples = {name: Pairs(part) if isinstance(part, Answers) else part for name, part in splits.items()}
     return DataSource(
         train=packs or samples["train"],
@@ -127,15 +127,11 @@ def _describe(form: str, learns: str, train: Chats, packs: Packs | None) -> str:
     return f"{text}; packs of at most {packs.limit} tokens, {100 * filled:.1f} % full"
 
 
-def _choose_loss(form: str, packing: str, loss_on: str | None) -> tuple[str, bool]:
+def _choose_loss(form: str, loss_on: str | None) -> tuple[str, bool]:
     """What is learned, and whether records are preferences, which can't follow all settings."""
     learns = loss_on or FORMS[form].loss_on
     if form != PREFERENCE:
         return learns, False
-    if packing == "on":
-        raise RequestError(
-            "--packing on: a chosen and a rejected answer are a pair, and are not packed", remedy="leave out --packing"
-        )
     if learns == "all":
         raise RequestError(
             "data.args.loss_on=all: of preferences the answers are compared, and not their common prompt",

@@ -37,7 +37,7 @@ def open_pairs(
     records: list[dict[str, Any]],
     model_dir: Path,
     length: int | None = None,
-    packing: str = "auto",
+    packing: str = "on",
     **a: Any,
 ) -> DataSource:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -124,7 +124,6 @@ def test_pairs_of_which_nothing_is_learned_are_refused_or_told(tmp_path: Path, m
         ([begins_alike], {"length": 45, "overlong": "truncate"}, "are the same in each"),
         ([*ROWS, late], {"length": 45, "overlong": "truncate"}, r"of 2 answers nothing .*a\.jsonl:21, chosen\) is cut"),
         ([{**same, "rejected": "user"}, {"chosen": "x"}], {}, r"a\.jsonl:2 has no 'rejected'"),
-        (ROWS, {"packing": "on"}, "--packing on: a chosen and a rejected answer are a pair"),
         (ROWS, {"loss_on": "all"}, "loss_on=all: of preferences"),
     ]
     for records, settings, message in cases:

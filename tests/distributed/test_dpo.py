@@ -166,7 +166,6 @@ def test_what_can_not_be_a_preference_run_ends_before_the_first_step(here: Path)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"adapter": "none"}, "--adapter lora"),
         ({"task": "language-model"}, "--task dpo"),
-        ({"packing": "on"}, "--packing on: a chosen and a rejected answer"),
         ({"data": "tests.support.user_code:tensors", "data_dir": None, "task": "dpo"}, "the data are no preferences"),
     ]
     for changes, message in cases:
