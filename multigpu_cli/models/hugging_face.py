@@ -31,6 +31,12 @@ class NamedInputs(nn.Module):
         self._call = replace(ModelCall.of(network), names=names, takes_any=False)
 
     @property
+    def limits(self) -> tuple[int, int | None]:
+        """How many tokens it has an embedding for, and how many places; None: it names no such number."""
+        places = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
+        return self._causal.get_input_embeddings().num_embeddings, places
+
+    @property
     def callees(self) -> tuple[nn.Module, ...]:
         """What a call may go to, the outer one first."""
         return (self.network,)
@@ -75,6 +81,12 @@ class Logits(NamedInputs):
         """The losses of tokens, given what the backbone returns."""
         head, vocabulary = partial(self._compute_logits, type(output)), self._head.weight.shape[0]
         return compute_token_losses(head, vocabulary, output.last_hidden_state, wanted)
+
+    @property
+    def limits(self) -> tuple[int, int | None]:
+        """How many tokens it has an embedding for, and how many places; None: it names no such number."""
+        places = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
+        return self._causal.get_input_embeddings().num_embeddings, places
 
     @property
     def callees(self) -> tuple[nn.Module, ...]:

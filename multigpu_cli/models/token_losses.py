@@ -107,13 +107,17 @@ def count_tokens_at_once(vocabulary: int) -> int:
     return max(1, _LOGITS // vocabulary)
 
 
-def find_difference(model: nn.Module, vocabulary: int, device: torch.device) -> str:
+def find_difference(model: nn.Module, vocabulary: int, device: torch.device, places: int | None = None) -> str:
     """Compare the token losses of a network with those of its logits, on a few tokens.
+
+    Args:
+        vocabulary: tokens that the network has an embedding for.
+        places: tokens of a text at most.
 
     Returns:
         why they can't be used, "" if they are the same.
     """
-    tokens = (torch.arange(_PROBE, device=device) * 7 % vocabulary)[None]
+    tokens = (torch.arange(min(_PROBE, places or _PROBE), device=device) * 7 % vocabulary)[None]
     targets = tokens.roll(-1).masked_fill(tokens % 3 == 0, IGNORED)
     with eval_mode(model), torch.no_grad():
         logits = model(tokens)

@@ -17,11 +17,11 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import has_adapter, without_adapter
-from multigpu_cli.models.token_losses import TokenLosses, TokenTargets, find_difference, score_logits
+from multigpu_cli.models.token_losses import TokenLosses, TokenTargets, score_logits
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
 from multigpu_cli.tasks.base import BatchMetrics, Task
-from multigpu_cli.tasks.language_model import explain_logits
+from multigpu_cli.tasks.language_model import try_chunks
 
 
 class DPO(Task):
@@ -67,11 +67,8 @@ class DPO(Task):
                 "--task dpo: the network has no adapter, and the reference is the network without it",
                 remedy="--adapter lora",
             )
-        if hasattr(model, "compute_losses"):
-            vocabulary, device = self.source.num_classes, next(model.parameters()).device
-            with precision.autocast():
-                difference = find_difference(model, vocabulary, device)
-            self._in_chunks, self.logits_note = not difference, explain_logits(difference, vocabulary)
+        with precision.autocast():
+            self._in_chunks, self.logits_note = try_chunks(model)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return self._losses(self._rewards(model, batch)).sum()

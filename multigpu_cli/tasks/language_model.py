@@ -57,14 +57,10 @@ class LanguageModel(Task):
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
         """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
-        vocabulary, device = self.source.num_classes, next(model.parameters()).device
         with precision.autocast():
             if self.source.packed:
-                check_packing(model, vocabulary, device)
-            if hasattr(model, "compute_losses"):
-                difference = find_difference(model, vocabulary, device)
-                self._in_chunks = not difference
-                self.logits_note = explain_logits(difference, vocabulary)
+                check_packing(model, self.source.num_classes, next(model.parameters()).device)
+            self._in_chunks, self.logits_note = try_chunks(model)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         smoothing = self.config.label_smoothing
@@ -101,11 +97,18 @@ class LanguageModel(Task):
         return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
 
 
-def explain_logits(difference: str, vocabulary: int) -> str:
-    """How many tokens' logits there are at a time, for the plan."""
-    if difference:
-        return f"of all tokens at once, since in chunks {difference}"
-    return f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
+def try_chunks(model: nn.Module) -> tuple[bool, str]:
+    """Whether a model computes the losses of tokens in chunks, and how many tokens' logits there are at a time.
+
+    The latter is for the plan, and "" where the question does not arise.
+    """
+    if not hasattr(model, "compute_losses"):
+        return False, ""
+    limits: Any = model.limits
+    vocabulary, places = limits
+    if difference := find_difference(model, vocabulary, next(model.parameters()).device, places):
+        return False, f"of all tokens at once, since in chunks {difference}"
+    return True, f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
 
 
 def _check_logits(logits: Tensor, targets: Tensor) -> Tensor:

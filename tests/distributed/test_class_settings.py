@@ -65,7 +65,7 @@ def test_a_run_shows_them_and_keeps_them(tmp_path: Path) -> None:
             ["task.name=regression", "label_smoothing=0.1"],
             "--label-smoothing is for --task class",
         ),
-        ("uneven_classes:tensors", ["task.name=from-model", "label_smoothing=0.1"], "language-model, not from-model"),
+        ("uneven_classes:tensors", ["task.name=from-model", "label_smoothing=0.1"], "dpo, not from-model"),
         ("user_code:tensors", ["data.cutmix=1"], "inputs are float32 (2, 6), and can't be mixed"),
         ("user_code:tensors", ["data.random_resized_crop=1"], "data.random_resized_crop: inputs are float32 (2, 6)"),
         ("user_code:tensors", ["data.rand_augment=9"], "data.rand_augment: inputs are float32 (2, 6)"),

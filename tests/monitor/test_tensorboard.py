@@ -127,11 +127,12 @@ def write_a_run(folder: Path) -> None:
             rates: dict[str, Any] = {"samples_per_second": 900.0 + step, "step_ms": 30.0, "data_wait_share": 0.1}
             rates |= {"mfu": 0.4, "noise_scale": 50.0 + step, "own_ms": [29.0, 30.0], "episode_reward": step}
             rates |= {f"gpu_{name}": [step, None] for name in ("utilisation", "temperature", "power")}
+            rates |= {"tokens_per_second": 50.0, "all_tokens_per_second": 80.0, "padding_share": 0.1}
             rates["cpu_utilisation"] = [90.0, 80.0]
             journal.write(
                 "train", step=step, mean_loss=2 / step, lr=0.1, grad_norm=1.0, memory=[step, 2 * step], **rates
             )
-        journal.write("eval", epoch=1, step=59, split="val", loss=1.5, accuracy=0.75, samples=180)
+        journal.write("eval", epoch=1, step=59, split="val", loss=1.5, accuracy=0.75, perplexity=4.5, samples=180)
 
 
 def test_every_chart_of_the_layout_has_a_curve(tmp_path: Path) -> None:

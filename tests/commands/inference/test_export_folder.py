@@ -150,7 +150,9 @@ def count_bytes() -> int:
     """Of all tensors that are in memory."""
     gc.collect()
     storages = (
-        each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor) and not each.is_meta
+        each.untyped_storage()
+        for each in gc.get_objects()
+        if type(each) in (Tensor, nn.Parameter) and not each.is_meta  # torch's fake tensors have no storage
     )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
