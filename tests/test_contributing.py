@@ -22,6 +22,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert len(runnable()) >= 6
 
 
+@pytest.mark.slow
 def test_a_dataset_a_model_a_task_and_a_strategy_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, output = run(script(runnable()), copy_project(tmp_path))

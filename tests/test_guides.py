@@ -253,7 +253,15 @@ def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
     return found
 
 
-@pytest.mark.parametrize("section", sections(), ids="-".join)
+def mark_chapters() -> Iterator[Any]:
+    """A minute and more in all: but of the first pages and of a chapter of each kind, `make test-all` runs them."""
+    often = {"MULTI_GPU_GUIDE.md", "QUICK_REFERENCE.md", "docs/guide/your-code.md", "docs/operations/checkpoints.md"}
+    for guide, chapter in sections():
+        marks = [] if guide in often else [pytest.mark.slow]
+        yield pytest.param((guide, chapter), id=f"{guide}-{chapter}", marks=marks)
+
+
+@pytest.mark.parametrize("section", list(mark_chapters()))
 def test_the_blocks_of_a_chapter_run(section: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And say what the guide shows: each line of the text block that follows one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -164,7 +164,7 @@ def die_at_third_checkpoint() -> None:
     Store.save = save_or_die  # type: ignore
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
 def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str, here: Path) -> None:
     make_model_folder(here / "model", places=128)
     flags: dict[str, Any] = STEP | {

@@ -284,6 +284,7 @@ def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     assert "its last output (run/logs/rank_1.log):\n  rank 1 does it\n" in ended.stderr
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
     """In backward of one rank, in a step that others have begun to reduce: half the micro-batch, the same curve."""
     flags: dict[str, Any] = LONG | {
@@ -306,6 +307,7 @@ def test_out_of_memory_on_one_rank_amid_the_run_costs_a_restart_and_nothing_else
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
     """Without a checkpoint in between, the second attempt fails where the first did; torchrun's box ends with why."""
     loaders, environ = loaders_and_a_long_tmpdir(tmp_path)

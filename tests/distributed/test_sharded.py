@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"sets": ["model.args.network=own"], "global_batch_size": 12, "batch_size": 6, "reshard": "step"}
     | {"ema": 0.9, "checkpoint_every": "1000"},
 }
+RARE = ("mlp", "bf16", "batchnorm")  # in `make test-all`
 PAUSE = {"OWN_PAUSE": "0.02"}
 
 
@@ -88,7 +89,7 @@ def read_evals(folder: str) -> list[float]:
     return [event["loss"] for event in read_events(folder, "eval") if event["split"] == "val"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in CASES])
 def test_the_curve_is_that_of_one_process(name: str) -> None:
     """Uneven and idle shares, accumulation, dropout, clipping, and what each case adds."""
     close = 1e-9 if CASES[name]["model"] == DOUBLE["model"] else 2e-5 if name != "bf16" else 1e-3

@@ -106,7 +106,10 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
     assert exit_code(work) == 0
 
 
-@pytest.mark.parametrize("pause", [0.1, 0.01], ids=["seldom", "whenever the watch looks"])
+@pytest.mark.parametrize(
+    "pause",
+    [pytest.param(0.1, id="seldom", marks=pytest.mark.slow), pytest.param(0.01, id="whenever the watch looks")],
+)
 def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: float) -> None:
     """And where none moves any more, all are ended."""
     read, write = os.pipe()

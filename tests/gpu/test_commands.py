@@ -29,6 +29,7 @@ def run_json(*words: str, code: int = 0, machine: Machine = UNLIKE) -> dict[str,
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_doctor_tells_of_both_gpus_what_there_is_to_know(tmp_path: Path) -> None:
     findings = run_json("doctor", "--save-dir", str(tmp_path))["findings"]
     found = {each["name"]: (each["verdict"], each["evidence"]) for each in findings}

@@ -41,6 +41,7 @@ def test_a_state_that_does_not_fit_names_sharding(workers: int, strategy: str, t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_2(tmp_path: Path) -> None:
     words = ["--model", LARGE["model"], "--save-dir", str(tmp_path / "run")]
     ended = front_door(*words, machine=CARDS)

@@ -72,6 +72,7 @@ def test_what_transformers_does_not_know_is_refused(
     assert remedy in refused.value.remedy
 
 
+@pytest.mark.slow
 def test_a_dataset_and_a_network_of_other_packages_train_under_torchrun_by_flags_alone(tmp_path: Path) -> None:
     """Counting upwards is learned from rows of tokens, read by `datasets`."""
     pytest.importorskip("datasets", reason="datasets is not installed")

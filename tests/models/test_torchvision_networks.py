@@ -58,6 +58,7 @@ def test_one_that_downloads_a_part_by_default_does_not(monkeypatch: pytest.Monke
     assert build("torchvision/lraspp_mobilenet_v3_large").eval()(torch.rand(1, 3, 32, 32))["out"].shape[1] == 7
 
 
+@pytest.mark.slow
 def test_a_resnet_learns_augmented_images_with_the_same_bits_on_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure_worker(resolve(GPT | {"multi_gpu": "ddp"}, [], None), [1]).sharding is None
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two real workers take sharded steps; the memory and the traffic of four are those of the forecast."""
     monkeypatch.setattr(step_times, "_SECONDS", 0)

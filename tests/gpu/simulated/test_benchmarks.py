@@ -17,7 +17,8 @@ from tests.gpu.simulated.machine import Machine
 COMPILED = {"har-compiled"}  # torch.compile for CUDA is Triton's, which is not simulated: the job is left out
 
 
-@pytest.mark.parametrize("names", [["gpt2"], pytest.param(list(jobs()), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["gpt2"], list(jobs())])
 def test_it_comes_to_its_end_and_has_nothing_to_do_a_second_time(
     tmp_path: Path, real_data: Callable[[str], Path], names: list[str]
 ) -> None:
