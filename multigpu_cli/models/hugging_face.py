@@ -31,12 +31,6 @@ class NamedInputs(nn.Module):
         self._call = replace(ModelCall.of(network), names=names, takes_any=False)
 
     @property
-    def limits(self) -> tuple[int, int | None]:
-        """How many tokens it has an embedding for, and how many places; None: it names no such number."""
-        places = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
-        return self._causal.get_input_embeddings().num_embeddings, places
-
-    @property
     def callees(self) -> tuple[nn.Module, ...]:
         """What a call may go to, the outer one first."""
         return (self.network,)
