@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import adapter_weights, has_adapter, merge_adapter, without_adapter
 from multigpu_cli.models.build import build_model
-from multigpu_cli.models.on_meta import build_on_meta
+from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors
 from multigpu_cli.optimizers import EMAModel
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
@@ -97,6 +97,7 @@ def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
     logits, state = compute_logits(model), model.state_dict()
     assert all(".lora_" in name or ".modules_to_save." in name for name in state)
     assert sum(value.numel() for value in average.state_dict().values()) == 1 + sum(v.numel() for v in state.values())
+    assert "network.base_model.model.model.embed_tokens.weight" in find_unsaved_tensors(model)
     other = build(folders["llama"], modules_to_save=("lm_head",), seed=7)
     other.load_state_dict(state)
     assert torch.equal(compute_logits(other), logits)
