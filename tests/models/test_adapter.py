@@ -27,9 +27,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model_folder(tmp_path_factory.mktemp(name), name) for name in SIZES}
 
 
-def build(folder: Path, kind: str = "lora", seed: int = 1, freeze: tuple[str, ...] = (), **adapter: Any) -> nn.Module:
-    offered = {"model_dir": str(folder), "seed": seed}
-    return build_model(ModelConfig(freeze=freeze), "pretrained", offered, adapter=AdapterConfig(kind=kind, **adapter))
+def build(
+    folder: Path,
+    kind: str = "lora",
+    seed: int = 1,
+    freeze: tuple[str, ...] = (),
+    dtype: str = "float32",
+    **adapter: Any,
+) -> nn.Module:
+    config, offered = ModelConfig(freeze=freeze, args={"dtype": dtype}), {"model_dir": str(folder), "seed": seed}
+    return build_model(config, "pretrained", offered, adapter=AdapterConfig(kind=kind, **adapter))
 
 
 def learn(model: nn.Module) -> None:
@@ -87,6 +94,25 @@ def test_the_first_weights_follow_from_the_seed_alone(kind: str, folders: dict[s
     assert [(n, p.shape, p.requires_grad) for n, p in on_meta.named_parameters()] == [
         (n, p.shape, p.requires_grad) for n, p in one.named_parameters()
     ]
+
+
+@pytest.mark.parametrize(("dtype", "learns"), [("float64", torch.float64), ("bfloat16", torch.float32)])
+def test_its_number_format_is_that_of_the_base_but_at_least_float32(
+    dtype: str, learns: torch.dtype, folders: dict[str, Path]
+) -> None:
+    on_meta, reason = build_on_meta(lambda: build(folders["gpt2"], "dora", dtype=dtype))
+    assert on_meta is not None, reason
+    for model in (build(folders["gpt2"], "dora", dtype=dtype), on_meta):
+        formats = {(p.requires_grad, p.dtype) for p in model.parameters()}
+        assert formats == {(False, getattr(torch, dtype)), (True, learns)}
+
+
+def test_patterns_of_freeze_are_those_of_the_names_that_learn(folders: dict[str, Path]) -> None:
+    first = "network.base_model.model.model.layers.0."
+    model = build(folders["llama"], freeze=(f"{first}*",))
+    learning = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert learning
+    assert not any(name.startswith(first) for name in learning)
 
 
 def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
